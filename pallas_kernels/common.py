@@ -43,11 +43,11 @@ LANES, SUBLANES = 128, 8
 
 
 class Unsupported(ValueError):
-    """Refusal to run on this backend or with these arguments; the message names the limit."""
+    """Error of an implementation that cannot run here or with these arguments; the message names the limit."""
 
 
 class Task(NamedTuple):
-    """One call of an operation, which other code can repeat with other numbers."""
+    """One call of an operation, which a benchmark can repeat with other inputs."""
 
     bucket: str
     """Name from `bucket`; tasks of one bucket share a verdict."""
@@ -115,11 +115,10 @@ def choose(
         implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`; several names except `auto`, separated by commas,
             for the first that can run; or a `Survey`. `auto` reads the environment variable KVJAX_KERNELS. If that is
             not set, it takes the winner on this kind of device (see `WINNERS`), then tries `AUTO`.
-        limits: for each implementation but `xla`, what these arguments need that it cannot do, or None. An
-            implementation that is missing here does not exist.
+        limits: for each existing implementation except `xla`, the limit that these arguments exceed, or None.
         platform: `cpu`, `gpu` or `tpu`, the target of compilation; None as in `platform_of`.
         interpret: as for `pallas_call`; any value but False lets `pallas` and `mosaic` run on every backend.
-        task: the call that is made; None if no benchmark covers it.
+        task: the call, for the lookup of tuning results; None if no benchmark covers it.
 
     Raises:
         Unsupported: the requested implementation cannot run.
@@ -178,7 +177,7 @@ def kind_of_device(platform: str) -> str:
 
 
 def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:
-    """Return the readable name of all tasks that share a verdict.
+    """Return the readable name of all tasks that share a tuning result.
 
     Args:
         op: name of the operation.
@@ -193,7 +192,7 @@ def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str
 
 
 def numbers_of(x: Any) -> str:
-    """Return how keys or values are stored: a dtype, `int8` or `int4`, or the name of a decoder or of another type."""
+    """Return the storage format of keys or values: a dtype, `int8`, `int4`, or the name of a decoder or type."""
     if isinstance(x, Quantised):
         return f"int{x.bits}"
     if isinstance(x, Encoded):

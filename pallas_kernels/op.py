@@ -18,7 +18,7 @@ Limit = tuple[bool, str]
 
 
 class Options(NamedTuple):
-    """How a call runs."""
+    """Implementation, interpreter and platform of a call."""
 
     implementation: str
     """Requested implementation; see `pallas_kernels.common.choose`."""

@@ -40,7 +40,7 @@ class Quantised:
         return (*lead, w if self.bits == 8 else 2 * w)
 
     def values(self, dtype: Any) -> Float[Array, "*b c d"]:
-        """Decode the numbers; code that reads a cache decodes one block at a time."""
+        """Return the decoded array; code that reads a cache decodes one block at a time."""
         return unpacked(self.codes).astype(dtype) * self.scale[..., None].astype(dtype)
 
 
@@ -72,21 +72,21 @@ def codes_and_scale(x: Float[Array, "*b d"], bits: int) -> tuple[Float[Array, "*
 
 
 class Decoder(Protocol):
-    """Static, hashable object that knows how numbers are stored."""
+    """Decoder of a storage format, static and hashable."""
 
     def decode(self, stored: Any, dtype: Any) -> Float[Array, "*b c d"]:
-        """Return the numbers [... c d] of a tree of arrays [... c ...], for any leading axes."""
+        """Return the decoded array [... c d] of a tree of arrays [... c ...], with the same leading axes."""
         ...
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["decoder"])
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """Numbers in a form of their own. Only `xla` takes them: it decodes one block of slots at a time.
+    """Keys or values in a custom storage format. Only `xla` takes them: it decodes one block of slots at a time.
 
     Args:
         stored: tree of arrays [... c ...].
-        decoder: returns the numbers.
+        decoder: decodes `stored`.
     """
 
     stored: Any
@@ -98,7 +98,7 @@ class Encoded:
         return jax.eval_shape(functools.partial(self.decoder.decode, dtype=jnp.float32), self.stored).shape
 
     def values(self, dtype: Any) -> Float[Array, "*b c d"]:
-        """Decode the numbers."""
+        """Return the decoded array."""
         return self.decoder.decode(self.stored, dtype)
 
 
@@ -107,12 +107,12 @@ class Encoded:
 )
 @dataclasses.dataclass(frozen=True)
 class Turned:
-    """Unrotated keys that attention rotates by their place (RoPE).
+    """Unrotated keys that attention rotates (RoPE) by their rank in the cache.
 
     Args:
         keys: [... c d].
-        order: the place of each slot, from 0; arbitrary in empty slots.
-        cos, sin: cosines and sines of every place's angles [places, w/2]; the first w channels are rotated.
+        order: rank of each slot, from 0; arbitrary in empty slots.
+        cos, sin: cosines and sines of the angles of each rank [places, w/2]; the first w channels are rotated.
         interleaved: rotates pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
     """
 
@@ -147,7 +147,7 @@ def unpacked(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
 
 
 def values(operand: Operand, dtype: Any) -> Float[Array, "*b c d"]:
-    """Return an operand as numbers; code that reads a cache passes one block at a time."""
+    """Return an operand decoded to an array; code that reads a cache passes one block at a time."""
     return operand.astype(dtype) if isinstance(operand, jax.Array) else operand.values(dtype)
 
 

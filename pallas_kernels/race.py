@@ -30,7 +30,7 @@ REPEATS = 3
 
 @dataclasses.dataclass
 class Runner:
-    """One implementation of an operation: `start` queues a call and `wait` awaits it."""
+    """One implementation of an operation: `start` queues a call and `wait` waits for it."""
 
     op: str
     label: str
@@ -73,7 +73,7 @@ class Verdict(NamedTuple):
 def race(runners: list[Runner], repeats: int) -> list[Runner]:
     """Compile all runners, set their calls per measurement, and run them in turn, so that noise affects all equally.
 
-    A runner that fails is reported and left out; an unattended run continues.
+    A runner that fails is reported and omitted.
     """
     wanted, able = {}, []
     for runner in runners:

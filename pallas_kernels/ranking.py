@@ -65,9 +65,10 @@ def victim(
     *,
     shrinks: bool = False,
 ) -> Int[Array, "*b 1"]:
-    """Return the slot of the lowest rank, the oldest of equals, and never a slot beyond the limit.
+    """Return the slot of the lowest rank, among equal ranks the oldest, and never a slot beyond the limit.
 
-    If a budget `shrinks`, tokens kept from a larger cache may be in any slot, so all live slots count as within.
+    If a budget `shrinks`, tokens kept from a larger cache may be in any slot, so all live slots count as within the
+    limit.
     """
     slot = jax.lax.broadcasted_iota(jnp.int32, position.shape, position.ndim - 1)
     ranks = rank(scores, position, newest, sinks, recent, keep)

@@ -173,11 +173,11 @@ def served(policy: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> N
         spread = placed(model, shape)
         found, numbers = answers(spread, policy)
         if shape[0] > 1:
-            with pytest.raises(ValueError, match=f"3 rows cannot lie on data={shape[0]} devices"):
+            with pytest.raises(ValueError, match=f"3 rows cannot be sharded evenly over data={shape[0]} devices"):
                 Engine(spread, rows=3)
         several, one = ([(each.text, each.tokens, each.end.reason) for each in some] for some in (found, wanted))
-        thought, before = ([of.logprob for each in some for of in each.logprobs] for some in (found, wanted))
-        off = max(abs(x - y) for x, y in zip(thought, before, strict=True))
+        after, before = ([of.logprob for each in some for of in each.logprobs] for some in (found, wanted))
+        off = max(abs(x - y) for x, y in zip(after, before, strict=True))
         told = {"same": several == one, "off": off, "reused": found[-1].end.reused, **numbers}
         print(json.dumps({"case": policy, "mesh": shape} | told), flush=True)
 

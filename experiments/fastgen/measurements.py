@@ -30,7 +30,7 @@ class Report:
         runs: perplexity runs.
         thresholds: T of the curves, rising.
         ablated: T of the ablations.
-        distances: of questions for recall.
+        distances: distances of questions for recall.
         among: tokens from which the frequent ones are selected: `frequent_among` of the policy.
     """
 

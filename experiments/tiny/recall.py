@@ -34,7 +34,7 @@ def recall(
     """Return the share of questions whose whole answer is the model's first choice, by form and distance.
 
     Args:
-        weights: of the model.
+        weights: weights of the model.
         config: its shape.
         facts: generator of the questions.
         text: ids of held-out text between fact and question.

@@ -23,7 +23,7 @@ from pallas_kernels.prefill_scores import prefill_scores
 
 
 class Question(NamedTuple):
-    """Softmax of which one kernel pass can compute sums, with several rows of weights."""
+    """Softmax whose weighted sums one kernel pass computes, for any number of rows of weights."""
 
     tau: Any
     noise: Noise | None
@@ -43,7 +43,7 @@ def attend_token(
     Statistics are those of the softmax over the slots: neither evicted pairs nor a learned sink are in it.
 
     Args:
-        config: of the layer.
+        config: configuration of the layer.
         given: queries, keys and values.
         view: the slots, one of which holds the new token.
         new: the token.
@@ -52,7 +52,7 @@ def attend_token(
         selection: chooses the tokens that the query attends to; None for all.
     """
     alone = selection is None and new.spread.slots == 1
-    scores, summed = wanted(asks, new) if alone else ("each" if selection or questions(asks)[0] else None, False)
+    scores, summed = kernel_scores(asks, new) if alone else ("each" if selection or questions(asks)[0] else None, False)
     found = decode_attention(
         given.q[:, :, :, 0],
         *given.stored,
@@ -69,7 +69,7 @@ def attend_token(
         return _shared(found, given, view.position, new, asks, low_rank, selection)
     if selection is None:
         partial = Partial(found.out[:, :, :, None], found.lse[..., None])
-        return partial, told(asks, found, given, view.position, new, summed=summed)
+        return partial, requested_stats(asks, found, given, view.position, new, summed=summed)
     assert found.scores is not None
     probs = found.scores[:, :, :, None]
     partial = narrowed(selection, probs, given.v, new, found.lse[..., None])
@@ -78,7 +78,7 @@ def attend_token(
     return partial, answered(asks, probs, lambda: whole(given.v, probs.dtype), view.position, new)
 
 
-def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
+def kernel_scores(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
     """Return the scores that a kernel must compute for one token per row, and whether it sums them as requested.
 
     Raises:
@@ -86,7 +86,7 @@ def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
     """
     leaves, _ = questions(asks)
     if any(isinstance(ask, Near) for ask in leaves):
-        raise ValueError("what falls near a token is known of a prompt that is read whole, not of one more token.")
+        raise ValueError("Near statistics need a prompt that is read as a whole, not a single token.")
     kinds = {_question(ask, prompt=False) for ask in leaves}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None:
@@ -94,10 +94,10 @@ def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
     return ("sum" if kind == Question(1.0, None) else _gumbel(leaves[0], new)), True
 
 
-def told(
+def requested_stats(
     asks: PyTree, found: Decoded, given: Operands, position: Int[Array, "b h c"], new: New, *, summed: bool
 ) -> PyTree:
-    """Compute the requested statistics of one token per row from the kernel scores that `wanted` chose."""
+    """Compute the requested statistics of one token per row from the kernel scores that `kernel_scores` chose."""
     leaves, tree = questions(asks)
     if not leaves:
         return asks
@@ -231,7 +231,7 @@ def attend_block(
     for i, ask in enumerate(leaves):
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:
-                raise ValueError("what falls near a token is known of a prompt read whole, not of a part of it.")
+                raise ValueError("Near statistics need a prompt that is read as a whole, not a part of it.")
             answers[i] = near_sums(config, new, lse, ask.width, ask.most)
         elif isinstance(ask, Probs):
             answers[i] = newest_attention(config, given, view, new, ask, lse)

@@ -1,4 +1,4 @@
-"""Slots that stay when the buffers of a layer are compressed."""
+"""Selection of the slots to keep when the buffers of a layer are compressed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvjax.types import New, View
 
 
 def best_slots(policy: Policy, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:
-    """Choose the slots that stay in buffers of `capacity` slots per head, as many as each head may use.
+    """Choose the slots to keep in buffers of `capacity` slots per head, up to the limit of each head.
 
-    Rows that have read nothing keep their slots in place.
+    Rows without new tokens keep their slots in place.
 
     Returns:
         The best slots of whole heads [b h capacity], a mask of those that are kept, and a mask of this device's slots
-        that leave.
+        that are evicted.
     """
     position = new.spread.all_slots(view.position)
     rows, heads, held = position.shape

@@ -93,7 +93,7 @@ class Dense(struct.PyTreeNode):
 
         Args:
             policy: ranks the slots, and bounds their number.
-            config: of the layer.
+            config: configuration of the layer.
             layer: its index.
             new: one token per row; a row of padding changes nothing.
             absorb: a residual's `absorb`, which has already received every evicted pair except the returned ones. None
@@ -131,7 +131,7 @@ class Dense(struct.PyTreeNode):
 
         Args:
             policy: ranks the slots, and bounds their number.
-            config: of the layer.
+            config: configuration of the layer.
             layer: its index.
             new: one token per row; a row of padding changes nothing.
             asks: returns the requested attention statistics, given limits and states of the heads.
@@ -163,7 +163,7 @@ class Dense(struct.PyTreeNode):
             return None
         wanted = asks(view)
         own = without_again(wanted)
-        scores, summed = attention.wanted(own, new)
+        scores, summed = attention.kernel_scores(own, new)
         if not one_pass(scores):
             return None
         if policy.may_shrink:
@@ -205,7 +205,7 @@ class Dense(struct.PyTreeNode):
             written, answers = written.replace(slots=done.buffers.replace(score=done.attended.scores)), None
         else:
             given = given._replace(k=done.k, v=done.v)
-            answers = attention.told(own, done.attended, given, written.position, new, summed=summed)
+            answers = attention.requested_stats(own, done.attended, given, written.position, new, summed=summed)
             earlier = functools.partial(policy.codec.earlier, config, written, given, new)
             answers = with_again(wanted, answers, config, given, written, earlier)
         partial = Partial(done.attended.out[:, :, :, None], done.attended.lse[..., None])
@@ -246,7 +246,7 @@ class Dense(struct.PyTreeNode):
         return self, Attended(partial, with_again(asks, answers, config, given, view, earlier))
 
     def fold(self, policy: Policy, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
-        """Update scores with the requested statistics; without statistics the scores include them already."""
+        """Update scores with the requested statistics. If there are none, the kernel has already added them."""
         if answers is None:
             return self
         view = self.layers[layer]
@@ -267,10 +267,10 @@ class Dense(struct.PyTreeNode):
     ) -> tuple[Dense, Bool[Array, "b h c"]]:
         """Keep the best slots of each head, as many as it may use, in buffers of `capacity` slots.
 
-        Rows that have read nothing keep their slots in place.
+        Rows without new tokens keep their slots in place.
 
         Returns:
-            The smaller storage, and a mask of the slots of this storage that leave.
+            The smaller storage, and a mask of the slots of this storage that are evicted.
         """
         view = self.layers[layer]
         best, kept, leaving = best_slots(policy, view, new, capacity)
@@ -324,11 +324,11 @@ class Dense(struct.PyTreeNode):
         )
 
     def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
-        """Prepare a step over all layers: find all victims if devices share slots and no layer has to run before.
+        """Prepare a step over all layers; find all victims if devices shard the slots and no layer has to run first.
 
         Args:
             policy: ranks the slots.
-            configs: of the layers.
+            configs: configurations of the layers.
             ahead: returns the tokens for a layer, with valid positions and shapes but without contents.
         """
         if configs[0].spread.slots == 1 or policy.may_shrink or policy.score.requires.host_memory:
@@ -394,5 +394,5 @@ class Dense(struct.PyTreeNode):
 
 
 def _entries(policy: Policy, view: View, new: New) -> dict[str, PyTree]:
-    """Return the slot entries of new tokens, except positions: leaves [b h t ...]."""
+    """Return what new tokens store in their slots, except positions: leaves [b h t ...]."""
     return {"kv": policy.codec.encode(new, view.state.codec), "slots": policy.slots(new, view.state)}

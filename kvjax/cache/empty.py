@@ -21,14 +21,14 @@ def empty_layers(
     slots: Sequence[int],
     dtype: DTypeLike,
 ) -> tuple[View, ...]:
-    """Create empty slots for all layers of a model, each by what the policy is in that layer; see `empty`.
+    """Create empty slots for all layers of a model, with each layer's form of the policy (`Policy.layer`); see `empty`.
 
     Args:
-        policy: the policy, `sized` if its states depend on the number of slots.
-        configs: of the layers.
+        policy: the policy, after `Policy.sized` if its states depend on the number of slots.
+        configs: configurations of the layers.
         limits: slots that each head may use, for each layer.
         slots: number of slots in the buffers of each layer.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
     """
     layers = enumerate(zip(configs, limits, slots, strict=True))
     return tuple(
@@ -50,11 +50,11 @@ def empty(
 
     Args:
         policy: the policy, whose `init` creates the states of its parts.
-        config: of the layer.
+        config: configuration of the layer.
         layer: its index.
         limit: slots that each head may use.
         slots: number of slots in the buffers.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
     """
     rows, heads = limit.shape
     each = jnp.zeros(rows, jnp.int32)

@@ -54,7 +54,7 @@ def ranked(policy: Policy, view: View, new: New) -> Ranks:
 
 
 def hashed_codes(ranking: Ranking, view: View) -> Hashed | None:
-    """Return a ranking as kernels that write codes take it: if it is by the codes that slots store, else None."""
+    """Return a ranking by stored hash codes, for kernels that also write the codes; None for any other ranking."""
     if not isinstance(ranking, HammingDistance):
         return None
     codes, stored = jax.tree.leaves(ranking.codes), jax.tree.leaves(view.slots.score)
@@ -81,7 +81,7 @@ def replace_slot(policy: Policy, view: View, new: New, held: tuple[Any, ...], *,
 
 
 def foreseen(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> bool:
-    """Return whether the victims of several layers depend on no more of the new tokens than their positions."""
+    """Return whether the victims of several layers depend on nothing of the new tokens but their positions."""
     names = "q", "k", "v", "raw_q", "raw_k", "hidden"
 
     def standing(contents: list[dict[str, Array]]) -> list[Any]:
@@ -97,7 +97,7 @@ def foreseen(policies: Sequence[Policy], views: Sequence[View], new: Sequence[Ne
 def victims_of(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> tuple[slots.Victim, ...]:
     """Return the slots that one token per row takes in several layers, where devices share the slots of heads.
 
-    One collective serves all layers, because each collective takes about as long, however small it is.
+    One collective serves all layers, because small collectives take about equally long.
     """
     claims = []
     for policy, view, tokens in zip(policies, views, new, strict=True):
@@ -128,11 +128,11 @@ def replace_slot_sharded(
 def evicted_pairs(
     policy: Policy, config: LayerConfig, state: Parts, new: New, kv: KV | None, left: Int[Array, "b h"]
 ) -> Evicted:
-    """Return the pairs that one token per row evicts, as a residual takes them: not rounded to 16 bits.
+    """Return the pairs that one token per row evicts, in at least 32 bits, for a residual.
 
     Args:
         policy: the policy.
-        config: of the layer.
+        config: configuration of the layer.
         state: states of the policy's parts for the layer's heads.
         new: the token.
         kv: former content of the token's slot, leaves [b h ...]; None if not requested, then no pairs are returned.

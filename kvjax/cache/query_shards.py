@@ -1,4 +1,4 @@
-"""Query shards: queries that each device reads of a block, if several devices have all slots of the same heads."""
+"""Query shards: the queries of a block that each device computes if several devices hold the same slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.prefill_scores import Own
 
 
 class Share(NamedTuple):
-    """Queries of a block that this device reads: all of them, or every n-th run if n devices have all slots."""
+    """Queries of a block that this device computes: all, or every n-th run if n devices hold the same slots."""
 
     given: Operands
     new: New
@@ -45,7 +45,7 @@ class Share(NamedTuple):
 
     @property
     def own(self) -> Own | None:
-        """Tokens of these queries as the kernel takes them; None for all of them."""
+        """Tokens of these queries, in the form of the kernel's argument; None for all of them."""
         return None if self.token is None else Own(self.token, self.tokens)
 
     def weighed(self, ask: Ask) -> Ask:

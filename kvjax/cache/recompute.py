@@ -23,7 +23,7 @@ from pallas_kernels.prefill_scores import Joined
 
 
 def whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
-    """Return keys or values of all slots as numbers."""
+    """Return the decoded keys or values of all slots."""
     if isinstance(operand, Joined):
         return jnp.concatenate([operands.values(part, dtype) for part in (operand.old, operand.new)], axis=2)
     return operands.values(operand, dtype)
@@ -117,7 +117,7 @@ def asked_again(
     """Sum the attention that replayed queries give to each slot, a few queries at a time.
 
     Args:
-        config: of the layer.
+        config: configuration of the layer.
         given: keys as attention takes them.
         view: the slots.
         ask: the replayed queries.
@@ -209,7 +209,7 @@ def near_sums(
     The sums are computed in blocks along the diagonal.
 
     Args:
-        config: of the layer.
+        config: configuration of the layer.
         new: the prompt.
         lse: log-sum-exp of its queries.
         width: number of newest tokens that count for each query, itself included; None for itself alone.

@@ -68,7 +68,7 @@ def _widened(mine: Array, theirs: Array) -> Array:
     missing = [(0, room - some) for room, some in zip(mine.shape[1:], theirs.shape[1:], strict=True)]
     if any(more < 0 for _, more in missing):
         raise ValueError(
-            f"rows that remember {list(theirs.shape[1:])} numbers do not fit a state with room for "
+            f"rows with a score state of shape {list(theirs.shape[1:])} do not fit a state with "
             f"{list(mine.shape[1:])}; read them with the budget of the state."
         )
     return jnp.pad(theirs, [(0, 0), *missing])

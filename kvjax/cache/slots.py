@@ -31,15 +31,15 @@ class Attended(NamedTuple):
 
 
 def last_resort(dtype: DTypeLike) -> float:
-    """Return a score above all others, for slots that leave only if no slot competes and none is empty."""
+    """Return a score above all others, for tokens that are evicted only if nothing else can be and no slot is empty."""
     return float(jnp.finfo(dtype).max) / 2
 
 
 def scores(policy: Policy, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected, Ranking]:
-    """Return the score of each slot, its protection and the policy's own ranking; last resorts score above all others.
+    """Return the score of each slot, its protection and the policy's ranking; tokens to evict last score highest.
 
-    Tokens outside the layer's own window are expired, even if protected, because later queries do not see them. A
-    layer with as many slots per head as its window is wide therefore holds exactly that window, under any policy.
+    Tokens outside the layer's own window are expired, even if protected, because later queries do not see them. A layer
+    whose number of slots per head equals its window therefore holds exactly that window, under any policy.
     """
     with jax.named_scope("scores"):
         ranking = policy.ranking(view, new)
@@ -83,7 +83,7 @@ def slots_at(
 
 
 def rank(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
-    """Return ranks, of which the lowest leaves first: expired (-inf) < empty < scores < protected < sinks (+inf)."""
+    """Return ranks; the lowest is evicted first: expired (-inf) < empty < scores < protected < sinks (+inf)."""
     found, guard, _ = scores(policy, view, new)
     newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
     return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
@@ -115,15 +115,15 @@ def claim(
     """Return the victim among each head's slots on this device, where several devices share the slots.
 
     Args:
-        scores: score of each slot on this device; None if the oldest leaves first.
+        scores: score of each slot on this device; None if the oldest is evicted first.
         position: position of the token in each slot.
         new: one token per row.
         bounds: protection and limit of whole heads.
-        keep: mask of slots that never leave, or None.
+        keep: mask of slots that are never evicted, or None.
         shrinks: as for `pallas_kernels.ranking.victim`.
 
     Returns:
-        Rank of the slot as bits, position of its token, and its number among the slots of all devices.
+        Rank of the slot as bits, position of its token, and its index among the slots of all devices.
     """
     last, capacity = jnp.iinfo(jnp.int32).max, position.shape[-1]
     slot = jax.lax.axis_index(SLOTS) * capacity + jnp.arange(capacity, dtype=jnp.int32)
@@ -167,7 +167,7 @@ def best_first(
 ) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Return the slots from the most to the least important one, and how many of them are worth keeping.
 
-    Expired and empty slots are not worth keeping, even if there are free slots. The newest of equally ranked tokens
+    Expired and empty slots are not worth keeping, even if there are free slots. Among equal ranks the newest tokens
     come first. Sinks come before all others, in the order of the text.
     """
     worth = (position >= 0) & (ranks > -jnp.inf)
@@ -199,7 +199,7 @@ def sum_of_most(
 ) -> Array:
     """Sum the values [b h c] of the slots with the `most` highest scores: [b h].
 
-    The newest of equally scored tokens count first. Slots that score -inf never count.
+    Among equal scores the newest tokens count first. Slots that score -inf never count.
     """
     ranked, _, value = jax.lax.sort((-score, -position, value), num_keys=2)
     counts = (jnp.arange(score.shape[-1]) < most[..., None]) & (ranked < jnp.inf)
@@ -220,16 +220,16 @@ def fold_evicted(
     new: New,
     leaving: Bool[Array, "b h c"],
 ) -> PyTree:
-    """Fold evicted slots of a layer into a residual's state, decoding one block of slots at a time.
+    """Add evicted slots of a layer to a residual's state, decoding one block of slots at a time.
 
     Args:
         absorb: the residual's `absorb`.
         remembered: the residual's state.
         policy: the policy.
-        config: of the layer.
+        config: configuration of the layer.
         view: the slots before eviction.
         new: the tokens that are being read.
-        leaving: mask of the evicted slots; tokens outside the layer's window are not folded in.
+        leaving: mask of the evicted slots; tokens outside the layer's window are not added.
     """
     position = remembered_positions(jnp.where(leaving, view.position, -1), new)
     size = min(TOKEN_BLOCK, view.capacity)

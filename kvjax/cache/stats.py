@@ -29,7 +29,7 @@ def answered(
         asks: tree of requested statistics.
         probs: attention of the token.
         values: returns the values of the slots as numbers.
-        position: of the token in each slot.
+        position: position of the token in each slot.
         new: the token.
     """
     leaves, tree = questions(asks)
@@ -97,7 +97,7 @@ def reduced(
 class Outputs(NamedTuple):
     """Sums over slots that make up the output of each query: a slot with more than half of the attention, and the rest.
 
-    Without that slot, a difference of numbers that are nearly equal would decide what its eviction does.
+    The slot is kept apart because subtracting it from the whole output would cancel nearly equal numbers.
     """
 
     rest: Float[Array, "b h g t"]

@@ -40,9 +40,9 @@ def step(
     """Give the new tokens slots, attend from them, and update the score: a decode step in the cache of one layer.
 
     Args:
-        config: of the layer.
+        config: configuration of the layer.
         policy: as the layer uses it.
-        storage: the cache before.
+        storage: the cache before the step.
         layer: index of the layer in the storage.
         new: one token per row; a row of padding changes nothing.
 

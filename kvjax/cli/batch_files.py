@@ -51,7 +51,7 @@ def read_prompt_lines(file: Path) -> list[Line]:
 
 
 def read_question_lines(file: Path) -> list[Line]:
-    """Read one question per line, as {"question": "..."} if the file is of JSON lines; skip empty lines.
+    """Read one question per line, or {"question": "..."} from a JSON Lines file; skip empty lines.
 
     Raises:
         ValueError: a line has another form; the message names its number.
@@ -73,9 +73,9 @@ class Results:
     Until then a hidden file beside it keeps the finished lines, and the same run resumes from there.
 
     Args:
-        file: None for standard output. A finished file has a hidden file beside it that identifies its run. That run
-            leaves it as it is; for any other run it is an error.
-        run: everything that determines the results, fit for `json.dumps`.
+        file: None for standard output. A finished file has a hidden file beside it that identifies its run. The same
+            run leaves it unchanged; any other run raises an error.
+        run: everything that determines the results, JSON-serializable.
         numbers: line numbers.
 
     Raises:
@@ -101,9 +101,9 @@ class Results:
     def _check_finished(self, file: Path) -> None:
         content = file.read_bytes()
         if not self._told.exists() or self._told.read_text(encoding="utf-8") != self._note(content):
-            raise ValueError(f"{file} is there, and not of this run; name another file, or delete it to write it anew.")
+            raise ValueError(f"{file} exists and is not of this run; name another file, or delete it.")
         self.done = {json.loads(line)["line"]: line for line in content.decode().splitlines()}
-        print(f"{file}: all of {self.total} lines were done before.", file=sys.stderr)
+        print(f"{file}: all of {self.total} lines are already done.", file=sys.stderr)
 
     def _note(self, content: bytes) -> str:
         """Return a record that identifies a finished file and its run."""
@@ -117,7 +117,7 @@ class Results:
                 "it to begin anew."
             )
         self.done = {json.loads(line)["line"]: line for line in lines}
-        print(f"{self.file}: {len(self.done)} of {self.total} lines were done before.", file=sys.stderr)
+        print(f"{self.file}: {len(self.done)} of {self.total} lines are already done.", file=sys.stderr)
 
     def __enter__(self) -> Results:
         if self.file is not None:
@@ -168,14 +168,14 @@ class Work:
 
     Args:
         load: returns the model; called after all checks that do not need it.
-        file: of prompts or of questions.
+        file: file of prompts or of questions.
         out: file for the lines of JSON; None for standard output.
         batch_size: lines per batch.
         chat: True if texts are users' turns.
-        system: the turn before them; None for the chat template's default.
+        system: system prompt; None for the chat template's default.
         settings: settings of `kvjax.generation.generate.begin`.
         search: `beams` and `length_penalty`.
-        run: everything else that determines the results, fit for JSON.
+        run: everything else that determines the results, JSON-serializable.
     """
 
     load: Callable[[], Model]
@@ -189,7 +189,7 @@ class Work:
     run: dict[str, Any]
 
     def results(self, lines: Sequence[Line], prompt: Any = None) -> Results:
-        """Return the writer of the results, which resumes an interrupted run of the same job."""
+        """Return the `Results` that this job writes, which resume an interrupted run of the same job."""
         content = hashlib.sha256(self.file.read_bytes()).hexdigest()
         run = {"content": content, "prompt": prompt, "run": self.run}
         return Results(self.out, run, [line.number for line in lines])

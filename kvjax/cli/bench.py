@@ -27,10 +27,10 @@ OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
 
 
 def run(options: argparse.Namespace) -> None:
-    """Benchmark the contenders that the command line names.
+    """Benchmark the policies that the command line names.
 
     Raises:
-        ValueError: there is no such policy, or a setting does not fit.
+        ValueError: a policy is unknown, or a setting is invalid.
     """
     named = bench_entries(options)
     model = model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
         reads = options.what == "prefill"
         peer = transformers_reader(model, tokens) if reads else transformers_decoder(model, tokens, options.new_tokens)
         timed = [*contenders, peer]
-    say(f"racing {len(contenders)} contenders, {options.repeats} rounds")
+    say(f"timing {len(contenders)} programs, {options.repeats} rounds")
     race(contenders, options.repeats)
     if len(timed) > len(contenders):
         for _ in range(options.repeats + 1):
@@ -86,7 +86,9 @@ def main(argv: list[str] | None = None) -> int:
             options.error(f"{words[0]} is not installed; run `python -m {module}` from a checkout of kvjax")
         return importlib.import_module(module).main(words[1:])
     options.add_argument(
-        "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have settings of their own"
+        "what",
+        choices=("decode", "prefill", *OTHERS),
+        help=f"{', '.join(OTHERS)} have separate options: kvjax bench NAME --help",
     )
     add_model_options(options, "synthetic", "synthetic, ")
     add_bench_options(options)
@@ -95,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--new-tokens", type=int, default=16)
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    options.add_argument("--against", choices=("transformers",), help="race Hugging Face's own, too")
+    options.add_argument("--against", choices=("transformers",), help="also time Hugging Face transformers")
     options.add_argument("--json", type=Path, help="also write the numbers to this file")
     chosen = options.parse_args(words)
     return finish("bench", lambda: run(chosen), chosen.distributed)

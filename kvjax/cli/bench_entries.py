@@ -39,7 +39,7 @@ def bench_entries(options: argparse.Namespace) -> list[BenchEntry]:
             raise ValueError("budget 'same' follows a policy that decides its slots; name fastgen first.")
         made += [(label, policy, budget) for budget in ([1.0] if policy.plan.sizing.mode == "profiled" else budgets)]
     if texts != "full" and not made:
-        raise ValueError("no policy is left to race; see why above.")
+        raise ValueError("no policy is left to benchmark, for the reasons above.")
     return made
 
 
@@ -51,4 +51,8 @@ def say(line: str) -> None:
 def add_bench_options(options: argparse.ArgumentParser) -> None:
     """Add the options that `bench_entries` reads, except the sizes."""
     add_policies(options, "streaming,h2o", ", or all")
-    options.add_argument("--budgets", default="0.25", help="slots, fractions, or `same` as fastgen, with commas")
+    options.add_argument(
+        "--budgets",
+        default="0.25",
+        help="slots, fractions, or `same` for the slots that fastgen uses, separated by commas",
+    )

@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> None:
     tables: list[dict[str, Any]] = []
     for name in options.ops.split(","):
         if name not in OPS:
-            raise ValueError(f"there is no operation {name!r} to race; choose of {', '.join(OPS)}.")
+            raise ValueError(f"there is no operation {name!r} to benchmark; choose from {', '.join(OPS)}.")
     for name in ("repeats", *(name for name in LARGE if name != "dtype")):
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
@@ -188,14 +188,19 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     sizes = SMALL if jax.default_backend() == "cpu" else LARGE
     options = Parser(prog="kvjax bench kernels", description=__doc__)
-    options.add_argument("--ops", default=",".join(OPS), help="names with commas between them")
-    options.add_argument("--step", action="store_true", help="a decode step of a model with less against streaming")
+    options.add_argument("--ops", default=",".join(OPS), help="operations, separated by commas")
+    options.add_argument(
+        "--step", action="store_true", help="benchmark whole decode steps with and without LESS instead"
+    )
     options.add_argument(
         "--step-model", choices=("toy", "synthetic", "llama_7b"), default="toy" if sizes is SMALL else "llama_7b"
     )
-    options.add_argument("--repeats", type=int, default=5, help="of which the median counts")
+    options.add_argument("--repeats", type=int, default=5, help="number of runs; the median is reported")
     options.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default=sizes["dtype"], help="of all numbers"
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default=sizes["dtype"],
+        help="dtype of queries, keys and values",
     )
     for name, value in sizes.items():
         if name != "dtype":

@@ -23,16 +23,20 @@ def parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     options = Parser(prog="kvjax calibrate", description=(__doc__ or "").splitlines()[0])
     add_model_options(options, rounded=False, spread=False)
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
-    options.add_argument("--text", type=Path, nargs="+", required=True, help="plain UTF-8 texts, read from the start")
-    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets the arrays of all layers")
-    options.add_argument("--tokens", type=int, default=2**15, help="tokens of all texts together")
-    options.add_argument("--length", type=int, help="tokens of a prompt (default: the model's longest, at most 2048)")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model")
+    options.add_argument(
+        "--text", type=Path, nargs="+", required=True, help="UTF-8 text files, read from the beginning"
+    )
+    options.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory for the arrays of all layers"
+    )
+    options.add_argument("--tokens", type=int, default=2**15, help="total number of tokens")
+    options.add_argument("--length", type=int, help="tokens per prompt (default: the model's longest, at most 2048)")
     return options
 
 
 def prompts_of(model: Model, files: list[Path], tokens: int, length: int) -> list[np.ndarray]:
-    """Return prompts of one length from the start of each file, which gives its share of the tokens.
+    """Return prompts of one length from the start of each file; each file gives an equal part of the tokens.
 
     Raises:
         ValueError: a number is out of range, or a file is not text or shorter than a prompt.
@@ -58,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line.
 
     Raises:
-        ValueError: the command line asks for something impossible; the message is one sentence.
+        ValueError: an option is invalid, or options do not fit together.
     """
     from kvjax.methods.query_means import save
     from kvjax.model import load
@@ -72,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
     save(options.out, means, model, tokens)
     line = ["kvjax", "generate", "--model", options.model, "--policy", "triattention"]
     line += ["--set", f"checkpoint={options.out}", "--prompt", "Once upon a time"]
-    print(f"{options.out}: means of {tokens} tokens, which serve with: {shlex.join(line)}")
+    print(f"{options.out}: mean queries over {tokens} tokens; use them with: {shlex.join(line)}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,8 +18,8 @@ from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
     policy_and_budget,
+    print_policy_help,
     sampling_settings,
-    tells_of_policies,
 )
 from kvjax.generation.chat import Conversation, check_devices
 from kvjax.utils.compilation import enable_compilation_cache
@@ -48,13 +48,19 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
     add_model_options(options)
-    options.add_argument("--system", metavar="TEXT", help="the system's turn before all others")
-    options.add_argument("--load", type=Path, metavar="NAME", help="go on with a conversation that was kept there")
+    options.add_argument("--system", metavar="TEXT", help="system prompt")
+    options.add_argument("--load", type=Path, metavar="NAME", help="continue a conversation saved in this directory")
     add_policy_options(options, POLICY, BUDGET, WHOLE)
-    options.add_argument("--context", type=int, help="tokens planned for all of it (default: the model's positions)")
-    options.add_argument("--max-new-tokens", type=int, default=256, help="tokens of an answer")
+    options.add_argument(
+        "--context",
+        type=int,
+        help="planned length of the whole conversation in tokens (default: the model's positions)",
+    )
+    options.add_argument("--max-new-tokens", type=int, default=256, help="maximum tokens of an answer")
     add_sampling_options(options)
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
+    options.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of weights and cache"
+    )
     return options
 
 
@@ -174,9 +180,9 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line.
 
     Raises:
-        ValueError: the command line, or a line that was not typed in a terminal, asks for something impossible.
+        ValueError: an option is invalid, or a line that was not typed in a terminal.
     """
-    if tells_of_policies(options, parser):
+    if print_policy_help(options, parser):
         return
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh

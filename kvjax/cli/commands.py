@@ -40,8 +40,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Parser that reports a mistake in one sentence and exits with code 2.
 
-    Dashes and underscores are equal in the names of options and subcommands, which are never abbreviated. An unknown
-    name is refused first, with the known name that it resembles.
+    Dashes and underscores are equivalent in the names of options and subcommands. Abbreviations are not accepted. An
+    unknown name raises an error that suggests the closest known name.
 
     Args:
         settings: arguments of `argparse.ArgumentParser`.
@@ -136,8 +136,8 @@ def add_model_options(
     Args:
         options: parser that gets them.
         default: model if none is named.
-        also: other names that this command accepts, for the help.
-        rounded: True if the command supports rounded weights.
+        also: further models that this command accepts, for its help text.
+        rounded: True if the command supports `--weights`.
         spread: True if it supports a model on several devices; otherwise it refuses `--mesh` in a sentence.
         processes: True if those devices may belong to several processes.
         kernels: True if users may choose the kernels.
@@ -165,7 +165,7 @@ def add_model_options(
     options.add_argument(
         "--mesh",
         metavar="data=D,model=M,slots=S",
-        help="devices that share rows, heads and columns, and slots of the same heads (default: one device)",
+        help="devices along each axis, such as data=2,model=4 (default: one device)",
     )
     if not processes:
         return
@@ -174,7 +174,7 @@ def add_model_options(
         nargs="?",
         const="",
         metavar="HOST:PORT,PROCESSES,NUMBER",
-        help="this is one of several processes; without a value as Cloud TPU, SLURM or Kubernetes say",
+        help="run as one of several processes; without a value, read the settings of Cloud TPU, SLURM or Kubernetes",
     )
 
 
@@ -182,8 +182,8 @@ def _one_device(mesh: str) -> NoReturn:
     raise argparse.ArgumentTypeError(f"{mesh} asks for several devices, but this command runs on one; leave it out.")
 
 
-def settle_streams() -> None:
-    """Escape what standard output and errors cannot encode, and refuse what standard input cannot decode."""
+def configure_streams() -> None:
+    """Let standard output and error escape what they cannot encode, and standard input reject invalid bytes."""
     for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
         # Keep what a user chose in PYTHONIOENCODING.
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
@@ -200,7 +200,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
         run: does the work.
         distributed: the processes of this run, as `kvjax.utils.processes.join` takes them; None for a single process.
     """
-    settle_streams()
+    configure_streams()
     errors = sys.stderr
     warnings.formatwarning = _formatted  # without the source line
     try:
@@ -217,7 +217,9 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
             if said.startswith("RESOURCE_EXHAUSTED"):
                 said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
             elif distributed is not None:
-                print(f"kvjax {command}: another process of this run is gone ({said[:300]}).", file=errors, flush=True)
+                print(
+                    f"kvjax {command}: another process of this run has stopped ({said[:300]}).", file=errors, flush=True
+                )
                 os._exit(2)  # a normal exit would wait for the others
             else:
                 raise
@@ -232,7 +234,7 @@ def _formatted(message: Warning | str, *_: Any) -> str:
     return f"kvjax: {message}\n"
 
 
-def heed_interruptions() -> None:
+def exit_on_interrupt() -> None:
     """Exit immediately on an interruption, even where Python cannot raise it.
 
     This covers imports. `finish` makes interruptions raise again, so that a running command can clean up.
@@ -253,7 +255,7 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with a code, without a complaint if the output is a broken pipe."""
+    """Exit with a code, without an error message if the output is a broken pipe."""
     interrupted = code == INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)

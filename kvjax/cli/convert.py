@@ -48,7 +48,7 @@ def check_new(out: Path) -> None:
         ValueError: the directory exists.
     """
     if out.exists():
-        raise ValueError(f"{out} is there already; give a directory that is not.")
+        raise ValueError(f"{out} exists already; give a new directory.")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = Parser(prog="kvjax convert", description=__doc__)
     add_model_options(options, rounded=False, processes=False, kernels=False)
-    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new directory")
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
+    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for the checkpoint")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="dtype of the weights")
     return finish("convert", lambda: run(options.parse_args(argv)))
 
 

@@ -99,7 +99,7 @@ def text(found: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = Parser(prog="kvjax env", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one object instead of lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args(argv)
     return finish("env", lambda: print((json.dumps if options.json else text)(environment())))
 

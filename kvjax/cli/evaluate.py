@@ -22,19 +22,19 @@ from kvjax.evaluation.texts import SAMPLE, check_texts
 from kvjax.model import load
 from kvjax.utils.compilation import enable_compilation_cache
 
-COMPARE = ("compare", "policies beside each other, your own among them: perplexity, and agreement with the full cache")
+COMPARE = ("compare", "compare policies, including your own: perplexity, and agreement with the full cache")
 COMPARED = ("perplexity", "fidelity")
 """Tasks that `compare` runs."""
-JOINED = ("kvjax.evaluation.report", "the rows of tasks on one page, as Markdown and as HTML")
+JOINED = ("kvjax.evaluation.report", "results of tasks on one page, as Markdown and HTML")
 """A module with `add_arguments(parser)` and `run(options)` that measures nothing."""
 REPORTS = {
-    "quality": ("experiments.quality", "perplexity and recall of policies against the bytes that they keep"),
+    "quality": ("experiments.quality", "perplexity and recall of policies against bytes of the cache"),
     "codecs": ("experiments.codecs", "slots of 16, 8 and 4 bits at equal bytes"),
-    "weights": ("experiments.weights", "what rounding a model's weights costs"),
-    "less": ("experiments.less", "what LESS recovers of what eviction loses"),
-    "long": ("experiments.long", "text far beyond the trained length on a fixed cache"),
-    "fastgen": ("experiments.fastgen", "what FastGen keeps, and what it costs"),
-    "claims": ("experiments.papers", "what five papers claim, held against some models on one page"),
+    "weights": ("experiments.weights", "loss of quality with 8-bit weights"),
+    "less": ("experiments.less", "quality that LESS recovers"),
+    "long": ("experiments.long", "quality beyond the trained length on a fixed cache"),
+    "fastgen": ("experiments.fastgen", "tokens that FastGen keeps, and their cost"),
+    "claims": ("experiments.papers", "claims of five papers, tested on some models"),
 }
 """Modules with `add_arguments(parser)` and `run(options)` that exist only in a checkout."""
 
@@ -56,10 +56,10 @@ def parser() -> argparse.ArgumentParser:
         report = reports.add_parser(name, help=summary, description=summary)
         add_model_options(report, rounded=False, processes=False, kernels=False)
         report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
-        report.add_argument("--out", type=Path, default=Path("results"), help="directory of the report")
+        report.add_argument("--out", type=Path, default=Path("results"), help="directory for the report")
         report.add_argument("--rows", type=int, default=16, help="passages of each text")
         report.add_argument("--length", type=int, default=1024, help="tokens of each passage")
-        report.add_argument("--redo", action="store_true", help="measure again what is on disk")
+        report.add_argument("--redo", action="store_true", help="repeat measurements that are on disk")
         importlib.import_module(module).add_arguments(report)
     return made
 
@@ -71,7 +71,9 @@ def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
     add_policies(task, "streaming,h2o,keyformer")
     task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
     task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    task.add_argument("--out", type=Path, default=Path("results"), help="directory of rows: TASK.jsonl, TASK.csv")
+    task.add_argument(
+        "--out", type=Path, default=Path("results"), help="directory for the results, TASK.jsonl and TASK.csv"
+    )
     return task
 
 
@@ -121,7 +123,7 @@ def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
         made[name] = fill(files[name], model, compared, cases[name], functools.partial(task.measure, model, options))
     print_table(made, cases)
     for name, rows in files.items():
-        print(f"{rows.file}: {len(made[name])} rows, made or found, by {options.command}")
+        print(f"{rows.file}: {len(made[name])} rows, new or from earlier runs, by {options.command}")
 
 
 def check_report(options: argparse.Namespace) -> None:

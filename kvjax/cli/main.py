@@ -6,7 +6,7 @@ import importlib
 import sys
 from typing import NamedTuple
 
-from kvjax.cli.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave, module_exists, settle_streams
+from kvjax.cli.commands import BROKEN_PIPE, INTERRUPTED, configure_streams, exit_on_interrupt, leave, module_exists
 from kvjax.utils.compilation import version
 from kvjax.utils.suggest import choices
 
@@ -20,12 +20,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("generate", "kvjax.generate", "continue a prompt on a fixed KV budget"),
-    Command("chat", "kvjax.cli.chat", "talk, with a cache that never grows"),
-    Command("serve", "kvjax.cli.serve", "answer OpenAI's requests over HTTP"),
+    Command("generate", "kvjax.generate", "continue prompts on a KV cache of fixed budget"),
+    Command("chat", "kvjax.cli.chat", "chat, with a cache that never grows"),
+    Command("serve", "kvjax.cli.serve", "serve OpenAI's API over HTTP"),
     Command("bench", "kvjax.cli.bench", "measure speed and memory of policies and budgets"),
-    Command("evaluate", "kvjax.cli.evaluate", "measure what a policy and a budget cost in quality"),
-    Command("tune", "kvjax.cli.tune", "race kernels on this machine's GPU; keep who wins"),
+    Command("evaluate", "kvjax.cli.evaluate", "measure the loss of quality under policies and budgets"),
+    Command("tune", "kvjax.cli.tune", "benchmark kernels on this machine's GPU and cache the fastest"),
     Command("convert", "kvjax.cli.convert", "write a model as an Orbax checkpoint"),
     Command("train_less", "kvjax.cli.train_less", "train LESS kernels for a model and a policy"),
     Command("calibrate", "kvjax.cli.calibrate", "average a model's queries over a text, for triattention"),
@@ -44,9 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name, 130 after an
         interruption, 141 after a broken pipe.
     """
-    settle_streams()
+    configure_streams()
     if argv is None:
-        heed_interruptions()
+        exit_on_interrupt()
         leave(main(sys.argv[1:]))
 
     try:

@@ -1,4 +1,4 @@
-"""Options that commands share, the policies that they choose, and tables of policies and settings."""
+"""Command-line options for policies, budgets and sampling, and the tables of policies and settings."""
 
 from __future__ import annotations
 
@@ -29,21 +29,23 @@ def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: fl
         "--budget", help=f"slots per head, a fraction, or slots for each layer as 64,48,32,16 (default: {budget})"
     )
     options.add_argument(
-        "--budget-of", choices=WHOLES, help=f"what a fraction is of; text is prompt + new tokens (default: {whole})"
+        "--budget-of",
+        choices=WHOLES,
+        help=f"base of a fractional budget; text is prompt + new tokens (default: {whole})",
     )
-    options.add_argument("--prefill-chunk", type=int, help="compress after every so many prompt tokens")
+    options.add_argument("--prefill-chunk", type=int, help="compress after each chunk of this many prompt tokens")
 
 
 def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
     """Add the options that `named` reads."""
     options.add_argument(
         "--policy",
-        help="which tokens stay in the cache, with other parts and settings as h2o+int8[recent=16]; `list` shows all, "
+        help="eviction policy, also with parts and settings, h2o+int8[recent=16]; `list` shows all, "
         f"FILE.py:NAME is your own (default: {policy})",
     )
     add_parts(options)
-    options.add_argument("--less-checkpoint", metavar="DIR", help="kernels of LESS, from kvjax train_less")
-    options.add_argument("--config", help="a TOML file or the name of a shipped one; options override it")
+    options.add_argument("--less-checkpoint", metavar="DIR", help="directory of LESS kernels from kvjax train_less")
+    options.add_argument("--config", help="TOML file, or name of a config in the package; options override it")
 
 
 def add_policies(options: argparse.ArgumentParser, policies: str, also: str = "") -> None:
@@ -52,13 +54,13 @@ def add_policies(options: argparse.ArgumentParser, policies: str, also: str = ""
     Args:
         options: parser that gets them.
         policies: the default.
-        also: help on a word that means several policies.
+        also: help text for a word that stands for several policies, such as `all`.
     """
     options.add_argument(
         "--policies",
         "--policy",
         default=policies,
-        help=f"name+part[setting=value] with commas between them, as h2o,h2o+less+int8,keyformer[noise=none]{also}",
+        help=f"policies with parts and settings, separated by commas: h2o,h2o+less+int8,keyformer[noise=none]{also}",
     )
     add_parts(options)
 
@@ -86,27 +88,37 @@ def add_parts(options: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(options: argparse.ArgumentParser) -> None:
-    """Add the options of sampling tokens and ending texts."""
+    """Add the options of sampling and of stop conditions."""
     options.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: 0.8)")
-    options.add_argument("--top-k", type=int, help="draw from this many likeliest tokens (default: all)")
-    options.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (default: 1.0)")
+    options.add_argument("--top-k", type=int, help="sample from this many likeliest tokens (default: all)")
     options.add_argument(
-        "--min-p", type=float, help="draw from tokens at least this share as likely as the likeliest (default: 0.0)"
+        "--top-p", type=float, help="sample from the likeliest tokens with this total probability (default: 1.0)"
     )
     options.add_argument(
-        "--repetition-penalty", type=float, help="divides positive logits of tokens the text has (default: 1.0)"
+        "--min-p",
+        type=float,
+        help="sample from tokens with at least this fraction of the largest probability (default: 0.0)",
     )
     options.add_argument(
-        "--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="texts that end a text before them"
+        "--repetition-penalty", type=float, help="divides positive logits of tokens in the text (default: 1.0)"
     )
     options.add_argument(
-        "--stop-token-ids", nargs="+", type=int, action="extend", default=[], metavar="ID", help="ids that end a text"
+        "--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="strings before which a text ends"
     )
-    options.add_argument("--seed", type=int, default=0, help="of all randomness, from 0 to 2^32 - 1")
+    options.add_argument(
+        "--stop-token-ids",
+        nargs="+",
+        type=int,
+        action="extend",
+        default=[],
+        metavar="ID",
+        help="token ids that end a text",
+    )
+    options.add_argument("--seed", type=int, default=0, help="random seed, from 0 to 2^32 - 1")
 
 
 def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of sampling tokens and ending texts, as `kvjax.generation.generate.begin` takes them.
+    """Return the sampling settings and stop conditions as keywords of `kvjax.generation.generate.begin`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -118,7 +130,7 @@ def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
     return given | ends | {"seed": seed_number(options.seed)}
 
 
-def tells_of_policies(options: argparse.Namespace, parser: Callable[[], argparse.ArgumentParser]) -> bool:
+def print_policy_help(options: argparse.Namespace, parser: Callable[[], argparse.ArgumentParser]) -> bool:
     """Print help or the list of policies if a command line asks for it; return whether it did.
 
     Args:
@@ -161,7 +173,7 @@ def list_policies(file: TextIO) -> None:
     console.print(*tables, sep="\n", highlight=False)
     usual = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
     console.print(
-        f"Nearly every policy also takes {usual}. --policy NAME --help says what settings mean.",
+        f"Nearly every policy also takes {usual}. --policy NAME --help explains the settings.",
         highlight=False,
         markup=False,
     )
@@ -206,13 +218,13 @@ def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[s
 def policy_and_budget(
     options: argparse.Namespace, usual: str = "full", slots: float = 1.0, whole: str = WHOLES[0]
 ) -> tuple[Policy, dict[str, Any]]:
-    """Return the policy that a command line asks for, and its budget and chunk settings as `kvjax.prefill` takes them.
+    """Return the policy that a command line names, and its budget and chunk settings as keywords of `kvjax.prefill`.
 
     Args:
         options: of `add_policy_options`.
         usual: policy if none is named.
         slots: budget if none is named, for policies that have one.
-        whole: what a fraction is of if not given.
+        whole: what a fractional budget is a fraction of, unless an option sets it.
 
     Raises:
         ValueError: there is no such policy, part, setting or budget.
@@ -228,7 +240,7 @@ def policy_and_budget(
 
 
 def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, Any]]:
-    """Return the policy that a command line asks for, and the config that it names.
+    """Return the policy and the config that a command line names.
 
     Args:
         options: of `add_policy`.

@@ -1,4 +1,4 @@
-"""Reports on generated texts: as JSON, and in a few lines for people."""
+"""Reports on generated texts: as JSON, and as a summary of a few lines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def report(made: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -
 
 
 def _local_windows(made: Generation) -> dict[int, int]:
-    """Return the window of each layer that its window bounds, by index; the budget applies to the others."""
+    """Return the window of each layer whose sliding window overrides the budget, by the layer's index."""
     layers, end = enumerate(made.state.config.layer_configs), int(np.max(made.state.end))
     return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounds(end)}
 
@@ -92,7 +92,7 @@ def _policy_map(made: Generation) -> list[list[int]]:
 
 
 def summary(made: Generation, report: dict[str, Any]) -> str:
-    """Summarize a report in a few lines for people."""
+    """Summarize a report in a few lines."""
     kept = np.mean([(positions >= 0).sum(-1).mean() for positions in made.cache_positions])
     rate = report["decode_tokens_per_second"]
     speed = "too few to time" if rate is None else f"{rate:,.0f} tokens/s"

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvjax.cli.commands import Parser, add_model_options, finish, leave
-from kvjax.cli.options import add_policy, named, tells_of_policies
+from kvjax.cli.options import add_policy, named, print_policy_help
 from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.files import read_text
@@ -28,48 +28,60 @@ def parser() -> argparse.ArgumentParser:
     options = Parser(prog="kvjax serve", description=__doc__)
     add_model_options(options, processes=False)
     options.add_argument("--distributed", nargs="?", const="", help=argparse.SUPPRESS)
-    options.add_argument("--name", help="what clients call the model (default: as --model does)")
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
+    options.add_argument("--name", help="name of the model in the API (default: that of --model)")
+    options.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of weights and cache"
+    )
     add_policy(options, POLICY)
     options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
-    options.add_argument("--rows", type=int, default=8, help="texts that are written at once")
-    options.add_argument("--context", type=int, help="tokens of a text at most (default: the model's positions)")
-    options.add_argument("--chunk", type=int, help="prompt tokens read at once (default: the engine's)")
-    options.add_argument("--steps", type=int, help="tokens of each row in one dispatch (default: the engine's)")
-    options.add_argument("--queue", type=int, default=64, help="requests that may wait; the next ones are refused")
+    options.add_argument("--rows", type=int, default=8, help="texts that are generated in parallel")
     options.add_argument(
-        "--snapshot-bytes", type=int, help="memory for the beginnings of prompts (default: the engine's)"
+        "--context", type=int, help="maximum length of a text in tokens (default: the model's positions)"
     )
+    options.add_argument("--chunk", type=int, help="prompt tokens per chunk of prefill (default: the engine's)")
+    options.add_argument("--steps", type=int, help="maximum tokens per row and dispatch (default: the engine's)")
+    options.add_argument(
+        "--queue", type=int, default=64, help="maximum number of waiting requests; further ones get status 429"
+    )
+    options.add_argument("--snapshot-bytes", type=int, help="bytes for cached prompt prefixes (default: the engine's)")
     options.add_argument(
         "--warmup",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compile before the first request comes (default: yes)",
+        help="compile all programs before the first request (default: yes)",
     )
-    options.add_argument("--chat-tokens", type=int, default=512, help="of a chat's answer, where it asks for no number")
-    options.add_argument("--host", default="127.0.0.1", help="the address to listen on")
-    options.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    options.add_argument(
+        "--chat-tokens", type=int, default=512, help="maximum tokens of a chat answer if the request sets no limit"
+    )
+    options.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    options.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free port")
     options.add_argument(
         "--cors",
         action="append",
         default=[],
         metavar="ORIGIN",
         type=_origin,
-        help="let pages of this origin ask, as https://example.org or * for any; may be given several times",
+        help="origin that CORS allows, such as https://example.org, or * for any; may be repeated",
     )
-    options.add_argument("--quiet", action="store_true", help="log no line for each request")
+    options.add_argument("--quiet", action="store_true", help="do not log requests")
     key = options.add_mutually_exclusive_group()
-    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="the keys that clients may show, a line each")
-    key.add_argument("--no-key", action="store_true", help="let anyone in who reaches a public address")
-    options.add_argument("--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="of a request")
+    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the accepted API keys, one per line")
+    key.add_argument("--no-key", action="store_true", help="accept every client on a public address")
     options.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS", help="for what runs when the server is told to end"
+        "--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="maximum size of a request's body"
     )
     options.add_argument(
-        "--read-timeout", type=float, default=30.0, metavar="SECONDS", help="for a request to arrive in"
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="time for running requests at shutdown"
     )
     options.add_argument(
-        "--write-timeout", type=float, default=30.0, metavar="SECONDS", help="after which who reads nothing is cut off"
+        "--read-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a request to arrive"
+    )
+    options.add_argument(
+        "--write-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time after which a client that reads nothing is disconnected",
     )
     return options
 
@@ -85,18 +97,18 @@ def run(options: argparse.Namespace) -> None:
     """Run the server until a signal ends it.
 
     Raises:
-        ValueError: the command line asks for something impossible; the message is one sentence.
+        ValueError: an option is invalid, or options do not fit together.
         KeyboardInterrupt: the server was interrupted from a terminal; running requests have ended.
     """
     if options.distributed is not None:
         raise ValueError(
-            "requests come to one process, and others would not know what to run with it: leave --distributed out, and "
-            "start a server on each host, or one with a --mesh of its host's devices."
+            "requests reach only one of several processes, so the others could not join its programs; leave "
+            "--distributed out, and start a server on each host, or one with a --mesh of its host's devices."
         )
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"the server needs {', '.join(missing)}; install it with pip install 'kvjax[serve]'.")
-    if tells_of_policies(options, parser):
+    if print_policy_help(options, parser):
         return
     for name in ("rows", "queue", "chat_tokens", "max_body"):
         whole_number(name, getattr(options, name))
@@ -122,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
         public = not is_loopback(listener.getsockname()[0])
         if public and not keys and not options.no_key:
             raise ValueError(
-                f"{options.host} can be reached from elsewhere; give --api-key-file FILE, or --no-key to let anyone in."
+                f"{options.host} is not a loopback address; give --api-key-file FILE, or --no-key to accept all."
             )
         _serve(options, policy, budget, listener, keys, hosts=None if public or keys else [options.host])
     finally:
@@ -188,7 +200,7 @@ def _bound(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ValueError(f"{host}:{port} cannot be listened on: {error.strerror}; give another --port.") from None
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}; give another --port.") from None
     return listener
 
 

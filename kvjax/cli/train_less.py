@@ -30,22 +30,36 @@ def parser() -> argparse.ArgumentParser:
         conflict_handler="resolve",  # `--mesh` has another meaning than when a model runs
     )
     add_model_options(options, rounded=False, processes=False)
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model")
     add_policy(options, "h2o")
     options.add_argument("--budget", default="0.05", help="slots per head, or a fraction of the model's longest text")
-    options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 texts to learn from")
-    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets the kernels; continued if begun")
-    options.add_argument("--sequences", type=int, default=256, help="passages of the texts (default: 256)")
-    options.add_argument("--length", type=int, help="tokens of each (default: the model's longest, at most 4096)")
-    options.add_argument("--mask", choices=("decode", "full-softmax"), default="decode", help="what the policy sees")
-    options.add_argument("--features", type=int, default=8, help="R (default: 8)")
-    options.add_argument("--hidden", type=int, default=512, help="R' (default: 512)")
-    options.add_argument("--literal", action="store_true", help="equation 2 as it is printed")
+    options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 text files to train on")
+    options.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory for the kernels; an interrupted run there is resumed",
+    )
+    options.add_argument("--sequences", type=int, default=256, help="number of passages from the texts (default: 256)")
+    options.add_argument("--length", type=int, help="tokens per passage (default: the model's longest, at most 4096)")
+    options.add_argument(
+        "--mask", choices=("decode", "full-softmax"), default="decode", help="attention that the policy sees"
+    )
+    options.add_argument("--features", type=int, default=8, help="R, features of the memory (default: 8)")
+    options.add_argument("--hidden", type=int, default=512, help="R', width of the hidden layer (default: 512)")
+    options.add_argument("--literal", action="store_true", help="use equation 2 exactly as printed")
     options.add_argument("--dropout", type=float, default=0.3)
     options.add_argument("--epochs", type=int, default=40)
     options.add_argument("--batch", type=int, default=2, help="passages per step (default: 2)")
-    options.add_argument("--rate", type=float, default=1e-3, help="Adam's, at first (default: 1e-3)")
-    options.add_argument("--halve-every", type=int, default=10, metavar="EPOCHS", help="(default: 10)")
+    options.add_argument("--rate", type=float, default=1e-3, help="initial learning rate of Adam (default: 1e-3)")
+    options.add_argument(
+        "--halve-every",
+        type=int,
+        default=10,
+        metavar="EPOCHS",
+        help="epochs after which the rate is halved (default: 10)",
+    )
     options.add_argument("--seed", type=int, default=0)
     options.add_argument(
         "--mesh",
@@ -53,13 +67,15 @@ def parser() -> argparse.ArgumentParser:
         help="devices that train, as data=2,model=4: texts of a batch along data, layers along model; a run may be "
         "continued on others (default: all along model)",
     )
-    options.add_argument("--save-dtype", choices=("float32", "bfloat16"), default="float32", help="of the kernels")
-    options.add_argument("--keep-features", action="store_true", help="do not delete what was collected at the end")
+    options.add_argument(
+        "--save-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the stored kernels"
+    )
+    options.add_argument("--keep-features", action="store_true", help="keep the collected features on disk")
     return options
 
 
 def slots_of(budget: int | float, model: Model) -> int:
-    """Return a budget in slots; a fraction is of the model's longest text, rounded down to an even number (Table 1).
+    """Return a budget in slots; a fraction is one of the model's longest text, rounded down to even (LESS, Table 1).
 
     Raises:
         ValueError: the budget is not positive, or a fraction above 1.
@@ -73,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line.
 
     Raises:
-        ValueError: the command line asks for something impossible; the message is one sentence.
+        ValueError: an option is invalid, or options do not fit together.
     """
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh
@@ -108,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
         keep_features=options.keep_features,
         mesh=mesh,
     )
-    print(f"they serve with: {serving_line(options)}")
+    print(f"use them with: {serving_line(options)}")
 
 
 def serving_line(options: argparse.Namespace) -> str:

@@ -54,7 +54,7 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
 
 
 def results_table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
-    """Build a table of verdicts by bucket; None marks a workload that only one implementation supports."""
+    """Build a table of tuning results by bucket; None marks a workload that only one implementation supports."""
     shown = Table(title=title, title_justify="left")
     for heading in ("operation", "shape"):
         shown.add_column(heading, overflow="fold")
@@ -74,11 +74,11 @@ def results_table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
 
 
 def print_results(file: Path | None) -> None:
-    """Print all tuning results that are kept on this machine."""
+    """Print all tuning results that are cached on this machine."""
     devices = {} if file is None else autotune.read(file)
     if not devices:
         where = "KVJAX_CACHE_DIR is empty, so that none are kept" if file is None else f"none are in {file}"
-        print(f"There are no verdicts on kernels: {where}.")
+        print(f"There are no tuning results: {where}.")
         return
     print(file)
     for kind, verdicts in devices.items():
@@ -113,23 +113,23 @@ def run(options: argparse.Namespace) -> None:
     held = ({} if file is None else autotune.read(file).get(device, {})) | raced
     _console().print(results_table(f"{model.name} on {device}", {bucket: held.get(bucket) for bucket in asked}))
     if file is not None:
-        print(f"kept in {file}", file=sys.stderr)
+        print(f"stored in {file}", file=sys.stderr)
 
 
 def _why_not() -> str:
     platform = common.platform_of(None)
     if platform not in ("gpu", "tpu"):
         return (
-            f"there is nothing to race on {platform}, where each operation has one implementation; run it on a machine "
-            "with a GPU, or add --show."
+            f"there is nothing to benchmark on {platform}, where each operation has one implementation; run it on "
+            "a machine with a GPU, or add --show."
         )
     kind = common.kind_of_device(platform)
     if kind in common.LISTED:
         return (
-            f"what runs on {kind} goes by its compiler's schedules and is not raced; kvjax bench kernels times "
-            "kernels, and --kernels chooses them."
+            f"kernels on {kind} are chosen by its compiler's schedules, without benchmarks; kvjax bench kernels "
+            "times kernels, and --kernels chooses them."
         )
-    return f"{autotune.VARIABLE}=off leaves races out; unset it."
+    return f"{autotune.VARIABLE}=off disables benchmarks; unset it."
 
 
 def _console() -> Console:
@@ -141,12 +141,12 @@ def parser() -> argparse.ArgumentParser:
     options = Parser(prog="kvjax tune", description=__doc__)
     add_model_options(options, processes=False, kernels=False)
     add_policy_options(options, "full", 1.0, "text")
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
-    options.add_argument("--batch", type=int, nargs="+", default=[1], help="rows of prompts")
-    options.add_argument("--prompt-length", type=int, nargs="+", default=[512], help="tokens of each prompt")
-    options.add_argument("--max-new-tokens", type=int, default=256, help="tokens that are going to be written")
-    options.add_argument("--again", action="store_true", help="race what there are verdicts for, too")
-    options.add_argument("--show", action="store_true", help="only tell how races ended, of all models and devices")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model")
+    options.add_argument("--batch", type=int, nargs="+", default=[1], help="numbers of prompts per batch")
+    options.add_argument("--prompt-length", type=int, nargs="+", default=[512], help="lengths of prompts in tokens")
+    options.add_argument("--max-new-tokens", type=int, default=256, help="number of tokens to generate")
+    options.add_argument("--again", action="store_true", help="also repeat cached benchmarks")
+    options.add_argument("--show", action="store_true", help="only print the cached results of all models and devices")
     return options
 
 

@@ -1,4 +1,4 @@
-"""Pictures of the prompt tokens that a cache still holds, in the terminal and as a figure."""
+"""Maps of the prompt tokens that a cache still holds, in the terminal and as a figure."""
 
 from __future__ import annotations
 

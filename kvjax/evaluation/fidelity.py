@@ -34,7 +34,7 @@ def hellinger(p: Float[Array, "*b n"], q: Float[Array, "*b n"]) -> Float[Array, 
 
 @struct.dataclass
 class Watched(Policy):
-    """Wrapper of a policy whose slots also hold the queries of their tokens."""
+    """Wrapper of a policy that also stores the query of each token in its slot."""
 
     def slots(self, new: New, state: Parts) -> Parts:
         """Return the slot state of each new token, with its query in the residual's unused field."""
@@ -61,7 +61,7 @@ def attention_row(
     length: int,
     psi: Float[Array, "b h n R"] | None,
 ) -> tuple[Float[Array, "b h g n"], Float[Array, "b h n R"] | None]:
-    """Return the newest query's attention over all positions, evicted ones included, and psi with its key added."""
+    """Return the newest query's attention to all positions, evicted ones included, and LESS's psi of all keys."""
     here = (view.position == newest[:, None, None]).astype(view.slots.residual.dtype)
     q = jnp.einsum("bhcgd,bhc->bhgd", view.slots.residual, here)[:, :, :, None]
     kv = restored(config.rope, view.kv, view.position, view.state.codec, q.dtype)
@@ -184,13 +184,13 @@ def fidelity(
     chosen = policy_by_name(policy) if isinstance(policy, str) else policy
     if chosen.codec.positions != "original":
         raise ValueError(
-            f"policy {name_of(chosen)!r} sees positions in its cache, so that its attention rows compare with "
-            "nothing; set positions=original."
+            f"policy {name_of(chosen)!r} rotates keys by positions in its cache, so its attention is not comparable; "
+            "set positions=original."
         )
     if chosen.selection is not None:
         raise ValueError(
-            f"policy {name_of(chosen)!r} reads only some of the tokens that it holds, which its attention rows would "
-            "not show; leave the selection out."
+            f"policy {name_of(chosen)!r} attends to a selection of its tokens, which its attention rows would not "
+            "show; leave the selection out."
         )
     if not isinstance(chosen.residual, LowRankMemory | None):
         raise ValueError(f"residual {type(chosen.residual).__name__} does not tell evicted tokens apart; use less.")

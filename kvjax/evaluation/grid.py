@@ -1,4 +1,4 @@
-"""Grids of measurements over policies, budgets and cases, each measured once and kept as a line of JSON."""
+"""Grids of measurements over policies, budgets and cases, each measured once and stored as a line of JSON."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def entries(
     Args:
         names: policies of `kvjax.methods.notation.combination`, separated by commas.
         budgets: slots or fractions, separated by commas; policies that choose their own or have none get 1.0.
-        parts: of all policies but the full cache.
-        settings: of all policies that have them.
+        parts: parts of all policies but the full cache.
+        settings: settings of all policies that have them.
 
     Raises:
         ValueError: a name, a setting or a budget is wrong.
@@ -134,11 +134,11 @@ def fill(rows: RowFile, model: Model, compared: Sequence[Entry], cells: Iterable
     """Measure the missing cells; print each result as it comes, and the time left.
 
     Args:
-        rows: keeps the results; an interrupted grid resumes from them.
+        rows: stores the results; an interrupted grid resumes from them.
         model: model to measure.
         compared: policies and budgets.
         cells: cases to measure each of them on.
-        measure: returns the other fields of a cell's row, fit for JSON.
+        measure: returns the other fields of a cell's row, JSON-serializable.
 
     Returns:
         The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).

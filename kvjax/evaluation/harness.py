@@ -1,8 +1,8 @@
 """Adapter that runs EleutherAI's lm-evaluation-harness (`lm_eval`) on a model with a compressed cache.
 
 `kvjax.prefill` reads and compresses each context except its last token. Decode steps then read that token and the
-continuation one by one, so every token is predicted from the compressed cache while eviction goes on. (The prompt's
-own logits depend on the whole prompt. Scored by them, a choice of one letter would show no loss under any policy.)
+continuation one by one, so every token is predicted from the compressed cache while eviction goes on. The prompt's own
+logits are computed before eviction, so answers of one letter scored by them would show no loss.
 
     lm = adapter(kvjax.load("smollm2"), policy="h2o", budget=256)
     lm_eval.simple_evaluate(lm, tasks=["hellaswag"], limit=100)
@@ -80,10 +80,10 @@ def adapter(
         budget_of: what a fraction is of, see `kvjax.prefill`.
         prefill_chunk: see `kvjax.prefill`.
         batch_size: requests per batch; no result depends on it.
-        max_new_tokens: of an answer if its task sets no limit, at least 1.
+        max_new_tokens: maximum tokens of an answer if its task sets no limit, at least 1.
         max_length: maximum tokens of a text; longer contexts lose their beginning, and `cut` counts them. None for the
             model's positions, which only policies with cache positions may exceed.
-        seed: of policies and tasks that sample; the i-th copy of a request is sampled with seed + i.
+        seed: seed of policies and tasks that sample; the i-th copy of a request is sampled with seed + i.
 
     Returns:
         An `lm_eval.api.model.LM`; `simple_evaluate(apply_chat_template=True)` applies its chat template.
@@ -109,16 +109,16 @@ class _Text(NamedTuple):
 
 
 class CompressedLM:
-    """Base of what `adapter` returns; `lm_eval.api.model.TemplateLM` provides `loglikelihood` and `chat_template`.
+    """Base class of the adapter; `lm_eval.api.model.TemplateLM` provides `loglikelihood` and `chat_template`.
 
     Args:
         model: with a tokenizer.
         policy: bound to the model and the budget.
-        settings: of reading a context: `budget`, `budget_of` and `prefill_chunk`.
+        settings: settings of reading a context: `budget`, `budget_of` and `prefill_chunk`.
         batch_size: requests per batch.
-        max_new_tokens: of an answer if its task sets no limit.
+        max_new_tokens: maximum tokens of an answer if its task sets no limit.
         max_length: maximum tokens of a text.
-        seed: of all sampling.
+        seed: seed of all sampling.
     """
 
     cache_hook: Any
@@ -209,7 +209,7 @@ class CompressedLM:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return log-likelihoods of continuations, and whether the model's first choices were all their tokens.
+        """Return log-likelihoods of continuations, and whether greedy decoding would generate exactly these.
 
         Args:
             requests: key under which the result is cached, or None, and ids of context and continuation.

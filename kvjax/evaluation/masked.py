@@ -86,9 +86,9 @@ def check_replay(policy: Policy) -> None:
     """
     name = name_of(policy)
     if policy.score.requires.shared_slots == "layers":
-        raise ValueError(f"policy {name!r} scores all layers together, and is replayed layer by layer here.")
+        raise ValueError(f"policy {name!r} scores all layers together; only layers alone can be replayed.")
     if policy.selection is not None or policy.may_shrink or policy.score.requires.host_memory:
-        raise ValueError(f"policy {name!r} does more than letting one token go at a time, all that is replayed.")
+        raise ValueError(f"policy {name!r} does more than evicting one token per step; a replay does not.")
 
 
 @functools.partial(jax.jit, static_argnames="mask")

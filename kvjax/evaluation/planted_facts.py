@@ -1,4 +1,4 @@
-"""Facts planted in running text and asked for later, in the forms of the embedded model's training."""
+"""Facts planted in text, and later questions about them, in the forms of the embedded model's training data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMES = tuple(_FIRST_NAMES.split())
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """Ids that plant a fact, ask for it, answer it, and follow the answer."""
+    """Token ids of a fact: its statement, the question, the answer, and the text after the answer."""
 
     plant: list[int]
     cue: list[int]
@@ -41,10 +41,10 @@ class Fact:
 
 
 class Facts:
-    """Generator of facts and questions in the words of a tokenizer.
+    """Generator of facts and questions from words that are single tokens.
 
     Args:
-        tokenizer: of the embedded model's kind, see `load_tokenizer`.
+        tokenizer: tokenizer of the embedded model's kind, see `load_tokenizer`.
 
     Raises:
         ValueError: its vocabulary has too few whole words.
@@ -74,12 +74,12 @@ class Facts:
         return rng.choice(self.words)
 
     def fact(self, form: str, rng: random.Random, used: set[tuple[str, str]], number: str | None = None) -> list[Fact]:
-        """Make new facts of a form (`list` makes several, all planted by the first).
+        """Make new facts of a form; `list` makes several, whose statements are all in the first.
 
         Args:
             form: one of FORMS.
-            rng: what to draw from.
-            used: names already taken in this row, by form; updated.
+            rng: random number generator.
+            used: names already used in this row, by form; updated.
             number: a number to hide, for evaluation; None for random values.
         """
         enc = self.encode
@@ -129,7 +129,7 @@ class Facts:
             text: ids of held-out text to plant facts in.
             form: one of `FORMS`.
             distance: tokens from the end of the planted fact to the first token of its answer.
-            rng: what to draw from.
+            rng: random number generator.
             distractors: facts of the same form planted at other places.
         """
         used: set[tuple[str, str]] = set()
@@ -157,7 +157,7 @@ class Facts:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Load the tokenizer of a directory with prepared data or the embedded model.
+    """Load the tokenizer from a directory with prepared data or the embedded model.
 
     Raises:
         ValueError: the directory has none.

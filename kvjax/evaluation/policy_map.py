@@ -1,4 +1,4 @@
-"""A picture of the choice of each head: layers x heads, a letter and a colour per choice."""
+"""Map of the choice of each head: layers x heads, with a letter and a color per choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recall of facts planted in a text, after their tokens could be evicted."""
+"""Recall of facts planted in a text, whose tokens may have been evicted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recall(
     prefill_chunk: int | None = None,
     seed: int = 1,
 ) -> Recalled:
-    """Ask a model with the embedded model's tokenizer for facts planted a given distance back.
+    """Measure how often a model recalls facts planted a given distance back.
 
     Args:
         model: the embedded one, or another trained on such facts.
@@ -69,7 +69,7 @@ def recall(
         cases: questions of each form.
         plan: allocation of the budget to the layers.
         prefill_chunk: None reads all but the question's last token at once; 1 reads token by token, with eviction.
-        seed: of the questions, equal for every policy.
+        seed: seed of the questions, equal for every policy.
 
     Raises:
         ValueError: the tokenizer is of another kind, or the texts do not fit the model.

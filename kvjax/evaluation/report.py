@@ -67,8 +67,8 @@ class Section:
 
     Args:
         title: its heading.
-        headings: of the table's columns.
-        rows: of the table.
+        headings: headings of the table's columns.
+        rows: rows of the table.
         figures: PNG files.
     """
 
@@ -79,12 +79,16 @@ class Section:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the page."""
-    parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories of rows")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="directory of NAME.md, NAME.html and figures")
-    parser.add_argument("--name", default="report", help="of the page (default: report)")
-    parser.add_argument("--title", default="Measurements", help="its heading")
-    parser.add_argument("--notes", type=Path, metavar="FILE", help="Markdown that stands before all tables")
+    """Add the options of the report."""
+    parser.add_argument(
+        "--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories with results of kvjax evaluate"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("results"), help="directory for NAME.md, NAME.html and figures"
+    )
+    parser.add_argument("--name", default="report", help="name of the report (default: report)")
+    parser.add_argument("--title", default="Measurements", help="title of the report")
+    parser.add_argument("--notes", type=Path, metavar="FILE", help="Markdown file to insert before the tables")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Perplexity runs that reports share, each made once, kept on disk and compared row by row."""
+"""Perplexity runs that reports share, each measured once, stored on disk and compared row by row."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Runs:
     Args:
         model: model to run.
         passages: passages to read.
-        store: keeps the runs.
+        store: storage of the runs.
         beyond: budgets beyond which further means are taken.
         directory: for figures.
         prefix: tokens prefilled before the rest; see `perplexity`.
-        measuring: True to make runs that are not on disk.
+        measuring: True to run measurements that are not on disk.
     """
 
     model: Model
@@ -83,7 +83,7 @@ class Runs:
 
     @contextlib.contextmanager
     def only_stored(self, only: bool) -> Generator[None]:
-        """Return None for runs that are not on disk instead of making them, inside this context and if `only`."""
+        """Return a context in which, if `only`, runs that are not on disk return None instead of being measured."""
         before, self.measuring = self.measuring, self.measuring and not only
         try:
             yield
@@ -96,7 +96,7 @@ class Runs:
         return made | {"dtype": str(self.model.weights.dtype)} | more
 
     def keep(self, name: str, settings: dict[str, Any], make: Any) -> Any | None:
-        """Return a measurement from disk, or make it unless only stored ones are wanted."""
+        """Return a measurement from disk, or measure it, unless `only_stored` is in effect."""
         if not self.measuring:
             return self.store.stored(name, settings)
         return self.store.measure(name, settings, make)
@@ -127,7 +127,7 @@ class Runs:
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """Return a policy's name and settings, fit for JSON; with a residual, `base` has those of the base policy.
+    """Return a policy's name and settings, JSON-serializable; with a residual, `base` has those of the base policy.
 
     Parts that differ from those of the name and its settings are included.
     """

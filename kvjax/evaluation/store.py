@@ -1,4 +1,4 @@
-"""Measurements kept on disk, each made once."""
+"""Measurements stored on disk, so that each is made once."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Store:
 
         Args:
             name: its name in the file.
-            settings: everything that it depends on, fit for JSON.
-            make: returns it, fit for JSON.
+            settings: everything that it depends on, JSON-serializable.
+            make: function that returns the measurement, JSON-serializable.
         """
         found = self.stored(name, settings)
         if found is not None and not (self.redo and name not in self._fresh):
@@ -63,7 +63,7 @@ class Store:
 
 
 def brief(result: Any) -> str:
-    """Return a measurement in a few words: its number, or the mean of its rows and the bytes of the cache."""
+    """Return a measurement as a short text: its number, or the mean of its rows and the bytes of the cache."""
     if isinstance(result, (int, float)):
         return f"{result:.4g}"
     if not isinstance(result, dict) or "rows" not in result:

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 class Measure(NamedTuple):
-    """The field of a task's rows that people compare."""
+    """Field of a task's rows by which policies are compared."""
 
     key: str
     label: str
@@ -37,7 +37,7 @@ MOST_COLUMNS = 4
 
 
 def measure_of(task: str, row: Row) -> Measure:
-    """Return the measure to compare of a task's row."""
+    """Return the measure by which rows of a task are compared."""
     if task in MEASURES:
         return MEASURES[task]
     metrics = [name.removesuffix("_standard_error") for name in row if name.endswith("_standard_error")]

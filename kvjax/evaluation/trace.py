@@ -1,4 +1,4 @@
-"""Traces of a policy at work: scores, evictions and the attention that is kept, step by step."""
+"""Traces of a policy: scores, evictions and the attention that is kept, step by step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUFFIXES = (".json", ".png")
 
 
 class Trace(NamedTuple):
-    """What a cache held after a prompt (entry 0) and after each token written on top of it (entries 1 to n)."""
+    """Contents of a cache after a prompt (entry 0) and after each later token (entries 1 to n)."""
 
     positions: tuple[Int[np.ndarray, "b h entries c"], ...]
     """Position of the token in each slot of each layer; -1 = empty."""
@@ -43,7 +43,7 @@ class Trace(NamedTuple):
         return np.stack([(layer >= 0).sum(-1) for layer in self.positions])
 
     def evicted(self, layer: int, row: int, head: int) -> list[list[int]]:
-        """Return the positions that a head lost at each entry; at entry 0 those of the prompt."""
+        """Return the positions that a head evicted at each entry; at entry 0 those of the prompt."""
         held = [{int(p) for p in slots if p >= 0} for slots in self.positions[layer][row, head]]
         length = max((max(entry, default=-1) for entry in held[:1]), default=-1) + 1
         before = [set(range(length)), *held[:-1]]
@@ -60,7 +60,7 @@ def trace(
     seed: int = 0,
     **settings: Any,
 ) -> Trace:
-    """Follow a policy through a prompt and the tokens written on top of it, beside a full cache of the same tokens.
+    """Run a policy over a prompt and later tokens, and compare it at each step with a full cache.
 
     Args:
         model: from `kvjax.load`.
@@ -135,7 +135,7 @@ def save(found: Trace, file: Path, facts: dict[str, Any]) -> None:
     Args:
         found: the trace.
         file: see `check_file`.
-        facts: policy, budget and the like, for the JSON's first fields and the picture's title.
+        facts: policy, budget and similar fields, for the beginning of the JSON and the title of the picture.
     """
     if file.suffix == ".png":
         _draw(found, file, ", ".join(f"{name} {value}" for name, value in facts.items()))

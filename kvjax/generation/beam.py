@@ -24,7 +24,7 @@ NEVER = -1e9
 
 
 class Beams(NamedTuple):
-    """Running and ended texts of each prompt, both sorted by falling score."""
+    """Running and ended texts of each prompt, both sorted from the highest score."""
 
     length: Int[Array, ""]
     """Tokens in each running text."""

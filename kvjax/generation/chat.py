@@ -58,7 +58,7 @@ def check_devices(data: int) -> None:
     """
     if data > 1:
         raise ValueError(
-            f"a conversation is one row, which data={data} devices cannot share; use a mesh without data, such as "
+            f"a conversation is one row and cannot be sharded over data={data}; use a mesh without data, such as "
             f"model={data}."
         )
 
@@ -121,8 +121,8 @@ class Conversation:
         begins, goes_on = render(self.model, first), render(self.model, next_turn)
         if not goes_on.startswith(begins + reply) or begins.count(turn) != 1 or goes_on.count(other) != 1:
             raise ValueError(
-                f"the chat template of {self.model.name!r} writes earlier turns otherwise when another one follows, so "
-                "that a cache cannot go on from them; use kvjax generate --messages, which reads them anew."
+                f"the chat template of {self.model.name!r} writes earlier turns differently when another one follows, "
+                "so their cache cannot be continued; use kvjax generate --messages, which reads all turns again."
             )
         before, after = begins.split(turn)
         between, end = goes_on[len(begins + reply) :].split(other)
@@ -204,7 +204,7 @@ class Conversation:
 
     def _state(self) -> State:
         if self.begun is None:
-            raise ValueError("nothing has been said yet; say something first.")
+            raise ValueError("the conversation has no turn yet; send one first.")
         return self.begun.state
 
     def save(self, directory: str | Path) -> None:
@@ -221,7 +221,7 @@ class Conversation:
         directory = Path(directory).absolute()
         recover_directory(directory)
         if directory.exists() and not (directory / SAVED).is_file():
-            raise ValueError(f"{directory} is there and is no saved conversation; give another name.")
+            raise ValueError(f"{directory} exists and is not a saved conversation; give another name.")
         state = self._state()
         leaves = jax.tree.leaves(_stored(state.cache))
         told = {
@@ -262,7 +262,7 @@ class Conversation:
         written = kept = _stored(like.state.cache)
         if told.get("form") != FORM:
             warnings.warn(
-                f"{directory} was saved by an older kvjax: that it is of this model and policy cannot be told.",
+                f"{directory} was saved by an older kvjax, so its model and policy cannot be checked.",
                 stacklevel=2,
             )
             earlier = jax.tree.map(_joined_words, kept, is_leaf=_is_words)

@@ -27,7 +27,7 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """Return a text up to the first stop string."""
+    """Return the text before its first stop string, or the whole text if there is none."""
     return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
 
@@ -38,7 +38,7 @@ class Pieces:
     depend on how many tokens are added per call.
 
     Args:
-        tokenizer: of the ids.
+        tokenizer: tokenizer of the ids.
         stop: strings that end the text before them. Special tokens are not part of the text, but a stop string that
             contains one is matched at that token.
         context: ids that the text follows, such as the prompt's.
@@ -56,11 +56,11 @@ class Pieces:
         """Characters that may begin a stop string, and True for those of the text, not of a special token."""
 
     def add(self, ids: Sequence[int]) -> str:
-        """Add tokens, and return the text that is certain now and was not before."""
+        """Add tokens, and return the text that has become certain."""
         return "".join(map(self._add, ids))
 
     def finish(self) -> str:
-        """Return the text held back so far, since no tokens follow."""
+        """Return the text held back so far, after the last token."""
         return self._release(self._characters.finish(), last=True)
 
     def _add(self, token: int) -> str:
@@ -99,7 +99,7 @@ class Stops:
     """Finder of stop strings in blocks of tokens; a text includes the token that completes its stop string.
 
     Args:
-        tokenizer: of the ids.
+        tokenizer: tokenizer of the ids.
         stop: strings that end a text before them.
         rows: number of rows to search, from the first; other rows are not changed.
         contexts: ids that each row's text follows; empty if the texts follow nothing.
@@ -126,7 +126,7 @@ class Stream:
     """Writer of the text of each block's first row as its tokens arrive; see `Pieces`.
 
     Args:
-        tokenizer: of the ids.
+        tokenizer: tokenizer of the ids.
         write: called with each piece.
         stop: strings that end the text before them.
         context: ids that the text follows, such as the prompt's.

@@ -57,7 +57,7 @@ class Generation:
     cache_positions: list[np.ndarray]
     """Positions in the cache after prefill, for each layer [b, h, c]."""
     compile_seconds: float
-    """Time to trace, lower, compile or fetch programs; zero if all were ready."""
+    """Time to trace, lower, compile or load programs; zero if all were ready."""
     prefill_seconds: float
     """Time to read the prompts."""
     decode_seconds: float
@@ -71,7 +71,7 @@ class Generation:
 
     @functools.cached_property
     def state(self) -> State:
-        """State after the last step, with only the rows of the texts."""
+        """State after the last step, without the rows that only filled the batch."""
         rows = len(self.prompts) * self.beams
         return self.padded if len(self.padded.position) == rows else take_rows(self.padded, range(rows))
 
@@ -149,7 +149,7 @@ def begin(
 ) -> Begun:
     """Prefill prompts for generation; see `generate_texts` for the settings.
 
-    With `chat`, the ids are of conversations, and any of the `end_ids` of a chat ends an answer.
+    With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer.
     """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
@@ -276,7 +276,7 @@ def generate_ids(
     """
     check_beams(beams, length_penalty, settings)
     if beams > 1 and on_tokens is not None:
-        raise ValueError("beams are known only at their end: nothing can be streamed; leave on_tokens out.")
+        raise ValueError("a beam search knows its text only at the end and cannot stream; leave on_tokens out.")
     return go_on(begin(model, prompts, **settings), beams, length_penalty, on_tokens)
 
 
@@ -287,13 +287,13 @@ def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) 
         ValueError: a setting has no effect, or the length penalty is not finite.
     """
     if whole_number("beams", beams) == 1 and length_penalty != 1:
-        raise ValueError(f"length_penalty={length_penalty} means nothing without beams; give beams, too.")
+        raise ValueError(f"length_penalty={length_penalty} has no effect without beams; give beams, too.")
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty={length_penalty} is not a finite number.")
     usual = dict(temperature=0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, logprobs=None)
     for name, nothing in (usual | {"num_samples": 1}).items() if beams > 1 else ():
         if settings.get(name) not in (None, nothing):
-            raise ValueError(f"{name}={settings[name]} means nothing to beams, which are not drawn; leave it out.")
+            raise ValueError(f"{name}={settings[name]} has no effect on a beam search; leave it out.")
 
 
 def go_on(

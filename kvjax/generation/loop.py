@@ -67,17 +67,17 @@ def draw(
     """
     token = sample(logits, jax.vmap(jax.random.fold_in)(key, position), sampling, seen)
     seen = seen.at[jnp.arange(len(token)), token].set(True)
-    return (Drawn(token, None, None, None) if logprobs is None else thought(logits, token, logprobs)), seen
+    return (Drawn(token, None, None, None) if logprobs is None else token_logprobs(logits, token, logprobs)), seen
 
 
-def thought(logits: Float[Array, "b vocab"], token: Int[Array, " b"], logprobs: int) -> Drawn:
-    """Return tokens with their log-probabilities, and the `logprobs` likeliest tokens with theirs."""
+def token_logprobs(logits: Float[Array, "b vocab"], token: Int[Array, " b"], logprobs: int) -> Drawn:
+    """Return tokens with their log-probabilities, and the `logprobs` likeliest tokens with their log-probabilities."""
     known = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     values, ids = jax.lax.top_k(known, logprobs) if logprobs else (None, None)
     return Drawn(token, jnp.take_along_axis(known, token[:, None], axis=1)[:, 0], ids, values)
 
 
-def room_for(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None) -> Drawn:
+def token_buffers(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None) -> Drawn:
     """Allocate the buffers for tokens of `shape`, which is rows and steps; `dtype` is the model's."""
     wide = jnp.promote_types(dtype, jnp.float32)
     return Drawn(
@@ -118,7 +118,7 @@ def draw_many(
         after = after.replace(active=cache.active)
         return i + 1, after, drawn.token, seen, ended | ends[drawn.token], made
 
-    made = room_for((token.shape[0], most), decoder.weights.dtype, logprobs)
+    made = token_buffers((token.shape[0], most), decoder.weights.dtype, logprobs)
     i, cache, _, seen, _, made = jax.lax.while_loop(more, one, (jnp.int32(0), cache, token, seen, ended, made))
     return i, cache, seen, made
 

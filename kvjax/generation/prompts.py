@@ -46,7 +46,7 @@ def token_ids(model: LanguageModel, text: str, begins: bool = True) -> list[int]
     """
     lone = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
     if lone is not None:
-        raise ValueError(f"the prompt is no text: character {lone} is {text[lone]!a}, half of a surrogate pair.")
+        raise ValueError(f"the prompt is not valid text: character {lone} is {text[lone]!a}, half of a surrogate pair.")
     encoded = model.tokenizer.encode(text) if begins else model.tokenizer.encode(text, add_special_tokens=False)
     ids = list(encoded)
     if max(ids, default=0) >= model.config.vocab_size:

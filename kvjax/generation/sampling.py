@@ -30,7 +30,7 @@ class Sampling:
         min_p: sample from the tokens whose probability is at least this fraction of the likeliest one's, in [0, 1];
             None or 0 for all of them (Nguyen et al., 2024, equations 1 and 2).
         repetition_penalty: divides the positive logits of tokens in the text and multiplies their negative ones,
-            before all else, above 0; None or 1 for no penalty (CTRL, Keskar et al., 2019, section 4.1).
+            before other settings apply, above 0; None or 1 for no penalty (CTRL, Keskar et al., 2019, section 4.1).
 
     Raises:
         ValueError: a setting is out of its range.

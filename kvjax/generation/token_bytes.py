@@ -29,8 +29,8 @@ class Spelling:
     """Names and bytes of single tokens that follow other text.
 
     Args:
-        tokenizer: of the ids. Bytes of byte-level BPE and SentencePiece tokens are read from the vocabulary. A token
-            of any other tokenizer is decoded after a copy of itself.
+        tokenizer: tokenizer of the ids. Bytes of byte-level BPE and SentencePiece tokens are read from the vocabulary.
+            A token of any other tokenizer is decoded after a copy of itself.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -122,11 +122,11 @@ class Characters(Protocol):
     """Incremental decoder of tokens to whole characters; it returns each character once."""
 
     def add(self, token: int) -> str:
-        """Add a token, and return the text that is certain now and was not before."""
+        """Add a token, and return the text that has become certain."""
         ...
 
     def finish(self) -> str:
-        """Return the text held back so far, since no tokens follow."""
+        """Return the text held back so far, after the last token."""
         ...
 
 

@@ -34,10 +34,10 @@ _loaded = False
 
 
 def tuned_device() -> str | None:
-    """Return the kind of this machine's devices if benchmarks decide what `auto` runs on them, else None.
+    """Return the kind of this machine's devices if `auto` depends on benchmarks there, else None.
 
-    They decide on GPU and on TPU generations that are not `LISTED`. They do not decide if several processes run one
-    program, because the processes could disagree.
+    It does on GPUs and on TPU generations that are not `LISTED`, unless several processes run one program, because
+    their benchmarks could disagree.
 
     Raises:
         ValueError: if `KVJAX_TUNE` is neither `on` nor `off`.
@@ -55,11 +55,11 @@ def tuned_device() -> str | None:
 def settle_before(trace: Callable[[Kernels], Any], kernels: Kernels) -> None:
     """Benchmark the operations of a program that have no result yet, before the program is traced.
 
-    Return without tracing if benchmarks do not decide what `auto` runs, or inside another traced program.
+    Return without tracing if `auto` does not depend on benchmarks, or inside another traced program.
 
     Args:
         trace: traces the program with given kernels, by `eval_shape`.
-        kernels: those that the program will run with.
+        kernels: implementations that the program will use.
     """
     device = tuned_device()
     overruled = os.environ.get(common.VARIABLE) or "auto"
@@ -71,7 +71,7 @@ def settle_before(trace: Callable[[Kernels], Any], kernels: Kernels) -> None:
 
 
 def load(device: str) -> None:
-    """Load the cached results for a kind of device from disk, for `auto`, once per process."""
+    """Load the tuning results for a kind of device from disk, once per process."""
     global _loaded
     file = verdicts_file()
     if not _loaded and file is not None:
@@ -102,8 +102,8 @@ def settle(
     if not todo:
         return {}
     print(
-        f"kvjax: shapes whose kernels are raced on {device}, once: {len(todo)} ({VARIABLE}=off leaves it out, kvjax "
-        "tune --show tells how races ended)",
+        f"kvjax: benchmarking kernels on {device}, once, for {len(todo)} shapes ({VARIABLE}=off disables this, kvjax "
+        "tune --show prints the results)",
         file=sys.stderr,
     )
     found = {each.task.bucket: by(each) for each in todo}
@@ -116,7 +116,9 @@ def settle(
         try:
             keep(file, device, verdicts)
         except OSError as error:
-            print(f"kvjax: {file} cannot be written ({error.strerror}), so races are run again.", file=sys.stderr)
+            print(
+                f"kvjax: {file} cannot be written ({error.strerror}), so benchmarks will be repeated.", file=sys.stderr
+            )
     return verdicts
 
 
@@ -143,7 +145,7 @@ def read(file: Path) -> Verdicts:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         print(
-            f"kvjax: {file} does not hold verdicts on kernels ({reason}) and is not used; the next race writes it "
+            f"kvjax: {file} does not hold tuning results ({reason}) and is ignored; the next benchmark replaces it "
             "anew.",
             file=sys.stderr,
         )
@@ -151,7 +153,7 @@ def read(file: Path) -> Verdicts:
     if versions != _versions():
         theirs, ours = (" and ".join(f"{name} {number}" for name, number in x.items()) for x in (versions, _versions()))
         print(
-            f"kvjax: {file} is of {theirs}, not of {ours}, and is not used; the next race writes it anew.",
+            f"kvjax: {file} is of {theirs}, not of {ours}, and is ignored; the next benchmark replaces it.",
             file=sys.stderr,
         )
         return {}

@@ -1,4 +1,4 @@
-"""Caches of a batch of texts: all layers' slots, and where each row is in its text."""
+"""Caches of a batch of texts: the slots of all layers, and the position of each row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
 
 
 class Cache(struct.PyTreeNode):
-    """All that a step changes; branching from a cache is free.
+    """Everything that a step changes; branching from a cache copies nothing.
 
     Rows are independent: the results of one row depend on that row only.
     """
@@ -42,12 +42,12 @@ class Cache(struct.PyTreeNode):
     """True for rows that read tokens; the other rows never change, and their logits are meaningless."""
 
     def reading(self, token: Int[Array, "b t"], position: Int[Array, "b t"], read: Int[Array, " b"]) -> Reading:
-        """Return tokens that the model has generated as layers read them.
+        """Return generated tokens in the form that layers read.
 
         Args:
             token: ids.
-            position: of each token; -1 for padding.
-            read: tokens of each row read so far, these included.
+            position: position of each token; -1 for padding.
+            read: number of tokens of each row read so far, including these.
         """
         return Reading(
             token=token,
@@ -62,7 +62,7 @@ class Cache(struct.PyTreeNode):
 
     @property
     def newest(self) -> Reading:
-        """The newest token of each row without its contents, to rank the slots that there are."""
+        """Newest token of each row without its contents, to rank the present slots."""
         at = (self.position - 1)[:, None]
         return self.reading(jnp.zeros_like(at), at, self.position).replace(given=True)
 
@@ -86,7 +86,7 @@ class Cache(struct.PyTreeNode):
         return self.replace(storage=on_mesh(unpack, mesh, (storage_specs(self.storage),), made)(self.storage))
 
     def with_own_rows(self) -> Cache:
-        """Return a cache with copies of what each row has one entry of: they outlive a step in place."""
+        """Return a cache with copies of the per-row arrays, which stay valid after a step in place."""
         return self.replace(**{name: jnp.copy(getattr(self, name)) for name in ROWS})
 
 
@@ -97,6 +97,6 @@ def cache_specs(cache: Cache) -> Cache:
 
 
 def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:
-    """Move what each row has one entry of to the sharding that programs expect, to avoid a transfer at each step."""
+    """Move the per-row arrays to the sharding that programs expect, to avoid a transfer at each step."""
     rows = {name: getattr(cache, name) for name in ROWS}
     return cache.replace(**placed_by_program(rows, dict.fromkeys(ROWS, OF_ROWS), mesh))

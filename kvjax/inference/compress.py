@@ -1,4 +1,4 @@
-"""Compression of a cache that is there: to another budget, or by another policy."""
+"""Compression of a filled cache to another budget, or by another policy."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def compress(
     plan: Plan | str | None = None,
     budget_of: str = "text",
 ) -> State:
-    """Compress a cache that is there: to another budget, or by another policy.
+    """Compress a filled cache to another budget, or by another policy.
 
-    Read a prompt once under `full`, and compress it by several policies; or change the budget in a conversation. What
-    an earlier policy evicted does not come back.
+    Use it to read a prompt once under `full` and compress it by several policies, or to change the budget of a
+    conversation. Tokens that an earlier policy evicted do not return.
 
     Args:
         state: from `prefill` or a later call; it stays valid.
@@ -73,11 +73,11 @@ def compress(
             by what a cache holds (keys, values, positions), as `keydiff` does, and all heads of a layer must hold the
             same tokens, as under `full`.
         budget: slots per KV head, a fraction, or slots for each layer; it may be larger than before.
-        plan: how the budget is spread over layers or heads; None for the policy's own.
+        plan: distribution of the budget over layers or heads; None for the policy's own.
         budget_of: base of a fractional budget, see `kvjax.prefill`.
 
     Raises:
-        ValueError: the policy needs more than a cache holds, or the budget does not fit it.
+        ValueError: the policy needs data that a cache does not hold, or the budget does not fit the policy.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -103,7 +103,7 @@ def compress(
     if renewed:
         _check_same_tokens(state)
     elif jax.tree.structure(bound.sized(lines)) != jax.tree.structure(bound):
-        raise ValueError(f"{name_of(bound)} stores as much as its slots were when the text was read; read it again.")
+        raise ValueError(f"{name_of(bound)} has states whose size is fixed when the text is read; read the text again.")
     arrays = jax.tree.map(jnp.asarray, bound.sized(lines))
     decoder = before.replace(policy=placed_by_program(arrays, policy_specs(arrays), before.mesh), asked=None)
     slots = tuple(map(jnp.asarray, limits))
@@ -127,8 +127,8 @@ def _check_same_tokens(state: State) -> None:
     for layer, position in enumerate(state.storage.positions()):
         if (np.sort(position, -1) != np.sort(position[:, :1], -1)).any():
             raise ValueError(
-                f"heads of layer {layer} hold different tokens, which another policy than {name_of(state.policy)} "
-                "cannot rank anew; compress a state that was read under full."
+                f"heads of layer {layer} hold different tokens, which a policy other than {name_of(state.policy)} "
+                "cannot rank; compress a state that was read under full."
             )
 
 

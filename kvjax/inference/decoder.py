@@ -59,14 +59,14 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """Policy and budget with numbers on the host, from which slots are planned."""
+    """Policy and budget with concrete numbers on the host, from which slots are planned."""
 
     policy: Policy
     budget: Any
 
 
 class Decoder(struct.PyTreeNode):
-    """What all steps read and none changes. `jax.jit` and `jax.lax.scan` over `step` copy no weights.
+    """Weights, bound policy and settings, which no step changes. `jit` and `scan` over `step` copy no weights.
 
     Example:
         >>> import jax
@@ -105,7 +105,7 @@ class Decoder(struct.PyTreeNode):
 
         Raises:
             ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy; or a score
-                is NaN, or other than one number for each slot.
+                returns NaN, or not one number for each slot.
             TypeError: the tokens are not rows of ids.
         """
         settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
@@ -173,7 +173,7 @@ class Decoder(struct.PyTreeNode):
         if self.policy.plan.sizing.fixed_length and (read > end).any():
             raise ValueError(
                 f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that "
-                f"{name_of(self.policy)} set slots aside for; give prefill more max_new_tokens."
+                f"{name_of(self.policy)} allocated; give prefill more max_new_tokens."
             )
         size = bucket(ids.shape[1])
         padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
@@ -199,14 +199,14 @@ def decoder(
 
     Args:
         model: from `kvjax.load`.
-        policy: which tokens stay; a name or a `Policy`.
+        policy: eviction policy; a name or a `Policy`.
         budget: slots per KV head, a fraction of each text, or slots for each layer; see `kvjax.prefill`.
-        plan: how the budget is spread over layers or heads; a name, a `Plan`, or None for the policy's own.
-        implementation: of every operation; see `kvjax.prefill`.
+        plan: distribution of the budget over layers or heads; a name, a `Plan`, or None for the policy's own.
+        implementation: implementation of every operation; see `kvjax.prefill`.
 
     Raises:
         ValueError: the policy does not fit the model or the budget.
-        TypeError: the model or the policy is something else.
+        TypeError: the model or the policy is of another type.
 
     Example:
         >>> model = kvjax.load("tiny")

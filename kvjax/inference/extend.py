@@ -1,4 +1,4 @@
-"""Given text: prompts into an empty cache, chunks and turns on top of a filled one."""
+"""Prefill of prompts into an empty cache, and of chunks and turns on top of a filled one."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def prefill(
 
     Args:
         model: from `kvjax.load`.
-        policy: which tokens stay; a name or a `Policy`.
+        policy: eviction policy; a name or a `Policy`.
         tokens: prompts [b, n], padded on the right; or a list of lists of unequal lengths.
-        budget: slots per KV head, that of the token being read included; or a fraction, per row; or slots for each
-            layer. A paper that attends over budget + 1 slots and then evicts has one slot more at the same number.
-            Omit the budget for policies that decide how many slots each head needs. If other layers of the model see
-            further, a layer with a window keeps that window under any policy once the text exceeds it. The budget
-            applies to the other layers.
+        budget: slots per KV head, including that of the token being read; or a fraction, for each row; or slots for
+            each layer. A paper that attends over budget + 1 slots and then evicts has one slot more at the same number.
+            Omit the budget for policies that decide how many slots each head needs. In a model whose other layers
+            attend further back, a layer with a sliding window keeps that window under any policy once the text exceeds
+            it, and the budget applies to the other layers.
         lengths: tokens of each prompt [b], 1 to n; None if none is padded.
         max_new_tokens: planned number of generated tokens; fractions, schedules, the full cache and length-dependent
             RoPE depend on it.
         key: random key for sampling and random policies, one for all rows or one each; None is `jax.random.key(0)`.
-        plan: how the budget is spread over layers or heads; a name, a `Plan`, or None for the policy's own.
+        plan: distribution of the budget over layers or heads; a name, a `Plan`, or None for the policy's own.
         prefill_chunk: compress after each chunk of this many prompt tokens, so that memory never exceeds budget +
             chunk; None for the policy's default, mostly the whole prompt; 1 reads it by decode steps.
         budget_of: base of a fractional budget: `text` (prompt + `max_new_tokens`), `prompt`, or `context` (the
             model's positions).
-        implementation: of every operation: `auto`, `xla`, `pallas`, `triton`, `mosaic`, or a list such as `pallas,xla`
-            for the first that can run; see `pallas_kernels.common.choose`.
+        implementation: implementation of every operation: `auto`, `xla`, `pallas`, `triton`, `mosaic`, or a list such
+            as `pallas,xla` for the first that can run; see `pallas_kernels.common.choose`.
 
     Returns:
         The state to decode from, and the logits for the first new token [b, vocab].
 
     Raises:
         ValueError: if a prompt is empty or does not fit the model, or the budget does not fit the policy; or if a
-            user's own score gives NaN, or other than one number for each slot.
+            user's score returns NaN, or not one number for each slot.
         TypeError: if the tokens are not rows of ids, or a class is given instead of an instance.
 
     Example:
@@ -115,7 +115,7 @@ def extend(
         logits: `last` for logits after each row's last token, `all` for logits after every token.
 
     Returns:
-        The state to decode from, and logits [b, vocab] or [b, n, vocab]; NaN where a row has read nothing.
+        The state to decode from, and logits [b, vocab] or [b, n, vocab]; NaN for rows without new tokens.
 
     Raises:
         TypeError: if the tokens are a list of anything but rows.

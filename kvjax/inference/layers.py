@@ -58,12 +58,12 @@ class Reading(struct.PyTreeNode):
         """Make a layer's `New` from the input of its block and its unrotated queries, keys and values.
 
         Args:
-            config: of the layer.
+            config: configuration of the layer.
             layer: its index.
             x: input of its block.
             q, k, v: unrotated.
             turns: rotations of `config.rope`, if layers share them.
-            sink_logits: of the layer's query heads; None for a layer without sinks.
+            sink_logits: logits of the layer's query heads; None for a layer without sinks.
         """
         raw_q, raw_k = q, k
         if config.rope is not None:
@@ -218,8 +218,8 @@ def read_block(
     """Run a prompt, a chunk or a turn through all layers: attend, update the score, keep the highest-ranked slots.
 
     Args:
-        weights: of the model.
-        config: of the model.
+        weights: weights of the model.
+        config: configuration of the model.
         policy: decides what to keep.
         storage: the cache before.
         reading: the tokens.
@@ -255,7 +255,7 @@ def read_layers(
         layers: their weights.
         numbers: their indices in the model.
         shapes: their configurations.
-        config: of the model.
+        config: configuration of the model.
         policies: decide what each layer keeps; see `Policy.layer`.
         storage: the cache before.
         reading: the tokens.
@@ -294,7 +294,7 @@ def read_layers(
 
 
 class Kept(NamedTuple):
-    """What a layer keeps of a block."""
+    """Slots that `keep_best` selects for separate heads, and the rows whose scores are NaN."""
 
     selected: Selected | None
     """Selected slots under a plan with slots for each head, which the storage does not hold."""
@@ -321,13 +321,13 @@ def keep_best(
     *,
     first: bool,
 ) -> tuple[Dense, Kept]:
-    """Evict what ranks lowest in a layer, and let the residual absorb it.
+    """Evict the lowest-ranked tokens of a layer, and let the residual absorb them.
 
     Args:
         policy: as the layer uses it.
         shape: configuration of the layer.
         storage: the cache before, with updated scores.
-        index: of the layer in the storage.
+        index: index of the layer in the storage.
         answers: attention statistics that the plan requested.
         new: the tokens just read.
         capacity: slots of the layer's buffers afterwards.

@@ -34,7 +34,7 @@ WHOLES = ("text", "prompt", "context")
 
 
 class Loaded(Protocol):
-    """What prompts are read with: a model, or a decoder."""
+    """Model or decoder that reads prompts."""
 
     @property
     def weights(self) -> Weights: ...
@@ -91,7 +91,7 @@ def bind(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan 
     """Return a policy bound to its model and budget, and the budget as Python numbers.
 
     Raises:
-        TypeError: the model is something else.
+        TypeError: the model is of another type.
         ValueError: the policy does not fit the model or the budget.
     """
     check_on_host("prefill", budget)
@@ -101,8 +101,8 @@ def bind(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan 
     policy = ready(model, policy, budget, plan)
     if policy.plan.sizing.mode == "profiled" and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
-            f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} means nothing to "
-            "it; leave it out and change its settings."
+            f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} has no "
+            "effect; leave it out and change its settings."
         )
     check_bounded(policy, budget)
     return policy, budget
@@ -178,8 +178,8 @@ def check_bounded(policy: Policy, budget: Budget) -> None:
     """
     if not policy.bounded and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
-            f"budget={budget!r} means nothing to policy {name_of(policy)}, which keeps everything; leave it out, or "
-            "choose another policy."
+            f"budget={budget!r} has no effect under policy {name_of(policy)}, which keeps everything; leave it out, "
+            "or choose another policy."
         )
 
 
@@ -223,7 +223,7 @@ def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
 
 
 def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> Policy:
-    """Return a policy bound to its model, its budget and the plan that spreads the budget.
+    """Return a policy bound to its model, its budget and the plan that distributes the budget.
 
     Raises:
         ValueError: if the policy was made for another model, or its parts do not fit each other or the model.
@@ -289,8 +289,8 @@ def check_rows(rows: int, mesh: Mesh | None) -> None:
     devices = 1 if mesh is None else mesh.shape[ROWS]
     if rows % devices:
         raise ValueError(
-            f"{rows} rows cannot lie on data={devices} devices, as many on each; give a multiple of {devices} rows, or "
-            "a mesh with fewer devices along data."
+            f"{rows} rows cannot be sharded evenly over data={devices} devices; give a multiple of {devices} rows, "
+            "or a mesh with fewer devices along data."
         )
 
 
@@ -323,12 +323,12 @@ def plan_slots(
     """Plan the slots that each row and head may use, and those of the buffers, by layer.
 
     Args:
-        policy: with the plan that spreads the budget.
+        policy: policy with the plan that distributes the budget.
         budget: slots per head, a fraction, or slots for each layer. Layers that are bounded by their own window get
-            as many slots as the window is wide; the budget is spread over the other layers.
+            as many slots as the window is wide; the budget is distributed over the other layers.
         lengths: tokens of each prompt.
         max_new_tokens: planned number of generated tokens.
-        config: of the model.
+        config: configuration of the model.
         width: tokens of the longest prompt.
         budget_of: base of a fraction, one of `WHOLES`.
 
@@ -379,7 +379,7 @@ def plan_slots(
 
 
 def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
-    """Return the most slots that a head may use, by layer, rounded as buffers are so that programs are shared."""
+    """Return the largest limit of each layer, rounded like buffers so that programs are shared."""
     return tuple(round_slots(int(limit.max())) for limit in limits)
 
 
@@ -413,7 +413,7 @@ def _pad_rows(
 def check_tokens(
     tokens: Int[np.ndarray, "b n"], lengths: Int[np.ndarray, " b"], config: ModelConfig, least: int = 1
 ) -> None:
-    """Refuse tokens that are not ids, lengths that do not fit them, and ids outside the vocabulary.
+    """Refuse tokens that are not ids, lengths that do not match, and ids outside the vocabulary.
 
     Raises:
         ValueError: in each of these cases; the message has the value.

@@ -42,15 +42,15 @@ def state_shapes(
 
     Args:
         model: its weights may be shapes, which have shardings if the model has a mesh.
-        policy: which tokens stay; a name or a `Policy`.
+        policy: eviction policy; a name or a `Policy`.
         rows: number of prompts.
         tokens: tokens of each prompt.
         budget: see `kvjax.prefill`, also for all arguments below.
         max_new_tokens: planned number of generated tokens.
-        plan: how the budget is spread over layers; a name, a `Plan`, or None for the policy's own.
+        plan: distribution of the budget over layers; a name, a `Plan`, or None for the policy's own.
         prefill_chunk: tokens read between two compressions; None for the policy's default.
         budget_of: base of a fractional budget.
-        implementation: of every operation.
+        implementation: implementation of every operation.
 
     Raises:
         ValueError: if the prompts do not fit the model, or the budget does not fit the policy; or if the slots of each

@@ -1,4 +1,4 @@
-"""Programs on a mesh, each device with its rows and heads, and the sharding of their arrays."""
+"""Programs on a mesh, in which each device has some rows and heads, and the sharding of their arrays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made
     """Turn a function of one device's shards into a function of sharded arrays.
 
     Args:
-        function: of one device's shards.
+        function: function to run on one device's shards.
         mesh: from `kvjax.models.sharding.program_mesh`; None to return the function itself.
         given: tree of `PartitionSpec` for each of its arguments.
         made: specs of its results.
@@ -62,10 +62,10 @@ def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made
     return run
 
 
-def lying(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
-    """Return the same arrays with the sharding of their specs, in a program whose results are another's arguments.
+def constrain(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
+    """Constrain arrays to the sharding of their specs, in a program whose results are arguments of another one.
 
-    With another sharding, that program would transfer them and compile again.
+    With another sharding, the other program would transfer them and compile again.
 
     Args:
         tree: arrays.
@@ -76,7 +76,7 @@ def lying(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
 
 
 def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
-    """Move a tree of arrays as `placed_on` does, also to the devices of other processes, which only programs reach.
+    """Move a tree of arrays as `placed_on` does, by a compiled program that also reaches devices of other processes.
 
     Args:
         tree: arrays.
@@ -91,7 +91,7 @@ def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("specs", "mesh"))
 def _placed(leaves: list[Array], *, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> list[Array]:
-    return lying(leaves, list(specs), mesh)
+    return constrain(leaves, list(specs), mesh)
 
 
 def copying(mesh: Mesh) -> Mesh:

@@ -27,7 +27,7 @@ from kvjax.utils.processes import on_host
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A decoder and a cache, the pair that `decode_step` takes and returns; branching from a state is free.
+    """A decoder and a cache, the pair that `decode_step` takes and returns; branching from a state copies nothing.
 
     Its attributes are those of both. Rows are independent: the results of one row depend on that row only.
     """
@@ -144,7 +144,7 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
     """Return a state in which rows of another state replace some rows.
 
     Args:
-        state: of the same model and policy as `rows`.
+        state: state of the same model and policy as `rows`.
         index: indices of the replaced rows, one for each row of `rows`.
         rows: from `take_rows` or `prefill`.
 
@@ -178,7 +178,7 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
 
 
 def described(policy: Policy) -> tuple[Any, list[tuple[str, float]]]:
-    """Return a policy's structure and numeric settings, to compare policies; learned arrays are left out."""
+    """Return a policy's structure and numeric settings without learned arrays, to compare policies."""
     leaves, structure = jax.tree.flatten(policy)
     numbers = (np.asarray(leaf) for leaf in leaves if np.ndim(leaf) == 0)
     return structure, [(number.dtype.kind, float(number.astype(np.float32))) for number in numbers]

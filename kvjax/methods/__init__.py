@@ -1,4 +1,4 @@
-"""Eviction methods, one paper a file, and the registry that makes policies of their names."""
+"""Eviction methods, one file per paper, and the registry that builds policies by name."""
 
 from kvjax.methods.registry import CODECS as CODECS
 from kvjax.methods.registry import PAPERS as PAPERS

@@ -1,4 +1,4 @@
-"""Ada-KV: each head of a layer gets slots by what its tokens are worth."""
+"""Ada-KV: slots of a layer, split over its heads by the number of highly ranked tokens in each."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvjax.types import New, PyTree, View, number, written
 @register_part("adakv")
 @struct.dataclass
 class AdaKV(Uniform, interface=True):
-    r"""Every layer gets the same, every head of it what its tokens are worth.
+    r"""Equal numbers of slots for layers, and within a layer more for heads with more highly ranked tokens.
 
     .. math:: C_h = f C + (1 - f) n_h, \quad n_h = \text{tokens of head}\ h\ \text{among the layer's}\ H C\ \text{best}
 
-    The tokens that rank highest among all heads of the layer are counted by head, and a head gets a share f of the
-    average C, the setting `floor`, and the rest by its count. Per row and layer, heads together get what equal ones
-    would, unless one of them would get more slots than the text has tokens.
+    n_h counts the tokens of head h among the H C tokens that rank highest in the whole layer. Each head gets a fraction
+    f (the setting `floor`) of the average C, and the rest in proportion to its count. Per row and layer, the slots of
+    all heads sum to H C, unless a head would get more slots than the text has tokens.
 
     From: Ada-KV, Feng et al. 2024, Algorithm 1.
 
-    When: where heads of a layer differ much. In SmolLM2, with 3 KV heads, it gains nothing over `h2o`: 15.2 instead
-    of 14.9 in perplexity with a quarter of the slots, 18.3 instead of 18.0 with a tenth (WikiText-2), and pages take
-    more bytes.
+    When: if the heads of a layer differ much. In SmolLM2, with 3 KV heads, it gains nothing over `h2o`: 15.2 instead of
+    14.9 in perplexity with a quarter of the slots, 18.3 instead of 18.0 with a tenth (WikiText-2), and pages take more
+    bytes.
 
     Args:
-        floor: share of the average that is safe from the others, in [0, 1]; 0.2 in the published code.
+        floor: fraction of the average that every head gets, in [0, 1]; 0.2 in the published code.
     """
 
     floor: float = number(0.2)
@@ -47,7 +47,7 @@ class AdaKV(Uniform, interface=True):
     def head_budgets(
         self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
-        """Slots by the number of a head's tokens among the layer's best."""
+        """Return the slots of each head, by the number of its tokens among the layer's highest-ranked ones."""
         assert ranks is not None
         every, budget = new.spread.all_heads(ranks), new.spread.all_heads(view.limit)
         limit = self.split(every, budget, (new.read + new.horizon)[:, None])
@@ -56,12 +56,12 @@ class AdaKV(Uniform, interface=True):
     def split(
         self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], most: Int[Array, "b 1"]
     ) -> Int[Array, "b h"]:
-        """Slots per KV head of a layer.
+        """Return the slots of each KV head of a layer.
 
         Args:
-            ranks: of the prompt's slots.
+            ranks: ranks of the prompt's slots.
             budget: slots per head on average.
-            most: tokens of the whole text, more than which no head can use.
+            most: tokens of the whole text, an upper bound on the slots of a head.
         """
         rows, heads, slots = ranks.shape
         total = budget.sum(1, keepdims=True)

@@ -25,13 +25,14 @@ class Capacity(PromptScore):
         F(i) = \frac 1 G \sum_g w_{gi} \, v_i^\top A_g^{-1} v_i, \quad A_g = I + \sum_j w_{gj} v_j v_j^\top, \quad
         w_{gi} = \exp(\tau (\cos(k_i, \mu_g) - \max_j \cos(k_j, \mu_g)))
 
-    over the tokens that the head holds past the first positions. The query mu is the mean of all given queries of a
-    query head before rotation, without those of the first positions, under the mean rotation of the next 512 positions.
+    over the head's cached tokens except the first positions. The query mu is the mean query of the prompt and turns,
+    per query head, before rotation and without the first positions, multiplied by the mean rotation of the next 512
+    positions.
 
     Args:
-        sinks: first positions, which count neither as queries nor as keys.
+        sinks: number of first positions, which are excluded from queries and keys.
         tau: sharpness of the weights.
-        future: next positions over which rotations are averaged.
+        future: number of next positions over which rotations are averaged.
     """
 
     paper = "CapKV, arXiv 2604.25975"
@@ -49,7 +50,7 @@ class Capacity(PromptScore):
         return QueryMoments.none(shape, covariance=False)
 
     def advance(self, heads: Heads, new: New) -> QueryMoments:
-        """Return the mean with the given queries."""
+        """Return the mean with the new queries included."""
         return heads.state.score.joined(new, self.sinks)
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
@@ -87,7 +88,7 @@ def capkv(
 ) -> Policy:
     """Leverage of values, weighted by how well keys match the mean query.
 
-    When: where a prompt is compressed before the question is known. It has not been measured on many models yet. The
-    paper evicts nothing after the prompt; here generated tokens leave first, so that `recent` of them stay.
+    When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
+    evicts nothing after the prompt. Here generated tokens are evicted first, except the newest `recent` ones.
     """
     return combine(Capacity(sinks, tau, future), sinks=sinks, recent=recent, **common)

@@ -1,4 +1,4 @@
-"""ChunkKV: prompt tokens stay or leave in chunks of neighbours, by the scores of any other policy."""
+"""ChunkKV: prompt tokens are kept or evicted in chunks of consecutive tokens, by the scores of any other policy."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class ChunkSum(ScoreOver):
-    r"""Sum of another score over the held tokens of a chunk.
+    r"""Sum of another score over the cached tokens of a chunk.
 
     .. math:: F(i) = \sum_{j: \lfloor j / L \rfloor = \lfloor i / L \rfloor} s(j)
 
-    It is computed at the end of each prompt, chunk or turn. Generated tokens leave first, the oldest before the others.
-    Where the budget is no multiple of L, the newest tokens of one chunk stay.
+    It is computed at the end of each prompt, chunk or turn. Generated tokens are evicted first, the oldest before the
+    others. If the budget is not a multiple of L, the newest tokens of one chunk are kept.
 
     Args:
         base_score: the other score s.
         base: name of the policy that it belongs to.
-        length: L, tokens of a chunk.
+        length: L, number of tokens in a chunk.
     """
 
     paper = "ChunkKV, arXiv 2502.00299"
@@ -48,12 +48,12 @@ class ChunkSum(ScoreOver):
         return self.base_score.slot(new, state), jnp.full_like(nothing(new), UNRANKED)
 
     def asks(self, heads: Heads, new: New) -> PyTree:
-        """Return the requests of the other score; given text is always ranked."""
+        """Return the requests of the other score; prompts and turns are always ranked."""
         found = self.base_score.asks(heads, new)
         return () if found is None and new.given else found
 
     def fold(self, answers: PyTree, view: View, new: New) -> tuple[PyTree, Float[Array, "b h c"]]:
-        """Update the other score, and sum it at the end of given text."""
+        """Update the other score, and sum it at the end of a prompt or turn."""
         own, summed = view.slots.score
         inner = view.replace(slots=view.slots.replace(score=own))
         if self.base_score.asks(view, new) is not None:
@@ -80,12 +80,12 @@ class ChunkSum(ScoreOver):
 
 @register(paper="ChunkKV, 2025", group="over another policy")
 def chunkkv(*, base: str | Policy = "snapkv", length: int = ChunkSum.length, **settings: Any) -> Policy:
-    """Any policy, whose prompt tokens stay or leave in chunks of `length`; further settings are the base's.
+    """Any policy, with prompt tokens kept or evicted in chunks of `length`; further settings are the base's.
 
-    When: where neighbours mean something together only. It has not been measured on many models yet.
+    When: if tokens have a meaning only together with their neighbors. It has not been measured on many models yet.
 
     Args:
-        base: the policy that scores, by name or made.
+        base: the policy that scores: a name or a `Policy`.
     """
     chosen = base_policy(base, settings)
     return dataclasses.replace(chosen, score=ChunkSum(chosen.score, name_of(chosen), length), name="chunkkv")

@@ -1,4 +1,4 @@
-"""Policies from a score and the parts that nearly all of them have."""
+"""Policies made of a score and common other parts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def combine(
     evict_every: int = 1,
     **parts: Any,
 ) -> Policy:
-    """Combine a score with what nearly every policy has to a policy.
+    """Return a policy with a score, a protection, and settings that nearly every policy has.
 
     Args:
-        score: which cached token matters least.
-        sinks: first tokens of the text that never leave.
-        recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
-        special: token ids that leave only where no other token can.
-        positions: `original`, or `cache` to let the model see a key's place in the cache as its position.
-        evict_every: tokens from one eviction to the next, between which a head grows beyond its budget.
-        parts: others, in place of the usual ones.
+        score: ranks the cached tokens; the lowest one is evicted first.
+        sinks: first tokens of the text, which are never evicted.
+        recent: newest tokens, which are never evicted, the one being read included: slots, or a fraction of the budget.
+        special: token ids that are evicted only if no other token can be.
+        positions: `original` to rotate keys by their positions in the text, or `cache` by their rank among the cached
+            tokens.
+        evict_every: number of tokens from one eviction to the next; in between a head grows beyond its budget.
+        parts: further parts of the policy, as keywords of `Policy`.
     """
     usual = Policy(score, Protection(sinks, recent, special), codec=Codec(positions), evict_every=evict_every)
     return dataclasses.replace(usual, **parts)

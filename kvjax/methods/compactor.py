@@ -18,13 +18,13 @@ from kvjax.types import New, View, check, setting
 
 @struct.dataclass
 class Compacted(Leverage):
-    r"""Leverage and non-causal attention together.
+    r"""Weighted sum of leverage and non-causal attention, both in z-scores.
 
     .. math:: F(i) = \lambda \, \mathrm{leverage}(i) + \mathrm{noncausal}(i)
 
     Args:
-        chunk: tokens of a chunk of non-causal attention.
-        blending: lambda; None for the share of the tokens that leave after the text.
+        chunk: number of tokens in a chunk of non-causal attention.
+        blending: lambda; None for the fraction of the text's tokens that are evicted.
     """
 
     chunk: int = setting(256)
@@ -55,9 +55,9 @@ def compactor(
 ) -> Policy:
     """Leverage of keys and attention without a causal mask, in z-scores.
 
-    When: where a prompt is compressed before the question is known. It has not been measured on many models yet. The
-    paper keeps the last 4 tokens and evicts nothing after the prompt; here generated tokens leave first, so that
-    `recent` of them stay.
+    When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
+    keeps the last 4 tokens and evicts nothing after the prompt. Here generated tokens are evicted first, except the
+    newest `recent` ones.
     """
     score = Compacted(sinks, recent, sketch, seed, chunk=chunk, blending=blending)
     return combine(score, sinks=sinks, recent=recent, **common)

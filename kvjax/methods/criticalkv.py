@@ -1,4 +1,4 @@
-"""CriticalKV: half of a budget by another method's score, the rest by that score and the weight of the output."""
+"""CriticalKV: half of a budget by another method's score, the rest by that score times the projected value's norm."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ BLOCK = 128
 
 @struct.dataclass
 class Critical(ScoreOver):
-    r"""The tokens with the highest scores, then those with the highest products of score and projected value.
+    r"""Tokens with the highest scores, then those with the highest products of score and norm of the projected value.
 
     .. math:: F(i) = \begin{cases} \infty & i \text{ among the } \lfloor (C - C_{kept}) / 2 \rfloor \text{ highest } s
         \\ (s_i + \epsilon) \frac 1 G \sum_g \lVert W^O_g v_i \rVert_1 & \text{else} \end{cases}
 
-    with the score s of the base, from 0, the C slots of a head and the columns W^O_g of the output weights that belong
-    to query head g. The C_kept sinks and recent tokens stay in any case.
+    with the nonnegative score s of the base, the C slots of a head and the columns W^O_g of the output weights that
+    belong to query head g. The C_kept sinks and recent tokens are always kept.
 
     Args:
-        base_score: gives s.
+        base_score: the score s.
         base: name of the policy that it belongs to.
         sinks: first tokens, which are protected.
         recent: newest tokens, which are protected.
         epsilon: added to s.
-        outputs: output weights of each layer, made by `bind`; in a layer its own.
+        outputs: output weights of each layer, set by `bind`; after `layer`, those of one layer.
     """
 
     paper = "CriticalKV, Feng et al. 2025, arXiv 2502.03805, Algorithm 1"
@@ -54,7 +54,7 @@ class Critical(ScoreOver):
 
     @property
     def requires(self) -> Requirements:
-        """Those of the base, and all tokens of a head."""
+        """Requirements of the base, and all tokens of a head."""
         return dataclasses.replace(self.base_score.requires, whole_heads=True)
 
     def bind(self, model: LanguageModel) -> Critical:
@@ -117,10 +117,10 @@ def _of_base(view: View) -> View:
 def criticalkv(*, base: str | Policy = "h2o", epsilon: float = Critical.epsilon, **settings: Any) -> Policy:
     """Half of the budget by another method's score, the rest by that score times the norm of the projected value.
 
-    When: over a score from 0, such as those by attention. It has not been measured on many models yet.
+    When: over a nonnegative score, such as accumulated attention. It has not been measured on many models yet.
 
     Args:
-        base: the policy that ranks, by name or made.
+        base: the policy that ranks: a name or a `Policy`.
     """
     chosen = base_policy(base, settings)
     name = name_of(chosen)

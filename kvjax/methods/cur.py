@@ -1,4 +1,4 @@
-"""CUR: tokens whose keys and values are long beside those of their neighbors."""
+"""CUR: tokens whose keys and values have large norms compared with those of their neighbors."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class LeverageProduct(Score):
     .. math:: F(i) = \frac{\lVert k_i \rVert^2}{\sum_{j \in N(i)} \lVert k_j \rVert^2}
         \cdot \frac{\lVert v_i \rVert^2}{\sum_{j \in N(i)} \lVert v_j \rVert^2}
 
-    The tokens that a head holds form groups N of consecutive ones, from the first. With `projections` the norms are
-    those of k G and v G for a Gaussian matrix G of each row, layer and head.
+    The cached tokens of a head form groups N of consecutive tokens, beginning with the first. With `projections` the
+    norms are those of k G and v G, with a Gaussian matrix G for each row, layer and head.
 
     Args:
-        neighbors: tokens of a group.
+        neighbors: number of tokens in a group.
         projections: columns of G, 20 in the paper's random form; None for the norms themselves.
     """
 
@@ -74,13 +74,13 @@ class LeverageProduct(Score):
 def projected(
     x: Float[Array, "b h c d"], columns: int, new: New, draw: Int[Array, "b 1"] | None = None
 ) -> Float[Array, "b h c m"]:
-    """Multiply keys or values by a standard Gaussian matrix [d, columns] of each row, layer and head.
+    """Multiply keys or values by a standard Gaussian matrix [d, columns], a separate one for each row, layer and head.
 
     Args:
         x: keys or values.
-        columns: of the matrix.
+        columns: number of columns of the matrix.
         new: tokens being read, with the rows' seeds.
-        draw: number of the matrix; None for the only one.
+        draw: index of the matrix, if several are drawn; None for a single one.
     """
     rows, heads, _, width = x.shape
     index = jnp.broadcast_to(jnp.arange(width * columns), (rows, heads, width * columns))
@@ -97,8 +97,8 @@ def cur(
     sinks: int = 4,
     **common: Any,
 ) -> Policy:
-    """Tokens whose keys and values are long beside those of their neighbors.
+    """Tokens whose keys and values have large norms compared with those of their neighbors.
 
-    When: where attention is not computed. It has not been measured on many models yet.
+    When: if attention probabilities are not available. It has not been measured on many models yet.
     """
     return combine(LeverageProduct(neighbors, projections), sinks=sinks, **common)

@@ -26,7 +26,7 @@ from kvjax.types import setting_names
 
 
 class Setting(NamedTuple):
-    """Setting as users write it, with its type, default and meaning."""
+    """Setting in the form that users write, with its type, default and meaning."""
 
     name: str
     kind: str
@@ -67,7 +67,7 @@ def describe_policy(name: str, own: bool = False) -> Description:
 
     Args:
         name: a key of `REGISTRY`.
-        own: leave out settings that nearly all policies take, if the default is the usual one.
+        own: omit settings that nearly all policies take, if the default is the usual one.
     """
     method = REGISTRY[name]
     paper = next(papers[name] for papers in PAPERS.values() if name in papers)

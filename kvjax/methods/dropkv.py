@@ -25,7 +25,7 @@ class DropDamage(Score):
     .. math:: F(i) = \sum_{t} \sum_g \left( \frac{p_{gt}(i)}{1 - p_{gt}(i)} \right)^2 \lVert v_i - o_{gt} \rVert^2
 
     over the queries t of two windows: the one of w queries that is being filled, and the one before. These are the last
-    w to 2w - 1 queries. It is a distance in the space of values, so that heads compare.
+    w to 2w - 1 queries. It is a distance in the space of values, so scores of different heads are comparable.
 
     Args:
         window: w, in queries.
@@ -39,7 +39,7 @@ class DropDamage(Score):
         check(self.window >= 1, "window", self.window, "a number of queries from 1")
 
     def slot(self, new: New, state: object) -> Windows:
-        """Return zeros: the damage to the queries of the window before and of the one that is being filled."""
+        """Return zeros, the initial damage to the queries of the previous and of the current window."""
         return nothing(new), nothing(new)
 
     def _since(self, new: New) -> Int[Array, " b"]:
@@ -47,7 +47,7 @@ class DropDamage(Score):
         return new.newest // self.window * self.window
 
     def asks(self, heads: Heads, new: New) -> Damage | tuple[Damage, ...]:
-        """Request the damage to a token's output, or of several tokens to both windows."""
+        """Request the damage to the new token's output, or in a block the damage to the outputs of both windows."""
         if new.position.shape[1] == 1:
             return Damage()
         since, position = self._since(new)[:, None], new.position
@@ -56,7 +56,7 @@ class DropDamage(Score):
         return tuple(Damage((queries & new.valid)[:, None].astype(kind)) for queries in windows)
 
     def fold(self, answers: Array | tuple[Array, Array], view: View, new: New) -> Windows:
-        """Return both sums with the new queries' damage added, after as many windows have ended."""
+        """Return both sums with the new queries' damage added; a completed window replaces the previous one."""
         first, since = (x[:, None, None] for x in (new.position[:, 0], self._since(new)))
         older, newer = view.slots.score
         # Where the queries before the new ones ended: in the current window, in the one before, or earlier.
@@ -74,6 +74,7 @@ class DropDamage(Score):
 def dropkv(*, window: int = DropDamage.window, recent: int | float = 32, **common: Any) -> Policy:
     """Tokens whose eviction would change the outputs of recent queries most.
 
-    When: with plan `adakv`, since its numbers compare between heads. It has not been measured on many models yet.
+    When: with the plan `adakv`, because its scores are comparable between heads. It has not been measured on many
+    models yet.
     """
     return combine(DropDamage(window), recent=recent, **common)

@@ -1,4 +1,4 @@
-"""ExpectedAttention: the attention that queries of the coming positions pay on average, times the value's norm."""
+"""ExpectedAttention: expected attention of queries at the next positions, times the norm of the value."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from kvjax.types import Heads, New, View, check, number, setting, wide, written
 
 @struct.dataclass
 class ExpectedAttention(PromptScore):
-    r"""Attention that a key expects of Gaussian queries at the next positions, times the norm of its value.
+    r"""Expected attention to a key by Gaussian queries at the next positions, times the norm of its value.
 
     .. math::
         F(i) = (\epsilon + \frac 1 G \sum_g \mathrm{softmax}_i \, x_{gi}) \lVert v_i \rVert, \quad
         x_{gi} = \frac{k_i^\top \mu_g}{\sqrt d} + \frac{k_i^\top \Sigma_g k_i}{2 d}, \quad
         \mu_g = \bar R m_g, \quad \Sigma_g = \bar R S_g \bar R^\top
 
-    m and S are the mean and the covariance of all given queries of a query head before rotation, without those of the
-    first positions, and R the mean rotation of the next 512 positions.
+    m and S are the mean and the covariance of a query head's queries in the prompt and turns, before rotation and
+    without the first positions. R is the mean rotation of the next 512 positions.
 
     Args:
-        sinks: first positions that neither count in m and S nor take part in the softmax.
-        future: next positions over which rotations are averaged.
-        epsilon: added to the attention; 0.01 with plan `adakv` in the published results.
+        sinks: number of first positions, which are excluded from m, S and the softmax.
+        future: number of next positions over which rotations are averaged.
+        epsilon: constant added to the attention; 0.01 with the plan `adakv` in the published results.
     """
 
     paper = "ExpectedAttention, Devoto et al. 2025"
@@ -50,7 +50,7 @@ class ExpectedAttention(PromptScore):
         return QueryMoments.none(shape)
 
     def advance(self, heads: Heads, new: New) -> QueryMoments:
-        """Return the moments with the given queries."""
+        """Return the moments with the new queries included."""
         return heads.state.score.joined(new, self.sinks)
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
@@ -79,9 +79,9 @@ def expected_attention(
     epsilon: float = ExpectedAttention.epsilon,
     **common: Any,
 ) -> Policy:
-    """Attention that queries of the next positions are expected to pay, times the norm of the value.
+    """Attention expected from queries at the next positions, times the norm of the value.
 
-    When: where a prompt is compressed before the question is known. It has not been measured on many models yet. The
-    paper evicts nothing after the prompt; here generated tokens leave first, so that `recent` of them stay.
+    When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
+    evicts nothing after the prompt. Here generated tokens are evicted first, except the newest `recent` ones.
     """
     return combine(ExpectedAttention(sinks, future, epsilon), sinks=sinks, recent=recent, **common)

@@ -1,4 +1,4 @@
-"""FastGen: the prompt tells each head what it may forget."""
+"""FastGen: each head keeps the cheapest combination of token classes that recovers its attention on the prompt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OF_FREQUENT = ("frequent", "frequent_among")
 
 
 class Profile(struct.PyTreeNode):
-    """What a layer's heads were found to need; the plan writes it, the protection reads it."""
+    """Profile of a layer's heads, computed by the plan and read by the protection."""
 
     choice: Int[Array, "b h"]
     """Index into `Profiled.choices`."""
@@ -47,22 +47,22 @@ class Profile(struct.PyTreeNode):
 
 @struct.dataclass
 class TokenClasses(Protection):
-    """Special tokens and punctuation, in the heads that were found to need them, local windows and frequent tokens.
+    """Protection of special tokens, punctuation, local windows and frequent tokens, as each head's profile specifies.
 
-    Those of text that was given never leave, those that the model wrote leave last. The token being read is always
-    there.
+    Such tokens of prompts and turns are never evicted, generated ones are evicted last. The token being read is always
+    kept.
 
     Args:
-        sinks: first tokens that count as special.
-        recent: newest tokens that every head attends to, the one being read included; a number from 0.
+        sinks: number of first tokens that count as special.
+        recent: number of newest tokens that every head keeps, the one being read included; at least 0.
         special: ids that count as special tokens.
         punctuation: ids that count as punctuation.
-        markers: sequences of ids that count as special, where they are given. If none of these three is, the model's
-            tokenizer tells.
-        classes: of every token id; made by `bind`.
-        frequent: r_f, the most attended tokens' share of the current length, in [0, 1].
-        frequent_among: `all` for section 3.2's union; `others` for floor(frequent L) tokens more than there are for
-            other reasons, which is not the paper's.
+        markers: sequences of ids that count as special in prompts and turns. If `special`, `punctuation` and `markers`
+            are all empty, they come from the model's tokenizer.
+        classes: classes of every token id, set by `bind`.
+        frequent: r_f, number of most attended tokens as a fraction of the current length, in [0, 1].
+        frequent_among: `all` for section 3.2's union; `others` for floor(frequent L) tokens besides those that are kept
+            for other reasons, which differs from the paper.
     """
 
     sinks: int = setting(0)
@@ -78,7 +78,7 @@ class TokenClasses(Protection):
         check(isinstance(self.recent, int), "recent", self.recent, "a number of tokens from 0")
 
     def bind(self, model: LanguageModel) -> TokenClasses:
-        """With the classes of the model's tokens."""
+        """Return a copy with the classes of the model's tokens."""
         size = model.config.vocab_size
         if self.classes is not None:
             if len(self.classes) != size:
@@ -100,7 +100,7 @@ class TokenClasses(Protection):
         return dataclasses.replace(self, classes=jnp.asarray(classes), markers=tuple(map(tuple, markers)))
 
     def slot(self, new: New, state: Parts) -> UInt8[Array, "b h t"]:
-        """Return the classes of new tokens, those of markers and sinks included where text is given."""
+        """Return the classes of new tokens; in prompts and turns, markers and sinks count as special tokens."""
         assert self.classes is not None
         special = (new.position < self.sinks) & new.given
         for marker in self.markers if new.given else ():
@@ -116,7 +116,7 @@ class TokenClasses(Protection):
         return jnp.broadcast_to(bits[:, None], new.k.shape[:3])
 
     def guard(self, view: View, new: New) -> Protected:
-        """Protect what each head's choice keeps, as Algorithm 2 does: its shares are of the tokens before a step's."""
+        """Protect what each head's choice keeps (Algorithm 2); its fractions are of the tokens before the new one."""
         found: Profile = view.state.plan
         window = _share(found.local, length_before(new)[:, None])
         kept = (view.slots.protection & found.wanted[..., None]) > 0
@@ -127,58 +127,60 @@ class TokenClasses(Protection):
         )
 
     def _quota(self, wanted: UInt8[Array, "b h"], new: New) -> Quota:
-        """Return the floor(r_f L) most attended of L earlier tokens; none in heads without, all in full heads."""
+        """Return floor(r_f L) for L earlier tokens; 0 in heads without frequent tokens, no bound in full heads."""
         frequent = _share(self.frequent, length_before(new))[:, None]
         most = jnp.where((wanted & FREQUENT) > 0, frequent, 0)
         most = jnp.where((wanted & EVERYTHING) > 0, jnp.iinfo(jnp.int32).max, most)
         return Quota(most, self.frequent_among == "all")
 
     def check_budget(self, smallest: int) -> None:
-        """There is no budget."""
+        """Do nothing: FastGen has no budget."""
 
 
 @struct.dataclass
 class Profiled(Uniform):
-    r"""Each head's slots by the cheapest choice that recovers the prompt's attention.
+    r"""Plan that gives each head the slots of the cheapest choice that recovers its attention on the prompt.
 
     .. math::
         C^* = \arg\min_{C \in \mathcal C} \mathrm{cost}(C) \quad \text{such that} \quad
         \frac 1 n \sum_{i=1}^n \sum_{j \in C_i} \bar a_i(j) \ge T \quad \text{(eq. 1)}
 
-    with the attention a averaged over the query heads of a KV head, and C the first one, two, ... of `order` together,
-    or the full cache (eq. 2). Each row of the prompt's attention map has its own window in eq. 1: with i tokens read it
-    holds the floor(local i) newest, itself among them and always there. Frequent tokens are the floor(frequent n) that
-    get most of all n queries, the same in every row.
+    with the attention a averaged over the query heads of a KV head. The choices C are the first one, two, ... of
+    `order` together, and the full cache (eq. 2). Row i of the prompt's attention map has its own window in eq. 1: the
+    floor(local i) newest tokens, always including token i. Frequent tokens are the floor(frequent n) tokens with the
+    most attention from all n queries, the same in every row.
 
-    After L tokens a head keeps (Algorithm 2, line 5)
+    After L tokens a head keeps those of the following that its choice names (Algorithm 2, line 5):
 
-    - special tokens and punctuation of the prompt, always, and those that are generated,
-    - its floor(local L) newest tokens,
-    - those floor(frequent L) that score highest: of all its tokens, so that one which is there for another reason, too,
-      takes one of these places, and one that leaves the local window may stay in the place it has (section 3.2: the
-      union of what is kept). Where scores change places, several tokens leave at one step; none comes back,
-    - or everything,
+    - special tokens and punctuation, those of the prompt always and generated ones while their slots suffice;
+    - its floor(local L) newest tokens;
+    - the floor(frequent L) tokens with the highest scores among all its tokens. A token that is also kept for another
+      reason counts here, too, and a token that leaves the local window may stay as a frequent one (section 3.2: the
+      union). If the order of scores changes, one step may evict several tokens; evicted tokens never return;
+    - everything, under the full cache.
 
-    as far as its choice names them. The next token attends to these and to itself: its window and its frequent tokens
-    are shares of the L tokens before it.
+    The next token attends to these and to itself. Its window and its frequent tokens are fractions of the L tokens
+    before it.
 
-    Slots are set aside for a text of prompt + `max_new_tokens`; logits beyond are NaN. Generated special tokens and
-    punctuation get slots of their own: 8, and 0.35 of `max_new_tokens`. No 1024 tokens of five texts (stories, books,
-    Wikipedia; the embedded model's tokenizer and SmolLM2's) have more than 7 special ones, and of their passages of 32
-    or more tokens 99% have at most 0.344 punctuation. When the slots run out all the same, the oldest of them outside
-    the local window leaves, and the run's summary says how many left; when a turn outgrows them, first the frequent
-    tokens that score lowest, then the oldest ones. Markers of several tokens are recognised in given text only.
+    Slots are allocated for a text of prompt + `max_new_tokens`; logits beyond that length are NaN. Generated special
+    tokens get 8 slots by default, and generated punctuation 0.35 of `max_new_tokens`. In five texts (stories, books,
+    Wikipedia; the tokenizers of the embedded model and of SmolLM2) no 1024 tokens have more than 7 special ones, and
+    99% of the passages of 32 or more tokens have at most 0.344 punctuation. If these slots still do not suffice, the
+    oldest of such tokens outside the local window is evicted, and the run's summary reports the number. If a turn
+    exceeds the slots, frequent tokens with the lowest scores are evicted first, then the oldest tokens. Markers of
+    several tokens are recognized only in prompts and turns.
 
     Args:
-        threshold: T, share of the attention to recover, in (0, 1]; 1 is the full cache.
-        local: r_l, the newest tokens' share of the current length, in [0, 1].
-        frequent: r_f, the most attended tokens' share of the current length, in [0, 1].
-        order: what is tried, one more at a time: some of `special`, `punctuation`, `frequent`, `local`.
-        spare_special: slots set aside for generated special tokens, in heads that keep them, a number from 0.
-        spare_punctuation: slots set aside for generated punctuation, as a share of `max_new_tokens`.
-        recent: newest tokens that every head attends to, the one being read included; a number from 0.
-        frequent_among: `all` for section 3.2's union; `others` for floor(frequent L) tokens more than there are for
-            other reasons, which is not the paper's.
+        threshold: T, fraction of the attention to recover, in (0, 1]; 1 is the full cache.
+        local: r_l, width of the local window as a fraction of the current length, in [0, 1].
+        frequent: r_f, number of most attended tokens as a fraction of the current length, in [0, 1].
+        order: token classes in the order in which choices add them: some of `special`, `punctuation`, `frequent`,
+            `local`.
+        spare_special: slots for generated special tokens in heads that keep them, at least 0.
+        spare_punctuation: slots for generated punctuation, as a fraction of `max_new_tokens`.
+        recent: number of newest tokens that every head keeps, the one being read included; at least 0.
+        frequent_among: `all` for section 3.2's union; `others` for floor(frequent L) tokens besides those that are kept
+            for other reasons, which differs from the paper.
     """
 
     threshold: float = number(0.95)
@@ -207,24 +209,24 @@ class Profiled(Uniform):
 
     @property
     def sizing(self) -> Sizing:
-        """Slots for each head, by its choice; several frequent tokens may be overtaken in one step."""
+        """Separate numbers of slots for heads; one step may evict several frequent tokens."""
         overtaken = self.frequent_among == "all" and "frequent" in self.order
         return Sizing(mode="profiled", per_head=True, fixed_length=True, may_shrink=overtaken)
 
     @property
     def choices(self) -> tuple[tuple[str, ...], ...]:
-        """What each choice keeps, the full cache last and without parts."""
+        """Token classes of each choice; the full cache comes last and has none."""
         return (*(self.order[: i + 1] for i in range(len(self.order))), ())
 
     def spread_by(self, other: Plan) -> Plan:
-        """Nothing else spreads what has no budget."""
+        """Refuse another plan: FastGen has no budget to distribute."""
         raise ValueError(
             f"fastgen decides itself how many slots each head gets, so budget and plan={type(other).__name__} mean "
             "nothing to it; leave both out and change its settings."
         )
 
     def init(self, shape: New) -> Profile:
-        """Nothing is known."""
+        """Return an empty profile."""
         rows, heads = shape.k.shape[:2]
         none = jnp.zeros((rows, heads), wide(shape.k.dtype))
         return Profile(
@@ -235,7 +237,7 @@ class Profiled(Uniform):
         )
 
     def asks(self, heads: Heads, new: New) -> tuple[Sums, Near, Near]:
-        """Of a prompt the attention that each token gets: of all queries, of those it is local to, of itself."""
+        """Request the attention to each prompt token from all queries, from those nearby, and from itself."""
         most = max(int(self.local * new.position.shape[1]) + 1, self.recent, 1)
         newest = Near(jnp.full_like(new.position, self.recent), self.recent) if self.recent > 1 else Near()
         return Sums(), Near(self._window(new.position + 1), most), newest
@@ -243,7 +245,7 @@ class Profiled(Uniform):
     def head_budgets(
         self, answers: tuple[Array, Array, Array], view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], Profile]:
-        """Equation 1: the first choice whose recovered attention, a mean over the prompt's queries, reaches T."""
+        """Return the slots of the first choice whose recovered attention, averaged over queries, reaches T (eq. 1)."""
         total, local, newest = answers
         position, classes = view.position, view.slots.protection
         queries = (new.q.shape[2] * new.read)[:, None]
@@ -270,18 +272,18 @@ class Profiled(Uniform):
         return self._slots(choice, kept, new), Profile(choice, shares.astype(total.dtype), wanted, window)
 
     def _window(self, length: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """Newest tokens that a row of eq. 1 holds, itself included."""
+        """Return the window of a row of eq. 1 in tokens, the row's own token included."""
         return jnp.maximum(_share(self.local, length), max(1, self.recent))
 
     def _newest(self, length: Int[Array, "*b"], local: bool | Bool[Array, "b h"]) -> Int[Array, "..."]:
-        """Newest tokens that heads keep after so many, with a local window or without."""
+        """Return the number of newest tokens that heads keep after `length` tokens, with a local window or without."""
         return jnp.maximum(jnp.where(local, _share(self.local, length), 0), max(0, self.recent - 1))
 
     def _has(self, part: str, choice: Int[Array, "b h"]) -> Bool[Array, "b h"]:
         return jnp.asarray([part in parts for parts in self.choices])[choice]
 
     def _slots(self, choice: Array, kept: Array, new: New) -> Int[Array, "b h"]:
-        """Slots that heads call for, up to the text's planned end."""
+        """Return the slots that heads need up to the planned length of the text."""
         end = new.end[:, None]
         spare = jnp.ceil(self.spare_punctuation * new.horizon - 1e-6).astype(jnp.int32)[:, None]
         slots = kept + jnp.where(self._has("special", choice), self.spare_special, 0)
@@ -297,7 +299,7 @@ class Profiled(Uniform):
 
 
 def length_before(new: New) -> Int[Array, " b"]:
-    """Tokens whose shares are kept: all that were given, and those before the one token of a decode step."""
+    """Return the length L of Algorithm 2: all tokens of a prompt, or in a decode step those before the new one."""
     return jnp.minimum(new.read - (not new.given), new.end)
 
 
@@ -328,10 +330,10 @@ def fastgen(
     special: tuple[int, ...] = (),
     **common: Any,
 ) -> Policy:
-    """Give every head a cache of its own, the cheapest that recovers the prompt's attention.
+    """Keep in each head the cheapest combination of token classes that recovers its attention on the prompt.
 
-    When: close to the full cache only: a threshold of 0.95 saves 15% of the bytes for 12% in perplexity, and below
-    0.8 it collapses (SmolLM2 on WikiText-2).
+    When: only close to the full cache. A threshold of 0.95 saves 15% of the bytes for 12% in perplexity, and below 0.8
+    perplexity collapses (SmolLM2 on WikiText-2).
     """
     kept = TokenClasses(sinks, recent, special, punctuation, markers, frequent=frequent, frequent_among=frequent_among)
     plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent, frequent_among)

@@ -1,4 +1,4 @@
-"""FINCH: what the question at the end of the prompt looks at."""
+"""FINCH: tokens to which the question at the end of the prompt attends."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ QUESTION = 1e30
 
 @struct.dataclass
 class Question(PromptWindow):
-    r"""Attention of the queries after a delimiter, times the number of keys that each of them sees.
+    r"""Attention of the queries after a delimiter, times the number of keys that each of them attends to.
 
     .. math:: F(i) = \sum_{t > t_0} (t + 1) \, \bar a_t(i)
 
-    with the attention averaged over the query heads of a KV head, and the last delimiter of the given text at position
-    t_0. The question stays until everything else has left. A text without a delimiter is ranked by its last `window`
-    tokens, which are then the question. Generated tokens score 0 and go first, as those of `snapkv`.
+    with the attention averaged over the query heads of a KV head, and the last delimiter of the prompt or turn at
+    position t_0. The question is evicted last. In a text without a delimiter, the last `window` tokens are the
+    question. Generated tokens score 0 and are evicted first, as under `snapkv`.
 
     Args:
-        delimiter: id of the token before the question; None for no delimiter.
+        delimiter: token id before the question; None for no delimiter.
     """
 
     paper = "FINCH, Corallo and Papotti 2024"
@@ -65,9 +65,9 @@ class Question(PromptWindow):
 def finch(
     *, delimiter: int | None = Question.delimiter, recent: int | float = PromptWindow.window, **common: Any
 ) -> Policy:
-    """Attention of the question that follows the token `delimiter`, or of the last `recent` tokens without one.
+    """Attention of the question after the token `delimiter`, or of the last `recent` tokens without one.
 
-    When: where prompts are a long context, a delimiter of your own choice and a question. It has not been measured on
-    many models yet.
+    When: if each prompt is a long context, a delimiter of your choice and a question. It has not been measured on many
+    models yet.
     """
     return combine(Question(recent, kernel=1, delimiter=delimiter), recent=recent, **common)

@@ -1,4 +1,4 @@
-"""The full cache: nothing leaves."""
+"""The full cache: no token is evicted."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kvjax.policies.policy import Policy
 
 @struct.dataclass
 class Unbounded(Uniform):
-    r"""Nothing leaves: every head has room for the prompt and all planned tokens.
+    r"""No eviction: every head has slots for the prompt and `max_new_tokens`.
 
     .. math:: o = \mathrm{softmax}(q K^\top / \sqrt d) V \quad \text{over all tokens}
     """
 
     @property
     def sizing(self) -> Sizing:
-        """No bound, and slots for the planned text only."""
+        """No eviction, and slots for the planned text only."""
         return Sizing(mode="unbounded", fixed_length=True)
 
     def spread_by(self, other: Plan) -> Plan:
-        """Refuse a plan: there is nothing to spread."""
+        """Refuse another plan: there is no budget to distribute."""
         raise ValueError(
-            f"nothing leaves this cache, so plan={type(other).__name__} means nothing to it; leave it out, or choose "
+            f"this policy evicts nothing, so plan={type(other).__name__} has no effect; leave it out, or choose "
             "another policy such as h2o."
         )
 
@@ -37,6 +37,7 @@ class Unbounded(Uniform):
 def full(**common: Any) -> Policy:
     """Keep every token of the prompt and of `max_new_tokens`; beyond that, logits are NaN.
 
-    When: wherever it fits. With half of the slots most policies lose 5 to 10% in perplexity (SmolLM2 on WikiText-2).
+    When: if it fits in memory. With half of the slots most policies lose 5 to 10% in perplexity (SmolLM2 on
+    WikiText-2).
     """
     return combine(Recency(), plan=Unbounded(), **common)

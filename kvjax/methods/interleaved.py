@@ -1,4 +1,4 @@
-"""A plan of rich and poor layers by turns, as a control."""
+"""Plan that alternates between layers with many and with few slots, as a control."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Interleaved(Plan):
 
     .. math:: C_l \propto r \ \text{if}\ l \equiv 0 \pmod{\text{period}}, \ \text{else}\ 1
 
-    From: kvjax, as a control for plans that rise or fall.
+    From: kvjax, as a control for plans that increase or decrease over the layers.
 
-    When: to look for layers that need more. Over `h2o` it is level with `uniform` at a quarter of the slots (14.8 and
-    14.9 in perplexity) and behind at a tenth (19.0 and 18.0; SmolLM2 on WikiText-2).
+    When: to find layers that need more slots. With `h2o` it equals `uniform` at a quarter of the slots (perplexity 14.8
+    and 14.9) and is worse at a tenth (19.0 and 18.0; SmolLM2 on WikiText-2).
 
     Args:
-        period: layers from one rich layer to the next, at least 2.
-        ratio: slots of a rich layer over those of a poor one, at least 1.
+        period: number of layers from one layer with more slots to the next, at least 2.
+        ratio: slots of such a layer divided by those of the others, at least 1.
     """
 
     period: int = number(2)

@@ -21,10 +21,11 @@ class KeyDifference(Score):
 
     .. math:: F(i) = -\cos(k_i, \mu), \quad \mu = \frac 1 n \sum_j \frac{k_j}{\lVert k_j \rVert}
 
-    over the n tokens that the head holds. It needs no attention, and nothing is stored beside keys and values.
+    over the n cached tokens of the head. It needs no attention probabilities and stores nothing besides keys and
+    values.
 
     Args:
-        block: prompt tokens that are read between two evictions; None for the whole prompt.
+        block: number of prompt tokens read between two evictions; None for the whole prompt.
     """
 
     paper = "KeyDiff, Park et al. 2025, equation 5"
@@ -52,6 +53,7 @@ class KeyDifference(Score):
 def keydiff(*, block: int | None = KeyDifference.block, **common: Any) -> Policy:
     """Keys that differ most from the mean direction of all cached keys.
 
-    When: where attention is not computed, or prompts come in blocks. It has not been measured on many models yet.
+    When: if attention probabilities are not available, or prompts are read in blocks. It has not been measured on many
+    models yet.
     """
     return combine(KeyDifference(block), **common)

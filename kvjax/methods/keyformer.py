@@ -26,17 +26,17 @@ class GumbelSoftmax(Accumulated):
         \frac{e^{(x_{g,i} + \zeta_i) / \tau}}{\sum_j e^{(x_{g,j} + \zeta_j) / \tau}} \quad \text{(eq. 9)}, \qquad
         \tau = \tau_{init} + t \, \frac{\tau_{end} - \tau_{init}}{T} \quad \text{(eq. 10)}
 
-    x are attention logits, g the query heads of the KV head, T the tokens to generate; text that is given has tau_init.
-    A constant zeta cancels in equation 9, so `constant` and `none` are the same policy, although Table 4 has different
-    numbers for them.
+    x are attention logits, g the query heads of the KV head, and T the number of tokens to generate; prompts and turns
+    have tau_init. A constant zeta cancels in equation 9, so `constant` and `none` are the same policy, although Table 4
+    reports different numbers for them.
 
     Args:
         noise: `gumbel`, `gaussian` of the same mean and deviation, `constant` (which cancels) or `none`.
         tau_init: temperature of the prompt, above 0.
-        tau_end: temperature of the last token to be generated, above 0; it stays there afterwards.
-        fresh_noise: a new draw for each query, as in the published code, instead of one for each token.
-        shared: one score for all layers; they need equal budgets.
-        damping: alpha, what is left of a score after each token, in (0, 1].
+        tau_end: temperature of the last planned token and of all later ones, above 0.
+        fresh_noise: True to draw noise for each query, as in the published code, instead of once for each token.
+        shared: True for one score for all layers, which then need equal budgets.
+        damping: alpha, factor of each score per new token, in (0, 1].
     """
 
     paper = "Keyformer, arXiv 2403.09054, equations 9 and 10, Algorithm 1"
@@ -67,7 +67,7 @@ class GumbelSoftmax(Accumulated):
         return Requirements(shared_slots="layers" if self.shared else "none")
 
     def asks(self, heads: Heads, new: New) -> Sums:
-        """Request the fractions of equation 9; several queries count as if they had come one after another."""
+        """Request the fractions of equation 9; queries of a block are damped as if they had been read one by one."""
         weights = None
         if self.damped and new.position.shape[1] > 1:
             weights = jnp.where(new.valid, self.damping**new.age, 0.0)[:, None]
@@ -82,7 +82,7 @@ class GumbelSoftmax(Accumulated):
         return self.tau_init + step * ((self.tau_end - self.tau_init) / new.horizon[:, None])
 
     def retained(self, new: New) -> Float[Array, " b"] | None:
-        """alpha, for each of the tokens."""
+        """Return alpha to the power of the number of new tokens."""
         return self.damping ** new.valid.sum(1) if self.damped else None
 
 
@@ -100,7 +100,7 @@ def keyformer(
 ) -> Policy:
     """Key tokens by accumulated Gumbel softmax.
 
-    When: as an alternative to `h2o` at a quarter of the slots or more, where they are level (14.9 in perplexity,
-    SmolLM2 on WikiText-2); with a tenth it is behind, 20.5 against 18.0.
+    When: as an alternative to `h2o` at a quarter of the slots or more, where both have a perplexity of 14.9 (SmolLM2 on
+    WikiText-2); with a tenth it is worse, 20.5 against 18.0.
     """
     return combine(GumbelSoftmax(noise, tau_init, tau_end, fresh_noise, shared, damping), recent=recent, **common)

@@ -1,4 +1,4 @@
-"""L2: keys of small norm tend to gather attention, so the key of the largest norm leaves first."""
+"""L2: keys of small norm tend to get more attention, so the key of the largest norm is evicted first."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class KeyNorm(Score):
-    r"""The norm of the key, which rotary embeddings do not change.
+    r"""Norm of the key, which rotary embeddings do not change.
 
     .. math:: F(i) = -\lVert k_i \rVert_2
 
     Args:
-        skip_layers: first layers that do not trust norms and keep their most recent tokens; 2 in the paper's language
-            modelling. Every layer still obeys its budget: to leave the first layers uncompressed, as the paper
-            does, give `prefill` one budget per layer, the length of the text for these.
+        skip_layers: number of first layers that keep their most recent tokens instead; 2 in the paper's language
+            modeling. Every layer still keeps its budget. To leave the first layers uncompressed, as in the paper, give
+            `prefill` a list of budgets with the length of the text for these layers.
     """
 
     paper = "Devoto et al. 2024, arXiv 2406.11430, section 3"
@@ -43,13 +43,13 @@ class KeyNorm(Score):
         check(whole, "skip_layers", self.skip_layers, "a whole number from 0")
 
     def bind(self, model: LanguageModel) -> KeyNorm:
-        """Return the score itself, if the model has so many layers."""
+        """Return the score unchanged, after a check that the model has at least `skip_layers` layers."""
         layers = model.config.layers
         check(self.skip_layers <= layers, "skip_layers", self.skip_layers, f"a number of the model's {layers} layers")
         return self
 
     def layer(self, index: int) -> KeyNorm:
-        """Return the score of a layer, which may be one of those that are skipped."""
+        """Return the score of a layer, which ranks by age if the layer is skipped."""
         return dataclasses.replace(self, skipped=index < self.skip_layers)
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
@@ -57,15 +57,15 @@ class KeyNorm(Score):
         return coarse(jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1))
 
     def score(self, view: View, new: New) -> Ranking:
-        """Score = -norm; layers that are skipped rank by age."""
+        """Return the negated norm; skipped layers rank by age."""
         return OldestFirst() if self.skipped else -view.slots.score
 
 
 @register(paper="Devoto et al. 2024", group="ranked by keys, values or chance, without attention")
 def l2(*, skip_layers: int = KeyNorm.skip_layers, **common: Any) -> Policy:
-    """Evict by the norm of the key, which rotary embeddings do not change: the largest leaves first.
+    """Evict the key of the largest norm first; rotary embeddings do not change norms.
 
-    When: as a control. Alone it lets go of the recent tokens: 140 in perplexity at a quarter of the slots, 17.3 with
-    `sinks=4 recent=0.5`, where `random` has 17.0 (SmolLM2 on WikiText-2).
+    When: as a control. Without protection it evicts recent tokens: perplexity is 140 at a quarter of the slots, and
+    17.3 with `sinks=4 recent=0.5`, where `random` has 17.0 (SmolLM2 on WikiText-2).
     """
     return combine(KeyNorm(skip_layers), **common)

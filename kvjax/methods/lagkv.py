@@ -1,4 +1,4 @@
-"""LagKV: tokens whose keys and values vary most, measured by the chunk of text that follows theirs."""
+"""LagKV: tokens whose keys and values vary most, normalized by the range of the next chunk of text."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvjax.types import New, View, check, setting, wide
 
 @struct.dataclass
 class LagRelative(PromptScore):
-    r"""Rank of a token within its chunk, by the deviation of its channels in units of the next chunk.
+    r"""Rank of a token within its chunk, by the standard deviation of its channels, scaled by the next chunk's range.
 
     .. math::
         s(x)_i = \mathrm{softmax}_{i \in p} \, \mathrm{std}_c
             \frac{x_{ic} - \min_{j \in p + 1} x_{jc}}{\max_{j \in p + 1} x_{jc} - \min_{j \in p + 1} x_{jc}}, \quad
         F(i) = \frac 1 L \, \mathrm{rank}_{i \in p} \frac{s(k)_i + s(v)_i}{2}
 
-    Chunks p have L tokens of those that the head holds, in the order of the text, past the first `sinks`. Tokens of the
-    last whole chunk and those after it score 1, as do all tokens of a text with fewer than two chunks.
+    Chunks p consist of L cached tokens of the head, in the order of the text and after the first `sinks`. Tokens of the
+    last whole chunk and later ones score 1, as do all tokens of a text with fewer than two chunks.
 
     Args:
-        sinks: first held tokens, which are in no chunk.
-        lag: L, tokens of a chunk.
+        sinks: number of first cached tokens, which belong to no chunk.
+        lag: L, number of tokens in a chunk.
     """
 
     paper = "LagKV, arXiv 2504.04704"
@@ -76,10 +76,10 @@ def lagkv(
     lag: int = LagRelative.lag,
     **common: Any,
 ) -> Policy:
-    """Rank of a token within its chunk of `lag` tokens, by keys and values that vary most beside the next chunk's.
+    """Rank of a token within its chunk of `lag` tokens, by the variation of key and value relative to the next chunk.
 
-    When: where attention is not computed and the prompt has thousands of tokens: of a text below `sinks` + 2 `lag`
-    tokens the newest stay. It has not been measured on many models yet. Generated tokens leave first, so that `recent`
-    of them stay.
+    When: if attention probabilities are not available and prompts have thousands of tokens; a text below `sinks` + 2
+    `lag` tokens keeps its newest ones. It has not been measured on many models yet. Generated tokens are evicted first,
+    except the newest `recent` ones.
     """
     return combine(LagRelative(sinks, lag), sinks=sinks, recent=recent, **common)

@@ -1,4 +1,4 @@
-"""LM-Infinite: sinks and a window, at their positions in the text."""
+"""LM-Infinite: sinks and a recent window, with keys at their positions in the text."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvjax.policies.policy import Policy
 
 @register(paper="LM-Infinite, 3", group="ranked by position")
 def lambda_mask(*, sinks: int = 4, **common: Any) -> Policy:
-    """Keep the first tokens and the most recent ones, seen at their positions in the text.
+    """Keep the first and the most recent tokens, with keys at their positions in the text.
 
-    When: as `streaming` within the trained length, where both have the same quality and its keys never have to be
-    turned again; beyond it the embedded model loses up to 0.46 nats per token against `streaming`.
+    When: in place of `streaming` within the trained length, where both have the same quality and keys are rotated only
+    once. Beyond that length the embedded model loses up to 0.46 nats per token against `streaming`.
     """
     return combine(Recency(), sinks=sinks, **common)

@@ -1,4 +1,4 @@
-"""The newest queries of a layer, kept to attend again when tokens leave."""
+"""The newest queries of a layer, stored to attend again before an eviction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvjax.types import Heads, New, PyTree, View, check, nothing, setting, wide
 
 
 def no_queries(shape: New, count: int) -> Float[Array, "b h a g d"]:
-    """Return room for `count` queries before rotation: the query of token i is number i modulo the window."""
+    """Return empty storage for `count` queries before rotation; the query of token i gets index i modulo the window."""
     rows, heads, groups, _, width = shape.q.shape
     return jnp.zeros((rows, heads, count, groups, width), shape.q.dtype)
 
@@ -21,12 +21,12 @@ def no_queries(shape: New, count: int) -> Float[Array, "b h a g d"]:
 def with_newest_queries(
     kept: Float[Array, "b h a g d"], new: New, window: Int[Array, "b #h"]
 ) -> Float[Array, "b h a g d"]:
-    """Return kept queries with the new ones in the places of the oldest.
+    """Return stored queries with the oldest ones replaced by new ones.
 
     Args:
-        kept: the queries.
+        kept: the stored queries.
         new: the new tokens.
-        window: number of queries that count.
+        window: number of queries to use.
     """
     rows, number, room = kept.shape[:3]
     # Of a block that is longer than the window only its end: no two queries have the same place.
@@ -37,7 +37,7 @@ def with_newest_queries(
 
 
 def positions_of_queries(count: int, new: New, window: Int[Array, "b #h"]) -> Int[Array, "b a"]:
-    """Return the position of each of `count` kept queries; -1 for none."""
+    """Return the position of each of `count` stored queries; -1 for none."""
     place, newest = jnp.arange(count), new.newest[:, None]
     position = newest - (newest - place) % window
     return jnp.where((place < window) & (position >= 0), position, -1)
@@ -45,12 +45,12 @@ def positions_of_queries(count: int, new: New, window: Int[Array, "b #h"]) -> In
 
 @struct.dataclass
 class WindowAttention(Score, interface=True):
-    """Score by the mean attention of the last queries, which attend again before tokens leave.
+    """Score by the mean attention of the last queries, which attend again before each eviction.
 
     Args:
         window: number of queries.
-        every: tokens from one eviction to the next; the policy's `evict_every`.
-        kernel: neighbors pooled together, an odd number.
+        every: number of tokens from one eviction to the next, the policy's `evict_every`.
+        kernel: number of neighbors that are pooled, odd.
         pooling: `average` or `max` over neighbors.
     """
 
@@ -67,11 +67,11 @@ class WindowAttention(Score, interface=True):
 
     @property
     def requires(self) -> Requirements:
-        """All tokens of a head; queries of rows that read nothing stay where they are."""
+        """All tokens of a head; queries of idle rows do not change."""
         return Requirements(whole_heads=True, keeps_idle_rows=True)
 
     def init(self, shape: New) -> PyTree:
-        """Return room for the queries."""
+        """Return empty storage for the queries."""
         return no_queries(shape, self.window)
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
@@ -79,7 +79,7 @@ class WindowAttention(Score, interface=True):
         return nothing(new)
 
     def asks(self, heads: Heads, new: New) -> Again:
-        """Request the mean attention of the queries, if the next token finds no empty slot."""
+        """Request the mean attention of the queries if the next token will find no empty slot."""
         kept, groups = self.advance(heads, new), new.q.shape[2]
         position = positions_of_queries(self.window, new, self._window(new))
         share = 1 / (groups * jnp.clip(new.read, 1, self.window))
@@ -88,15 +88,15 @@ class WindowAttention(Score, interface=True):
         return Again(kept, position, jnp.broadcast_to(weights[:, None], kept.shape[:3]))
 
     def advance(self, heads: Heads, new: New) -> PyTree:
-        """Return the queries with the new ones among them."""
+        """Return the stored queries with the new ones included."""
         return with_newest_queries(heads.state.score, new, self._window(new))
 
     def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
-        """Return the attention of the queries, once it is known."""
+        """Return the requested attention, or the old state if none was requested."""
         return jnp.where(self._due(new)[:, None, None], answers, view.slots.score)
 
     def attention(self, view: View, new: New) -> Float[Array, "b h all"]:
-        """Return the attention of the tokens before the window, pooled over those neighbors, in all slots."""
+        """Return the attention to all slots, pooled over neighbors for the tokens before the window."""
         position, found = map(new.spread.all_slots, (view.position, view.slots.score))
         newest = new.newest - (not new.given)  # a decoded token has no slot yet
         before = (position >= 0) & (position <= (newest - self.window)[:, None, None])

@@ -1,4 +1,4 @@
-"""Leverage: tokens whose keys point where few other keys of the text point."""
+"""Leverage: tokens whose keys point in directions that few other keys of the text share."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class TextScore(PromptScore):
-    """Score of each given text by itself, in z-scores over its tokens.
+    """Score computed separately for each prompt, chunk or turn, in z-scores over its tokens.
 
-    The first and newest tokens that are protected anyway are not ranked. Held tokens keep their scores; those that were
-    not ranked before, as generated tokens, score 0 from the next turn on, which is the mean.
+    The first and newest tokens, which are protected, are not ranked. Cached tokens keep their scores. Tokens that were
+    not ranked, such as generated ones, score 0, the mean, from the next turn on.
 
     Args:
-        sinks: first tokens of the text that are not ranked.
-        recent: newest tokens that are not ranked: tokens, or a fraction of the slots.
+        sinks: number of first tokens of the text that are not ranked.
+        recent: newest tokens that are not ranked: a number, or a fraction of the slots.
     """
 
     sinks: int = setting(0)
     recent: int | float = number(0)
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return held scores, and z-scores of the new tokens."""
+        """Return the scores of cached tokens, and z-scores of the new ones."""
         past = new.position[:, None] <= new.newest[:, None, None] - recent_slots(self.recent, view.limit)[..., None]
         counts = new.valid[:, None] & (new.position[:, None] >= self.sinks) & past
         counts = jnp.broadcast_to(counts, new.k.shape[:3])
@@ -50,20 +50,20 @@ class TextScore(PromptScore):
 
     @abc.abstractmethod
     def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
-        """Return the score of new tokens, of which some count."""
+        """Return the score of new tokens, computed over those in the mask `counts`."""
 
 
 @struct.dataclass
 class Leverage(TextScore):
-    r"""Statistical leverage of a key before rotation: its share in the directions that the text's keys span.
+    r"""Statistical leverage of a key before rotation among the keys of the text, after a random projection.
 
     .. math:: F(i) = z(x_i^\top (X^\top X + 0.01 I)^{-1} x_i), \quad
         X = (K - \bar K) \Phi, \quad \Phi \sim \mathcal N(0, 1/m)^{d \times m}
 
     Args:
         sketch: m, width of the projected keys.
-        seed: of the matrices Phi.
-        projections: Phi of each layer, made by `bind`; in a layer that of its own.
+        seed: seed of the matrices Phi.
+        projections: Phi of each layer, set by `bind`; after `layer`, that of one layer.
     """
 
     paper = "Compactor, Chari and Van Durme 2025"
@@ -101,9 +101,9 @@ class Leverage(TextScore):
 def leverage(
     *, sinks: int = 0, recent: int | float = 32, sketch: int = Leverage.sketch, seed: int = Leverage.seed, **common: Any
 ) -> Policy:
-    """Statistical leverage of keys before rotation: keys unlike the others of the text stay.
+    """Statistical leverage of keys before rotation: keys unlike the others of the text are kept.
 
-    When: to see one half of `compactor` alone. It has not been measured on many models yet. Generated tokens leave
-    first, so that `recent` of them stay.
+    When: to study one half of `compactor` alone. It has not been measured on many models yet. Generated tokens are
+    evicted first, except the newest `recent` ones.
     """
     return combine(Leverage(sinks, recent, sketch, seed), sinks=sinks, recent=recent, **common)

@@ -1,4 +1,4 @@
-"""LightKV: sinks and streaming tokens by a mask, the strongest of the middle by attention of the last queries."""
+"""LightKV: sinks and streaming tokens by a mask, and middle tokens by the attention of the last queries."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 @register_part("arithmetic")
 @struct.dataclass
 class Arithmetic(Plan):
-    r"""Budgets fall by equal steps from the first layer to the last.
+    r"""Budgets that decrease by equal steps from the first layer to the last.
 
     .. math:: C_l = C_L + (C_1 - C_L) \frac{L - l}{L - 1}, \quad \sum_l C_l = C_{total}
 
     From: LightKV, eq. 1, 2.
 
-    When: with `lightkv`, whose plan it is. Over `h2o` it costs: 15.4 instead of 14.9 in perplexity with a quarter of
-    the slots, 19.0 instead of 18.0 with a tenth (SmolLM2 on WikiText-2).
+    When: with `lightkv`, whose plan it is. With `h2o` it is worse than `uniform`: perplexity 15.4 instead of 14.9 with
+    a quarter of the slots, 19.0 instead of 18.0 with a tenth (SmolLM2 on WikiText-2).
 
     Args:
         ratio: C_1 / C_L, at least 1.
@@ -56,14 +56,14 @@ class Arithmetic(Plan):
 
 @struct.dataclass
 class LambdaMask(Protection):
-    r"""Sinks and streaming tokens that are a share of a head's slots, as in LightKV.
+    r"""Protection of sinks and streaming tokens, each a fraction of a head's slots.
 
     .. math:: C_{sink} = C_{streaming} = \frac{C_l}{2 \omega} \quad \text{(eq. 5)}
 
     Args:
-        omega: C_l over the width of the whole mask, at least 1.
-        sinks: the least number of sinks.
-        recent: the least recent window.
+        omega: C_l divided by the width of the whole mask, at least 1.
+        sinks: minimum number of sinks.
+        recent: minimum number of streaming tokens.
     """
 
     omega: float = number(4.0)
@@ -73,29 +73,30 @@ class LambdaMask(Protection):
         check(not written(self.omega) or self.omega >= 1, "omega", self.omega, "a number from 1")
 
     def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """C_sink, or `sinks` if that is more."""
+        """Return the larger one of C_sink and `sinks`."""
         return jnp.maximum(mask_width(limit, self.omega), self.sinks)
 
     def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """C_streaming, or `recent` if that is more."""
+        """Return the larger one of C_streaming and `recent`."""
         return jnp.maximum(mask_width(limit, self.omega), super().recent_slots(limit))
 
 
 @struct.dataclass
 class AfterLimit(Plan):
-    r"""LightKV's sizes of caches: nothing leaves before a context limit, then C_l slots, or fewer, are left.
+    r"""Cache sizes of LightKV: no eviction up to a context limit, then at most C_l slots per head.
 
-    A prompt that is longer than the limit, whose length is known before it is read, is compressed at once, and its
-    buffers have no more slots than are left. No layer ever holds more than the limit: one that is below C_1 is refused.
+    The length of a prompt is known before it is read. A prompt longer than the limit is compressed immediately, and its
+    buffers have only the slots of the compressed cache. No layer ever holds more tokens than the limit; a limit below
+    C_1 raises an error.
 
     .. math:: C_k = C_l - C_{sink} - C_{streaming} \quad \text{(eq. 6)}
 
     Args:
-        plan: gives C_l (equations 1 and 2).
-        context_limit: length up to which nothing is evicted, in tokens, at least C_1; the buffers hold as many if a
-            prompt is no longer than that. None for C_l.
-        mask: sinks and streaming tokens, where no more middle tokens than sinks are kept (the example of section 4);
-            None for all of C_l.
+        plan: plan with the C_l (equations 1 and 2).
+        context_limit: length in tokens up to which nothing is evicted, at least C_1; buffers have as many slots unless
+            the prompt is longer. None for C_l.
+        mask: sinks and streaming tokens, to keep only as many middle tokens as sinks (the example of section 4); None
+            to use all of C_l.
     """
 
     plan: Plan = Arithmetic()
@@ -108,20 +109,20 @@ class AfterLimit(Plan):
 
     @property
     def middle(self) -> str:
-        """`mask` for as many middle tokens as there are sinks, `rest` for all that C_l leaves."""
+        """`mask` for as many middle tokens as sinks, `rest` for all remaining slots of C_l."""
         return "rest" if self.mask is None else "mask"
 
     @property
     def sizing(self) -> Sizing:
-        """A cache gets smaller once the context limit is passed."""
+        """A cache that shrinks when the text exceeds the context limit."""
         return Sizing(may_shrink=self.context_limit is not None)
 
     def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
-        """Return those of the other plan."""
+        """Return the layer budgets of the inner plan."""
         return self.plan.layer_budgets(budget, layers)
 
     def spread_by(self, other: Plan) -> Plan:
-        """C_l as the other plan has it."""
+        """Return a copy with the C_l of another plan."""
         return super().spread_by(other) if other.sizing.per_head else dataclasses.replace(self, plan=other)
 
     def _left(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
@@ -132,7 +133,7 @@ class AfterLimit(Plan):
         return jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
 
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Return C_l, or the mask and C_sink middle tokens, beyond the context limit, and everything up to it."""
+        """Return all slots up to the context limit; beyond it C_l, or the mask and C_sink middle tokens."""
         left = self._left(limit)
         if self.context_limit is None:
             return left
@@ -145,7 +146,7 @@ class AfterLimit(Plan):
 
 
 def mask_width(limit: Int[Array, "*b"], omega: float) -> Int[Array, "*b"]:
-    """LightKV's equation 5, at least one slot."""
+    """Return the width of equation 5, at least one slot."""
     return jnp.maximum(1, jnp.floor(limit / (2 * omega) + 1e-6)).astype(jnp.int32)
 
 
@@ -163,11 +164,11 @@ class _Observed(Score):
 
     @property
     def requires(self) -> Requirements:
-        """The observation window must fit a prompt; what is remembered may wait in host memory."""
+        """A prompt of at least the observation window, and host memory with `offload`."""
         return Requirements(min_prompt=self.alpha or 0, host_memory=self.offload)
 
     def bind(self, model: LanguageModel) -> Self:
-        """Return the score itself, if there is host memory to offload to."""
+        """Return the score unchanged, after a check that `offload` finds host memory."""
         if not self.offload:
             return self
         device = next(iter(model.weights.norm.scale.devices()))
@@ -184,26 +185,26 @@ class _Observed(Score):
 
 @struct.dataclass
 class LastQueries(_Observed):
-    r"""Attention of exactly the last alpha queries, summed anew whenever something may leave.
+    r"""Attention of exactly the last alpha queries, recomputed before each possible eviction.
 
     .. math:: s_i = \sum_{j = n - \alpha + 1}^{n} A_{ij}, \quad
         A_{\cdot j} = \mathrm{softmax}(q_j K^\top / \sqrt d) \quad \text{(eq. 3, 4)}
 
-    K are the tokens that are held when s is needed, as far as they are not after j: each query's attention is shared
-    out anew among them, and what a token that has left once got counts for nothing. Right after a prompt that is read
-    whole these are all of its tokens. The token that is being read has no query yet when its slot is chosen; it counts
-    from then on, as in the report, which evicts after attention. Where eq. 4 counts from n - alpha, which are alpha + 1
-    queries, this counts as many as its text says.
+    K are the keys cached when s is computed, without those after j. The softmax of each query is therefore computed
+    over the tokens that are still cached, and evicted tokens get no attention. Right after a prompt without chunks, K
+    are all of its keys. The token being read has no query yet when its slot is chosen. Its query counts afterwards, as
+    in the report, which evicts after attention. Equation 4 sums from n - alpha, which are alpha + 1 queries; this class
+    sums alpha queries, as the report's text says.
 
-    The queries are kept, alpha x g x d numbers for each KV head, and count in `cache_bytes`; where alpha is C_l that is
-    g/2 times what keys and values take. A step costs alpha times the products of queries and keys.
+    The stored queries take alpha x g x d numbers for each KV head and count in `cache_bytes`; with alpha = C_l they
+    take g/2 times the memory of keys and values. A step computes alpha times as many products of queries and keys.
 
     Args:
-        alpha: queries of the observation window; None for a layer's slots C_l, as the report has it.
-        offload: keep s, the queries, and which tokens are protected for what they are in host memory between steps
-            (section 3.4: scores, masks and weights), which costs a transfer each way per step and layer. Positions,
-            from which sinks and streaming tokens are told, stay with the keys: attention needs them.
-        lines: most slots of each layer, for alpha=None; made by `sized`.
+        alpha: number of queries in the observation window; None for a layer's slots C_l, as in the report.
+        offload: True to keep s, the queries and the mask of special tokens in host memory between steps (section 3.4:
+            scores, masks and weights), at the cost of a transfer each way per step and layer. Positions, which
+            determine sinks and streaming tokens, stay on the device because attention needs them.
+        lines: largest number of slots of each layer, for alpha=None; set by `sized`.
     """
 
     window: ClassVar[str] = "exact"
@@ -212,49 +213,49 @@ class LastQueries(_Observed):
 
     @property
     def requires(self) -> Requirements:
-        """Queries of rows that read nothing stay where they are."""
+        """Requirements of the offloaded state; queries of idle rows do not change."""
         return dataclasses.replace(super().requires, keeps_idle_rows=True)
 
     def sized(self, slots: tuple[int, ...]) -> LastQueries:
-        """With room for as many queries as a layer has slots, where alpha is C_l."""
+        """Return a copy that stores as many queries as a layer has slots, if alpha is C_l."""
         return self if self.alpha is not None else dataclasses.replace(self, lines=slots)
 
     def layer(self, index: int) -> LastQueries:
-        """With room for the queries of one layer."""
+        """Return a copy with the number of queries of one layer."""
         return dataclasses.replace(self, lines=self.lines[index : index + 1])
 
     def init(self, shape: New) -> PyTree:
-        """Room for the last queries, before rotation: token i's is number i modulo alpha."""
+        """Return empty storage for the last queries before rotation; the query of token i gets index i modulo alpha."""
         if self.alpha is None and not self.lines:
             raise ValueError("alpha=None is as many queries as a layer has slots: call `Policy.sized` first.")
         return no_queries(shape, self.lines[0] if self.alpha is None else self.alpha)
 
     def slot(self, new: New, state: PyTree) -> PyTree:
-        """s, nothing yet."""
+        """Return s = 0."""
         return nothing(new)
 
     def asks(self, heads: Heads, new: New) -> PyTree:
-        """Equation 4, of the last queries, the new ones among them."""
+        """Request equation 4 for the last queries, including the new ones."""
         kept = self.advance(heads, new)
         position = positions_of_queries(kept.shape[2], new, self._alpha(heads)[:, :1])
         counts = jnp.broadcast_to(position[:, None] >= 0, kept.shape[:3])
         return Again(kept, position, counts.astype(wide(new.q.dtype)))
 
     def fold(self, answers: Any, view: View, new: New) -> PyTree:
-        """s as it is now."""
+        """Return the new s."""
         return answers
 
     def advance(self, heads: Heads, new: New) -> PyTree:
-        """Return the queries with the new ones in the places of the oldest."""
+        """Return the stored queries with the oldest ones replaced by the new ones."""
         return with_newest_queries(heads.state.score, new, self._alpha(heads)[:, :1])
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = s."""
+        """Return s."""
         return view.slots.score
 
 
 class Windows(NamedTuple):
-    """Where windows of alpha queries lie in a text."""
+    """Boundaries of the windows of alpha queries in a text."""
 
     prompt_end: Int[Array, "b h"]
     """Where one of them ends: with the first text that was given; -1 before there is any."""
@@ -264,26 +265,26 @@ class Windows(NamedTuple):
 
 @struct.dataclass
 class RunningQueries(_Observed):
-    r"""Attention summed over the last queries, about alpha of them, in memory of fixed size and without summing anew.
+    r"""Attention summed over about the last alpha queries, in constant memory and without recomputation.
 
-    After a prompt s sums its last alpha queries exactly. Later, be it written or given, it slides: of two sums over
-    alpha queries each, the newer one replaces the older one every alpha tokens, so that the last alpha to 2 alpha - 1
-    queries count, each with the attention that it paid when it was read.
+    After a prompt, s is the exact sum over its last alpha queries. Later there are two sums over alpha queries each,
+    and every alpha tokens the newer one replaces the older one. So s covers the last alpha to 2 alpha - 1 queries, each
+    with its attention at the time when it was read.
 
     Args:
-        alpha: queries of the observation window; None for a head's slots C_l, as the report has it.
+        alpha: number of queries in the observation window; None for a head's slots C_l, as in the report.
         offload: as in `LastQueries`, for both sums.
     """
 
     window: ClassVar[str] = "running"
 
     def init(self, shape: New) -> Windows:
-        """There is no window yet."""
+        """Return windows that have not begun."""
         heads = shape.k.shape[:2]
         return Windows(jnp.full(heads, -1, jnp.int32), jnp.full(heads, -(2**30), jnp.int32))
 
     def slot(self, new: New, state: PyTree) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
-        """Attention in the older and in the newer window, none yet."""
+        """Return zeros, the initial attention in the older and the newer window."""
         return nothing(new), nothing(new)
 
     def _windows(self, heads: Heads, new: New) -> tuple[Windows, Int[Array, "b h t"]]:
@@ -294,24 +295,24 @@ class RunningQueries(_Observed):
         return Windows(end, window), window[..., None] - (new.position[:, None] - end[..., None]) // alpha[..., None]
 
     def asks(self, heads: Heads, new: New) -> tuple[Sums, Sums]:
-        """Equation 4 for each of the two windows."""
+        """Request equation 4 for each of the two windows."""
         back = self._windows(heads, new)[1]
         kind = wide(new.q.dtype)
         return tuple(Sums((new.valid[:, None] & (back == ago)).astype(kind)) for ago in (1, 0))  # type: ignore[return-value]
 
     def fold(self, answers: tuple[Array, Array], view: View, new: New) -> tuple[Array, Array]:
-        """Return the older window's sum, and the newer one's; those that have passed are forgotten."""
+        """Return the sums of the older and the newer window; a completed window replaces the older one."""
         turns = (self._windows(view, new)[0].newest - view.state.score.newest)[..., None]
         older, newer = view.slots.score
         older = jnp.where(turns == 0, older, jnp.where(turns == 1, newer, 0.0))
         return older + answers[0], jnp.where(turns == 0, newer, 0.0) + answers[1]
 
     def advance(self, heads: Heads, new: New) -> Windows:
-        """Where windows lie now."""
+        """Return the boundaries of the windows after the new tokens."""
         return self._windows(heads, new)[0]
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = s."""
+        """Return s."""
         return view.slots.score[0] + view.slots.score[1]
 
 
@@ -333,16 +334,17 @@ def lightkv(
     special: tuple[int, ...] = (),
     **common: Any,
 ) -> Policy:
-    """Sinks and streaming tokens by a mask, the middle by attention of the last queries, fewer slots in higher layers.
+    """Sinks and streaming tokens by a mask, middle tokens by the last queries' attention, fewer slots in higher layers.
 
-    When: on text like books, where `window="running"` is level with `h2o` at a tenth of the slots; on WikiText-2
-    `h2o` is ahead (15.9 against 14.9 in perplexity at a quarter). The exact window keeps queries and looks at them at
+    When: on text like books, where `window="running"` equals `h2o` at a tenth of the slots; on WikiText-2 `h2o` is
+    better (perplexity 14.9 against 15.9 at a quarter). The exact window stores queries and computes their attention at
     every step.
 
     Args:
-        window: `exact` for the last alpha queries, which are kept and count anew; `running` for two sums instead.
-        middle: `rest` (eq. 6), or `mask` for as many middle tokens as there are sinks (the example of section 4).
-        ratio: slots of the first layer over those of the last, at least 1.
+        window: `exact` to recompute the attention of the last alpha queries, which are stored; `running` for two
+            running sums.
+        middle: `rest` (eq. 6), or `mask` for as many middle tokens as sinks (the example of section 4).
+        ratio: slots of the first layer divided by those of the last, at least 1.
     """
     check(window in WINDOWS, "window", window, "'exact' or 'running'")
     check(middle in ("rest", "mask"), "middle", middle, "'rest' or 'mask'")

@@ -1,4 +1,4 @@
-"""LSH-E: the token whose key points farthest away from the query, by one-bit hashes, leaves before attention."""
+"""LSH-E: before attention, evict the token whose hashed key has the largest Hamming distance to the hashed query."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class Hamming(Score):
-    r"""Hamming distance between hashes of the newest query and of the keys, at every step anew (equations 2, 5, 6).
+    r"""Hamming distance between hashes of the newest query and of the keys, computed at every step (eq. 2, 5, 6).
 
     .. math::
         h(x) = \mathbb 1[R x \ge 0], \quad R \sim \mathcal N(0, 1)^{bits \times d}, \qquad
         F_t(i) = -\sum_g d_H(h(q_{t,g}), h(k_i))
 
-    R is one matrix per layer and KV head, shared by its keys and all g query heads. Queries and keys are those with
-    rotary embeddings. Equation 6 and Algorithm 1 disagree whether q_{t-1} or q_t decides; this is Algorithm 1, q_t.
-    The paper does not say which of equal distances leaves: here it is the oldest token. With 16 bits more than half of
-    all evictions are such ties, so results depend on this rule.
+    R is one matrix per layer and KV head, shared by its keys and all g query heads. Queries and keys include rotary
+    embeddings. Equation 6 uses q_{t-1} and Algorithm 1 uses q_t; this class follows Algorithm 1. The paper does not
+    specify ties: here the oldest token is evicted. With 16 bits more than half of all evictions are ties, so results
+    depend on this rule.
 
     Args:
         bits: length of a hash, from 1 to 256; the paper tries 4 to 64 (Table 9) and reports 16. A slot stores
             ceil(bits / 32) words of 4 bytes.
         prompt: `sequential` fills the cache with the first tokens of the prompt and then reads it by Algorithm 1,
-            token by token; `one_shot` reads the prompt whole and then keeps the tokens nearest to its last query.
-        seed: of the matrices R.
-        planes: R of each layer, made by `bind`; in a layer that of its own.
+            token by token; `one_shot` reads the whole prompt and then keeps the tokens nearest to its last query.
+        seed: seed of the matrices R.
+        planes: R of each layer, set by `bind`; after `layer`, that of one layer.
     """
 
     paper = "LSH-E, arXiv 2412.16187, Algorithm 1"
@@ -63,13 +63,13 @@ class Hamming(Score):
         return Requirements(prompt_chunk=1 if self.prompt == "sequential" else None)
 
     def bind(self, model: LanguageModel) -> Hamming:
-        """With R for the layers of a model."""
+        """Return a copy with R for the layers of a model."""
         layers = enumerate(model.config.layer_configs)
         planes = (projections(self.seed, i, layer.kv_heads, self.bits, layer.key_width) for i, layer in layers)
         return dataclasses.replace(self, planes=tuple(planes))
 
     def layer(self, index: int) -> Hamming:
-        """With R of one layer."""
+        """Return a copy with R of one layer."""
         return self if self.planes is None else dataclasses.replace(self, planes=self.planes[index])
 
     def _hashing(self, new: New) -> Hashing:
@@ -82,16 +82,16 @@ class Hamming(Score):
         return Hashing(planes, new.last_query, new.k)
 
     def slot(self, new: New, state: PyTree) -> tuple[UInt32[Array, "b h t"], ...]:
-        """h(k), each of its words in a buffer of its own: numbers of a slot would lie in lanes of 128 on a TPU."""
+        """Return h(k), with a buffer for each word; one buffer for all words would be padded to 128 lanes on a TPU."""
         return self._hashing(new).of_keys()
 
     def score(self, view: View, new: New) -> HammingDistance:
-        """F_t = -d_H(h(q_t), H), summed over the query group."""
+        """Return F_t = -d_H(h(q_t), H), summed over the query group."""
         return HammingDistance(self._hashing(new), view.slots.score)
 
 
 def projections(seed: int, layer: int, heads: int, bits: int, width: int) -> Float[Array, "h bits d"]:
-    """Draw the hyperplanes R of a layer; float32 whatever the model's dtype, so that hashes do not depend on it."""
+    """Draw the hyperplanes R of a layer, in float32, so that hashes do not depend on the model's dtype."""
     key = jax.random.fold_in(jax.random.key(seed), layer)
     return jax.random.normal(key, (heads, bits, width), jnp.float32)
 
@@ -106,9 +106,9 @@ def lsh_e(
     recent: int | float = 10,
     **common: Any,
 ) -> Policy:
-    """Hamming distance between hashes of the newest query and of the keys, at every step anew.
+    """Hamming distance between hashes of the newest query and of the keys, computed at every step.
 
-    When: where attention cannot be looked at and tokens shall be chosen by content: at a quarter of the slots it is
-    level with `streaming` (17.5 against 17.4 in perplexity, SmolLM2 on WikiText-2), with fewer behind it.
+    When: if attention probabilities are not available and the content of tokens matters. At a quarter of the slots it
+    equals `streaming` (perplexity 17.5 against 17.4, SmolLM2 on WikiText-2), with fewer slots it is worse.
     """
     return combine(Hamming(bits, prompt, seed), sinks=sinks, recent=recent, **common)

@@ -1,4 +1,4 @@
-"""Operations on the slots of a head in the order of the text, for scores that look at neighbors."""
+"""Operations on the slots of a head in the order of the text, for scores that pool over neighbors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def in_text_order(
     """Apply a function to values of slots, sorted by position with empty slots last.
 
     Args:
-        change: takes the sorted values and returns one for each.
-        x: a value of each slot; those of empty slots must not matter.
-        position: of the token in each slot, -1 for none.
+        change: function of the sorted values that returns one value for each.
+        x: one value for each slot; those of empty slots must not affect the others.
+        position: position of the token in each slot, -1 for none.
     """
     order = text_order(position)
     changed = change(jnp.take_along_axis(x, order, axis=-1))
@@ -32,7 +32,7 @@ def in_text_order(
 
 
 def pooled(x: Float[Array, "b h c"], kernel: int, pooling: str = "average") -> Float[Array, "b h c"]:
-    """Return the mean of `kernel` neighbors, which are zero beyond the ends, or their maximum.
+    """Return the mean or maximum of `kernel` neighbors; the mean counts zeros beyond the ends.
 
     Args:
         x: values in order.

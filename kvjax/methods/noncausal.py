@@ -1,4 +1,4 @@
-"""Non-causal attention: what the queries of a chunk pay to its keys, earlier and later ones alike."""
+"""Non-causal attention: attention of a chunk's queries to all of its keys, earlier and later ones."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class NonCausal(TextScore):
 
 
 def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size: int) -> Float[Array, "b h t"]:
-    """Return z-scores of the attention in chunks of `size` tokens, the first of which begins after the sinks.
+    """Return z-scores of the attention within chunks of `size` tokens; the first chunk begins after the sinks.
 
     Args:
         new: the text.
         counts: mask of the tokens that attend and are attended to.
-        sinks: first positions, which are in no chunk.
+        sinks: number of first positions, which belong to no chunk.
         size: tokens of a chunk.
     """
     kind, tokens = wide(new.k.dtype), counts.shape[-1]
@@ -79,7 +79,7 @@ def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size
 def noncausal(*, sinks: int = 0, recent: int | float = 32, chunk: int = NonCausal.chunk, **common: Any) -> Policy:
     """Attention within chunks of the prompt without a causal mask, times the norm of the value.
 
-    When: as one half of `compactor`, to see what it does alone. It has not been measured on many models yet. Generated
-    tokens leave first, so that `recent` of them stay.
+    When: to study one half of `compactor` alone. It has not been measured on many models yet. Generated tokens are
+    evicted first, except the newest `recent` ones.
     """
     return combine(NonCausal(sinks, recent, chunk), sinks=sinks, recent=recent, **common)

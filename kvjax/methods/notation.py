@@ -33,16 +33,16 @@ class Named(NamedTuple):
         """Build the policy, with additional parts and settings from other options.
 
         Raises:
-            ValueError: a name or a setting is unknown, or there are two parts of a kind.
+            ValueError: a name or a setting is unknown, or there are two parts of the same kind.
         """
         return policy(self.name, **both(self.parts, parts), **(self.settings | dict(settings)))
 
 
 def both(written: Mapping[str, str], options: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Merge the parts in a policy's name with those of separate options, by kind.
+    """Merge the parts in a policy's name with those of separate options, by kind of part.
 
     Raises:
-        ValueError: they name different parts of a kind.
+        ValueError: both name a part of the same kind, and the parts differ.
     """
     for kind, name in options.items():
         if name is not None and written.get(kind, name) != name:
@@ -54,7 +54,7 @@ def parse_policy(text: str) -> Named:
     """Parse a policy and its parts as written on a command line, without building them.
 
     Raises:
-        ValueError: the text has another form, a part is unknown, or there are two parts of a kind.
+        ValueError: the text has another form, a part is unknown, or there are two parts of the same kind.
     """
     found = re.fullmatch(r"((?:.*\.py:)?[^\[\]+]*)((?:\+[^\[\]+]*)*)(?:\[(.*)\])?", text.strip())
     if found is None:
@@ -66,7 +66,7 @@ def parse_policy(text: str) -> Named:
             known = [each for names in _PARTS.values() for each in names]
             raise ValueError(f"{text!r}: there is no part {part!r}; {choices(part, known)}")
         if kind in parts:
-            raise ValueError(f"{text!r} has two of a kind, {parts[kind]} and {part}; name one {kind}.")
+            raise ValueError(f"{text!r} has two parts of one kind, {parts[kind]} and {part}; name one {kind}.")
         parts[kind] = part
     words = [word.strip() for word in re.split(r",(?![^(]*\))", found[3])] if found[3] else []
     return Named(found[1].strip(), parts, parse_settings(words))
@@ -93,7 +93,7 @@ def compared(
         texts: policies as `--policies` takes them, separated by commas.
         parts: parts for all policies, by kind.
         settings: settings for all policies that take them.
-        left_out: called with the reason if a policy cannot have these parts and is left out; None to raise instead.
+        left_out: called with the reason if a policy does not support these parts and is omitted; None to raise instead.
 
     Raises:
         ValueError: a name is unknown, no policy takes a setting, or parts are incompatible.
@@ -124,7 +124,7 @@ def compared(
 
 
 def _known(named: Named) -> dict[str, Any] | None:
-    """Return a policy's settings and defaults, its base's included; None for a user-defined one, which checks them."""
+    """Return the settings and defaults of a policy and its base; None for a user's policy, which checks them."""
     if named.name not in REGISTRY:
         return None if ".py:" in named.name else {}
     its = settings_of(named.name)

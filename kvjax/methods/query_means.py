@@ -33,7 +33,7 @@ def ropes_of(model: LanguageModel) -> tuple[Rope, ...]:
     """Return the RoPE of each layer of a model.
 
     Raises:
-        ValueError: a layer has none.
+        ValueError: a layer has no RoPE.
     """
     ropes = [layer.rope for layer in model.config.layer_configs]
     found = tuple(rope for rope in ropes if rope is not None)
@@ -54,10 +54,10 @@ def save(directory: Path, means: QueryMeans, model: LanguageModel, tokens: int) 
     """Write mean queries of a model.
 
     Args:
-        directory: target, made if it is not there.
+        directory: target directory, which is created if it does not exist.
         means: one array for each layer.
         model: the model.
-        tokens: number of tokens that they are means of.
+        tokens: number of tokens over which the means were taken.
     """
     from safetensors.numpy import save_file
 
@@ -78,11 +78,11 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
     """Read the mean queries of a model.
 
     Args:
-        checkpoint: directory of `save`; empty for those of the embedded model.
+        checkpoint: directory written by `save`; empty for the mean queries of the embedded model.
         model: model that will run with them.
 
     Raises:
-        ValueError: there are none, they are damaged, or they are those of another model.
+        ValueError: there are no mean queries, they are damaged, or they belong to another model.
     """
     from safetensors import SafetensorError, safe_open
 

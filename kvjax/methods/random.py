@@ -1,4 +1,4 @@
-"""Random eviction: the control that a method has to beat."""
+"""Random eviction, as a control for other methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pallas_kernels.noise import uniform_at
 
 @struct.dataclass
 class Random(Score):
-    r"""A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves.
+    r"""Random priority of each token, drawn once, so that a head always holds a uniformly random subset of the text.
 
     .. math:: F(i) = u_i, \quad u_i \sim U(0, 1)
     """
@@ -26,20 +26,20 @@ class Random(Score):
     paper = "control"
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
-        """One priority per layer, head and token."""
+        """Return one priority per layer, head and token."""
         position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3])
         return uniform_at(new.seed, new.layer, position, head=new.head)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = priority."""
+        """Return the priority."""
         return view.slots.score
 
 
 @register(paper="control", group="ranked by keys, values or chance, without attention")
 def random(**common: Any) -> Policy:
-    """Keep a uniformly random subset of the text at every step: each token draws one priority, the lowest leaves.
+    """Keep a uniformly random subset of the text: each token gets a random priority, and the lowest is evicted.
 
-    When: as the control that a method has to beat: with sinks and a recent half it has a perplexity of 17.0 at a
-    quarter of the slots (SmolLM2 on WikiText-2), where `h2o` has 14.9.
+    When: as a control. With sinks and the recent half protected, perplexity is 17.0 at a quarter of the slots, and 14.9
+    under `h2o` (SmolLM2 on WikiText-2).
     """
     return combine(Random(), **common)

@@ -1,4 +1,4 @@
-"""Decorators that make methods and parts known by name. Each is used in the file of its method."""
+"""Decorators that register methods and parts by name, each in the file of its method."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _P = TypeVar("_P", bound="type[Plan | Residual | Quantizer | Selection]")
 
 
 def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
-    """Register a function that makes a policy, under the function's name.
+    """Register a function that returns a policy, under the function's name.
 
     Args:
         paper: the source of the method, with the section, equation or algorithm.
@@ -74,7 +74,7 @@ def register_part(name: str) -> Callable[[_P], _P]:
         name: its key in `PLANS`, `RESIDUALS`, `CODECS` or `SELECTIONS`.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: the class is not a plan, residual, quantizer or selection.
         ValueError: another module has registered the name.
     """
 

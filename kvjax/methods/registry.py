@@ -1,4 +1,4 @@
-"""Policies and their parts by name. Every module of this folder is imported here, and registers what it has."""
+"""Policies and their parts by name. This module imports every module of its folder, which registers its methods."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def policy(
     """Return a policy by name, with any of its parts replaced.
 
     Args:
-        name: a key of `REGISTRY`; `FILE.py:NAME` for a policy or a score, or a function or class that makes one, in a
-            file of your own, which is run; or a policy that is made.
-        plan: how many slots each layer and head may use: a key of `PLANS`, or one that is made.
-        residual: what becomes of evicted pairs: `less`, or one that is made.
-        codec: how a slot is stored: `plain`, `int8`, `int4`, `fp8`, a `Quantizer`, or a `Codec`, which also says at
-            which positions keys are stored.
-        selection: which of the held tokens a query reads: `topk`, or one that is made.
-        settings: the policy's own, see its function; those of the other parts by the part's name and a dot, as
-            `**{"residual.kernels": "performer"}`.
+        name: a key of `REGISTRY`; a `Policy`; or `FILE.py:NAME` for a policy, a score, or a function or class that
+            returns one, in a file of your own, which is executed.
+        plan: number of slots of each layer and head: a key of `PLANS`, or a `Plan`.
+        residual: memory of evicted pairs: `less`, or a `Residual`.
+        codec: storage of a slot: `plain`, `int8`, `int4`, `fp8`, a `Quantizer`, or a `Codec`, which also sets the
+            positions of keys.
+        selection: cached tokens to which a query attends: `topk`, or a `Selection`.
+        settings: settings of the policy, see its function; those of another part with the part's name and a dot in
+            front, for example `**{"residual.kernels": "performer"}`.
 
     Parts may also be named as `FILE.py:NAME`.
 
     Raises:
-        ValueError: a name or a setting is unknown, a value is out of range, or parts mean nothing together.
+        ValueError: a name or a setting is unknown, a value is out of range, or parts are incompatible.
 
     Example:
         >>> policy = kvjax.policy("keyformer", recent=0.25, plan="adakv", codec="int8", **{"plan.floor": 0.3})
@@ -71,7 +71,7 @@ def policy(
     if not isinstance(made, Policy):
         raise TypeError(f"a policy is a name or a kvjax.Policy, not {_described(made)}.")
     if made is name and own:
-        raise ValueError(f"{next(iter(own))} is no setting beside a policy that is made; set it on the parts you pass.")
+        raise ValueError(f"{next(iter(own))} cannot be set for a policy that is an instance; set it on its parts.")
     return replaced(made, plan, residual, codec, selection, of_parts)
 
 
@@ -92,20 +92,20 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
 
 
 def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
-    """Return the policy that another one is made of.
+    """Return the base policy of a policy over another one.
 
     Args:
-        base: its name, or the policy itself.
-        settings: of a named policy.
+        base: name of the policy, or a `Policy`.
+        settings: settings of a named policy.
 
     Raises:
-        ValueError: it is neither, or there are settings beside a policy that is made.
+        ValueError: `base` is neither a name nor a `Policy`, or there are settings for a `Policy`.
     """
     if isinstance(base, str):
         return policy(base, **settings)
-    check(isinstance(base, Policy), "base", base, "the name of a policy, nor one that is made")
+    check(isinstance(base, Policy), "base", base, "a policy name or a Policy instance")
     for name in settings:
-        raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
+        raise ValueError(f"{name} cannot be set for a base that is an instance; set it on that policy.")
     return base
 
 
@@ -146,15 +146,15 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     try:
         made = found(**own) if callable(found) else found
     except TypeError as error:
-        raise ValueError(f"{file}: {attribute} cannot be made ({error}).") from error
+        raise ValueError(f"{file}: {attribute} cannot be constructed ({error}).") from error
     if made is found and own:
-        raise ValueError(f"{next(iter(own))} is no setting of {attribute} in {file}, which is made already.")
+        raise ValueError(f"{next(iter(own))} cannot be set: {attribute} in {file} is already an instance.")
     if isinstance(made, Score):
         made = combine(made, **common)
         if not common.keys() & {"sinks", "recent", "special"}:
             warnings.warn(
-                f"{attribute} protects no token from its own score, also not the newest ones; recent=0.5 keeps the "
-                "newest half of the budget, as most policies here do, and recent=0 says that none is meant.",
+                f"{attribute} protects no tokens, not even the newest ones; recent=0.5 keeps the "
+                "newest half of the budget, as most policies here do, and recent=0 turns this note off.",
                 stacklevel=4,
             )
     elif isinstance(made, Policy) and common:
@@ -164,7 +164,7 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
             made, protection=protection, codec=dataclasses.replace(made.codec, positions=positions)
         )
     if not isinstance(made, Policy):
-        raise ValueError(f"{attribute} in {file} is no kvjax.Policy or Score, nor does it make one: {made!r}.")
+        raise ValueError(f"{attribute} in {file} is not a kvjax.Policy or Score and does not return one: {made!r}.")
     return made
 
 
@@ -214,10 +214,10 @@ def replaced(
 
 
 def residual_by_name(name: str, **settings: Any) -> Residual:
-    """Return a residual by name; `kernels` of LESS may be arrays.
+    """Return a residual by name, with its settings.
 
     Raises:
-        ValueError: there is no such residual, or no such setting.
+        ValueError: the name or a setting is unknown.
     """
     arrays = {}
     if "kernels" in settings and not isinstance(settings["kernels"], str):
@@ -226,7 +226,7 @@ def residual_by_name(name: str, **settings: Any) -> Residual:
 
 
 def plan_by_name(plan: Plan | str | None) -> Plan | None:
-    """Return a plan given by name or made.
+    """Return a plan by name, or the given plan.
 
     Raises:
         ValueError: there is no such plan.
@@ -284,7 +284,7 @@ def _described(value: object) -> str:
 
 def _none_left(part: str, settings: Mapping[str, Any]) -> None:
     for name in settings:
-        raise ValueError(f"{part}.{name} is no setting beside a {part} that is made; set it on the {part} you pass.")
+        raise ValueError(f"{part}.{name} cannot be set for a {part} that is an instance; set it on that {part}.")
 
 
 def _codec(given: str | Codec | Quantizer, settings: Mapping[str, Any], now: Codec) -> Codec:
@@ -319,7 +319,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types that a function's parameters say they have."""
+    """Return the annotated types of a function's parameters."""
     return {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
 
 
@@ -329,10 +329,10 @@ def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def settings_in(made: Policy) -> dict[str, Any]:
-    """Return a policy's settings as its function takes them, read off its parts, without those of a residual.
+    """Return the settings of a policy as keywords of its registered function, without those of a residual.
 
-    Settings of a part that has been replaced are left out, and somebody's own policy has those of its score. So is
-    `evict_every` where it is the usual one: rows of measurements and training runs are older than that setting.
+    Settings of a replaced part are omitted; a user's policy has the settings of its score. `evict_every` is omitted at
+    its default, because older measurements and checkpoints do not have it.
     """
     own = {field.name: None for field in dataclasses.fields(made.score)}  # type: ignore[arg-type]
     names = settings_of(made.name) if made.name in REGISTRY else own | _keywords(combine)
@@ -349,7 +349,7 @@ def settings_in(made: Policy) -> dict[str, Any]:
 
 
 def name_of(policy: Policy) -> str:
-    """Return the registered name of a policy, or its score's class if it is somebody's own."""
+    """Return the registered name of a policy, or the class of its score for a user's policy."""
     for name, kind in RESIDUALS.items():
         if name in REGISTRY and isinstance(policy.residual, kind):
             return name

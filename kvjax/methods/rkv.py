@@ -21,14 +21,14 @@ BLOCK = 16
 
 @struct.dataclass
 class Redundancy(WindowAttention):
-    r"""Attention of the last queries less the redundancy of the key.
+    r"""Attention of the last queries minus the redundancy of the key.
 
     .. math:: F(i) = \lambda \max_{|j - i| \le 3} \bar a(j) - (1 - \lambda) \, \mathrm{softmax}_i
         \left( \frac 1 n \sum_{j \ne i, \; i \ne N(j)} \cos(k_i, k_j) \right)
 
-    with the mean attention of the last w queries and of a KV head's query heads, among the tokens before the window,
-    and the keys of the n tokens that the head holds. N(j) is the newest key whose cosine to key j is above the
-    threshold: of similar keys the newest counts as new.
+    with the attention averaged over the last w queries and the query heads of a KV head, for the tokens before the
+    window, and the n cached keys of the head. N(j) is the newest key whose cosine with key j is above the threshold, so
+    the newest of similar keys is not redundant.
 
     Args:
         importance: lambda; 0.1 in the paper, 0.07 in its code.
@@ -88,11 +88,10 @@ def rkv(
 ) -> Policy:
     """Tokens that the last queries attend to and whose keys are unlike the other keys.
 
-    When: for long texts that the model writes and in which it repeats itself. It has not been measured on many models
-    yet.
+    When: for long generated texts in which the model repeats itself. It has not been measured on many models yet.
 
     Args:
-        recent: newest tokens that never leave, whose queries rank the others.
+        recent: newest tokens, which are never evicted and whose queries rank the others.
     """
     score = Redundancy(recent, evict_every, kernel, "max", importance, threshold)
     return combine(score, recent=recent, evict_every=evict_every, **common)

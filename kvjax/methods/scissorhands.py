@@ -1,4 +1,4 @@
-"""Scissorhands: tokens that were important stay important, so the ones most often below average leave."""
+"""Scissorhands: important tokens remain important, so tokens that are most often below average are evicted."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ WORD, MOST = 32, 2**16
 
 @struct.dataclass
 class Persistence(Score):
-    r"""Persistence of importance over a history window.
+    r"""Number of queries in a history window whose attention to a token was below average, negated.
 
     .. math:: F_t(i) = -\sum_{j = t - w + 1}^{t} 1\left[\bar a_j(i) < 1 / n_j\right]
 
-    with the mean attention over the query heads of the KV head, and n_j tokens that query j saw. One bit per slot and
-    query of the window, in a ring indexed by the query's position.
+    with the attention averaged over the query heads of the KV head, and n_j tokens to which query j attended. A slot
+    stores one bit for each query of the window, in a ring indexed by the query's position.
 
     Args:
-        history: queries that are remembered, a multiple of 32 up to 65536: a bit of every slot for each.
+        history: w, number of queries in the window, a multiple of 32 up to 65536; a slot stores one bit for each.
     """
 
     paper = "Scissorhands, Liu et al. 2023, Algorithm 2"
@@ -41,11 +41,11 @@ class Persistence(Score):
         check(whole, "history", self.history, f"a multiple of 32 queries from 32 to {MOST}")
 
     def slot(self, new: New, state: PyTree) -> UInt32[Array, "b h t words"]:
-        """No query has looked yet."""
+        """Return zeros: no query has attended to the new tokens yet."""
         return jnp.zeros((*new.k.shape[:3], self.history // WORD), jnp.uint32)
 
     def asks(self, heads: Heads, new: New) -> Probs:
-        """Whatever the window's queries saw; older ones would be overwritten anyway."""
+        """Request the attention of the window's queries; the ring has no bits for older ones."""
         return Probs(self.history)
 
     def fold(self, answers: Seen, view: View, new: New) -> UInt32[Array, "b h c words"]:
@@ -75,15 +75,15 @@ class Persistence(Score):
         return jnp.where(place[..., None] // size == jnp.arange(self.history // size), bit[..., None], 0)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = -(times below average)."""
+        """Return the negated number of times that attention was below average."""
         return -jax.lax.population_count(view.slots.score).sum(-1).astype(jnp.float32)
 
 
 @register(paper="Scissorhands, Algorithm 2", group="ranked by attention at every token")
 def scissorhands(*, history: int = Persistence.history, recent: int | float = 0.25, **common: Any) -> Policy:
-    """Evict what was below average most often over a history window.
+    """Evict the token whose attention was most often below average over a history window.
 
-    When: next to `h2o` with half of the slots (13.3 against 13.2 in perplexity, SmolLM2 on WikiText-2); with a
-    quarter it lies between `h2o` and `streaming`.
+    When: as an alternative to `h2o` with half of the slots (perplexity 13.3 against 13.2, SmolLM2 on WikiText-2). With
+    a quarter it is between `h2o` and `streaming`.
     """
     return combine(Persistence(history), recent=recent, **common)

@@ -1,4 +1,4 @@
-"""SimLayerKV: layers that look at little but the ends of the prompt keep only these."""
+"""SimLayerKV: layers that attend mostly to the first and newest tokens keep only these."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvjax.types import Heads, New, PyTree, View, check, number, setting, wide, 
 
 @struct.dataclass
 class LazyLayers(Uniform):
-    r"""A layer is lazy if the prompt's last query pays more than t to the first and the newest tokens.
+    r"""Full caches except in lazy layers, where the prompt's last query gives the first and newest tokens more than t.
 
     .. math:: C = \begin{cases} s + w & \text{if}\ \bar a_n(\{i < s\} \cup \{i > n - w\}) > t \\ N & \text{else}
         \end{cases}
 
-    with the attention averaged over all query heads of the layer, s first and w newest tokens, and N tokens of the
-    whole text, prompt + `max_new_tokens`, beyond which logits are NaN. Each row has its own lazy layers; there are none
-    where the prompt has no more than s + w tokens. Special tokens of the prompt get slots of their own.
+    with the attention averaged over all query heads of the layer, the s first and w newest tokens, and N = prompt +
+    `max_new_tokens`, beyond which logits are NaN. Each row has its own lazy layers, and none if its prompt has at most
+    s + w tokens. Special tokens of the prompt get additional slots.
 
     Args:
-        threshold: t, in [0, 1]; 1 for no lazy layer. The authors take 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for
-            Mistral and 0.85 for Qwen.
+        threshold: t, in [0, 1]; 1 for no lazy layer. The authors use 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for Mistral
+            and 0.85 for Qwen.
         initial: s, first tokens that lazy layers keep.
         newest: w, newest tokens that lazy layers keep, the one being read included.
     """
@@ -48,11 +48,11 @@ class LazyLayers(Uniform):
 
     @property
     def sizing(self) -> Sizing:
-        """Slots by what the prompt shows, for a text of the planned length."""
+        """Slots computed from the prompt, for a text of the planned length."""
         return Sizing(mode="profiled", per_head=True, fixed_length=True)
 
     def spread_by(self, other: Plan) -> Plan:
-        """Refuse another plan: there is no budget to spread."""
+        """Refuse another plan: there is no budget to distribute."""
         raise ValueError(
             f"simlayerkv decides itself how many slots each layer gets, so budget and plan={type(other).__name__} mean "
             "nothing to it; leave both out and change its settings."
@@ -66,7 +66,7 @@ class LazyLayers(Uniform):
     def head_budgets(
         self, answers: Float[Array, "b h c"], view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
-        """Return s + w slots and those of special tokens in lazy layers, in others slots for the whole text."""
+        """Return s + w slots and those of special tokens in lazy layers, and slots for the whole text in the others."""
         ends = (view.position < self.initial) | (view.position > new.newest[:, None, None] - self.newest)
         mass = jnp.where(view.live & ends, answers, 0.0).sum(-1) / new.q.shape[2]
         few, every, special = self.initial + self.newest, new.end[:, None], view.slots.protection
@@ -78,7 +78,7 @@ class LazyLayers(Uniform):
 
 @struct.dataclass
 class OfGivenText(Protection):
-    """Protect special tokens of given text alone: lazy layers have no slots for generated ones."""
+    """Protection of special tokens in prompts and turns only: lazy layers have no slots for generated ones."""
 
     def slot(self, new: New, state: PyTree) -> Bool[Array, "b h t"] | None:
         """Return a mask of the special tokens."""
@@ -97,7 +97,7 @@ def simlayerkv(
 ) -> Policy:
     """Keep the first `sinks` and the newest `recent` tokens in lazy layers, and everything in the others.
 
-    When: with prompts of many times `recent` tokens, and close to the full cache. It has not been measured on many
+    When: with prompts much longer than `recent`, and budgets close to the full cache. It has not been measured on many
     models yet.
     """
     check(isinstance(recent, int), "recent", recent, "a number of tokens from 1")

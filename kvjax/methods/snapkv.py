@@ -1,4 +1,4 @@
-"""SnapKV: what the end of the prompt looks at, pooled over neighbours."""
+"""SnapKV: attention of the queries at the end of the prompt, pooled over neighbors."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvjax.types import Heads, New, PyTree, View, check, is_share, nothing, numb
 
 @struct.dataclass
 class PromptWindow(Score):
-    r"""Attention of the last prompt queries, pooled over neighbours.
+    r"""Attention of the last prompt queries, pooled over neighbors.
 
     .. math:: F(i) = \mathrm{pool}_{|j - i| \le 3} \sum_{t = n - w}^{n - 1} \bar a_t(j)
 
-    with the attention of a KV head's query heads pooled, too. Only text that is given is scored: generated tokens score
-    0 and go first, the oldest before the others. Where it is given in chunks or turns, the windows at their ends add up
-    before they are pooled; a prompt read token by token is not pooled at all.
+    with the attention pooled over a KV head's query heads, too. Only prompts and turns are scored: generated tokens
+    score 0 and are evicted first, the oldest before the others. With several chunks or turns, the attention of the
+    windows at their ends is summed before it is pooled. A prompt read token by token is not pooled.
 
     Args:
-        window: the observation window w, in tokens, or a share of a head's slots.
-        kernel: neighbours pooled together, an odd number.
-        pooling: `average` or `max` over neighbours.
+        window: the observation window w, in tokens, or as a fraction of a head's slots.
+        kernel: number of neighbors that are pooled, odd.
+        pooling: `average` or `max` over neighbors.
         group: `mean` or `max` over the query heads of a KV head.
     """
 
@@ -48,7 +48,7 @@ class PromptWindow(Score):
         check(self.group in ("mean", "max"), "group", self.group, "'mean' or 'max'")
 
     def slot(self, new: New, state: PyTree) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
-        """Return what the window's queries saw, and the same pooled over neighbours: nothing yet."""
+        """Return zeros: the attention of the window's queries, and the same pooled over neighbors."""
         return nothing(new), nothing(new)
 
     def _begin(self, heads: Heads, new: New) -> Float[Array, "b h 1"]:
@@ -58,7 +58,7 @@ class PromptWindow(Score):
         return (new.read[:, None] - jnp.broadcast_to(width, heads.limit.shape))[..., None]
 
     def asks(self, heads: Heads, new: New) -> Sums | None:
-        """Request the attention of the last w queries; nothing of a token that is written."""
+        """Request the attention of the last w queries of a prompt or turn; nothing for a generated token."""
         if not new.given:
             return None
         seen = new.valid[:, None] & (new.position[:, None] < new.prompt_length[:, None, None])
@@ -66,7 +66,7 @@ class PromptWindow(Score):
         return Sums(seen.astype(wide(new.q.dtype)), group="max" if self.group == "max" else "sum")
 
     def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> tuple[Array, Array]:
-        """Add up the attention of the windows, and pool it at the end of a block."""
+        """Sum the attention of the windows, and pool it at the end of a block."""
         added = answers if self.group == "max" else answers / new.q.shape[2]
         own, scores = view.slots.score
         if new.token.shape[1] == 1:
@@ -82,7 +82,7 @@ class PromptWindow(Score):
         return jnp.where(before, scores, 0.0)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = F."""
+        """Return F."""
         return view.slots.score[1]
 
 
@@ -95,9 +95,9 @@ def snapkv(
     group: str = PromptWindow.group,
     **common: Any,
 ) -> Policy:
-    """Attention of the last `recent` prompt queries, pooled over neighbours.
+    """Attention of the last `recent` prompt queries, pooled over neighbors.
 
-    When: where a long prompt is followed by little text. It ranks the prompt once: where half of the text is written
-    afterwards it is behind `streaming`, 18.3 against 17.4 at a quarter of the slots (SmolLM2 on WikiText-2).
+    When: for a long prompt with a short continuation. It ranks the prompt once. If half of the text is generated, it is
+    worse than `streaming`: perplexity 18.3 against 17.4 at a quarter of the slots (SmolLM2 on WikiText-2).
     """
     return combine(PromptWindow(recent, kernel, pooling, group), recent=recent, **common)

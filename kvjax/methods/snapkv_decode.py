@@ -1,4 +1,4 @@
-"""SnapKV while decoding: what the newest queries look at, pooled over neighbors, whenever tokens leave."""
+"""SnapKV during decoding: attention of the newest queries, pooled over neighbors, at every eviction."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class NewestWindow(WindowAttention):
 
     .. math:: F(i) = \mathrm{pool}_{|j - i| \le 3} \frac 1 w \sum_{t = n - w}^{n - 1} \bar a_t(j)
 
-    with the mean attention of a KV head's query heads, of the last w queries of the prompt or of the text written so
-    far. They attend again, to the tokens that the head holds before some of them leave.
+    with the attention averaged over the query heads of a KV head and the last w queries of the text so far. Before each
+    eviction, these queries attend again to the cached tokens of the head.
     """
 
     paper = "SnapKV, Li et al. 2024, Listing 1, at every eviction"
@@ -40,13 +40,12 @@ def snapkv_decode(
     evict_every: int = NewestWindow.every,
     **common: Any,
 ) -> Policy:
-    """Attention of the last `recent` queries, pooled over neighbors, whenever tokens leave.
+    """Attention of the last `recent` queries, pooled over neighbors, at every eviction.
 
-    When: where the model writes long texts: `snapkv` ranks only what it was given. It has not been measured on many
-    models yet.
+    When: for long generated texts; `snapkv` ranks only prompts and turns. It has not been measured on many models yet.
 
     Args:
-        recent: newest tokens that never leave, whose queries rank the others.
+        recent: newest tokens, which are never evicted and whose queries rank the others.
     """
     score = NewestWindow(recent, evict_every, kernel, pooling)
     return combine(score, recent=recent, evict_every=evict_every, **common)

@@ -1,4 +1,4 @@
-"""An oracle of LESS: every query reads its k strongest keys of a full cache."""
+"""Oracle of LESS: every query attends to the k keys of a full cache with its highest logits."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvjax.types import New, check, is_share, number, written
 @register_part("topk")
 @struct.dataclass
 class TopK(Selection):
-    r"""The k strongest keys of every query, of all that are held.
+    r"""Selection of the k cached keys with the highest logits of each query.
 
     .. math:: o = \mathrm{softmax}(q K_S^\top / \sqrt d) V_S, \quad S = \text{the k largest of}\ q K^\top
 
     From: LESS, arXiv 2402.09398, Figure 3.
 
-    When: to see what a cache of fixed size could reach at best. It reads less and frees nothing.
+    When: as an upper bound for caches of fixed size. It frees no memory.
 
     Args:
-        k: tokens that each query reads, or a fraction of those it sees; None for the budget.
+        k: number of tokens that each query attends to, or a fraction of the visible ones; None for the budget.
     """
 
     k: int | float | None = number(None)
@@ -51,7 +51,7 @@ class TopK(Selection):
         return dataclasses.replace(self, k=budget)
 
     def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
-        """Return the largest."""
+        """Return a mask of the k largest probabilities of each query."""
         if self.k is None:
             raise ValueError("topk_oracle has no k: give a budget, as prefill does.")
         k: Any = jnp.ceil(self.k * (probs > 0).sum(-1, keepdims=True)) if is_share(self.k) else self.k
@@ -59,7 +59,7 @@ class TopK(Selection):
 
 
 def largest(probs: Float[Array, "*n c"], k: int | Float[Array, "*n 1"]) -> Bool[Array, "*n c"]:
-    """Which are the k largest of a row of numbers from 0 to below 2, the first ones of equals."""
+    """Return a mask of the k largest of numbers in [0, 2) along the last axis; among equal ones the first count."""
     # Counting finds the k-th in as many passes as a number has bits, many times faster than sorting long rows on a
     # CPU: bits of numbers that are not negative have the order of the numbers.
     width = jnp.finfo(probs.dtype).bits
@@ -86,9 +86,9 @@ def largest(probs: Float[Array, "*n c"], k: int | Float[Array, "*n 1"]) -> Bool[
 
 @register(paper="LESS, Figure 3", group="nothing is evicted")
 def topk_oracle(*, k: int | float | None = TopK.k, **common: Any) -> Policy:
-    """Read the k strongest keys of every query, chosen with a full cache: it frees nothing and says so.
+    """Attend to the k keys with the highest logits of each query, from a full cache; it frees no memory.
 
-    When: to see how little of a cache attention needs: with the strongest tenth of what is held perplexity is 13.8,
-    with all of it 12.6 (SmolLM2 on WikiText-2), where `h2o` with a tenth of the slots has 18.0.
+    When: as an upper bound for eviction. With a tenth of the cached keys perplexity is 13.8, with all of them 12.6, and
+    18.0 under `h2o` with a tenth of the slots (SmolLM2 on WikiText-2).
     """
     return combine(Recency(), plan=Unbounded(), selection=TopK(k), **common)

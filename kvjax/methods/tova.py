@@ -1,4 +1,4 @@
-"""TOVA: the token that the newest query needs least."""
+"""TOVA: evict the token with the least attention from the newest query."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LastAttention(Score):
 
     .. math:: F_t(i) = \frac{1}{H} \sum_{h} a_{t,h}(i)
 
-    over the H query heads of the layer, from the newest query alone.
+    averaged over the H query heads of the layer, for the newest query only.
     """
 
     paper = "TOVA, Oren et al. 2024, section 4"
@@ -33,20 +33,20 @@ class LastAttention(Score):
         return Requirements(shared_slots="heads")
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
-        """Attention of the last query, none yet."""
+        """Return zeros: no query has attended to the new tokens yet."""
         return nothing(new)
 
     def asks(self, heads: Heads, new: New) -> Sums:
-        """a_t of the newest token, a mean over the layer's heads."""
+        """Request a_t of the newest token, a mean over the layer's heads."""
         weights = _newest(new)[:, None].astype(wide(new.q.dtype)) if new.position.shape[1] > 1 else None
         return Sums(weights, over="layer")
 
     def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
-        """F_t = a_t; the sum over a group's queries orders as their mean does."""
+        """Return F_t = a_t, summed over the query group, which ranks tokens as the mean does."""
         return jnp.where(_newest(new).any(1)[:, None, None], answers, view.slots.score)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = F_t."""
+        """Return F_t."""
         return view.slots.score
 
 
@@ -58,7 +58,7 @@ def _newest(new: New) -> Bool[Array, "b t"]:
 def tova(*, recent: int | float = 1, **common: Any) -> Policy:
     """Last attention, one score for all heads of a layer.
 
-    When: where a long prompt is going to be asked about: it finds a needle in the middle of 1,024 tokens with half (4
-    of 4) and a quarter of the slots (2 of 4), where `h2o` finds none. For text that goes on `h2o` is ahead.
+    When: for questions about a long prompt. It finds a needle in the middle of 1,024 tokens with half (4 of 4) and a
+    quarter of the slots (2 of 4), where `h2o` finds none. For continuing text `h2o` is better.
     """
     return combine(LastAttention(), recent=recent, **common)

@@ -1,4 +1,4 @@
-"""TriAttention: the attention that a key will get from an average query, by trigonometry of rotary embeddings."""
+"""TriAttention: logits of an average query at future distances, from the trigonometry of rotary embeddings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class TriAttention(Score):
-    r"""Logits of a calibrated mean query at some distances ahead, and the norms that the mean does not explain.
+    r"""Logits of a calibrated mean query at future distances, and a term for query norms beyond that of the mean.
 
     .. math::
         s_g(i) = \frac 1 {|\Delta|} \sum_{\delta \in \Delta} \sum_f c^2 |Q_{gf}| |k_{if}|
@@ -36,15 +36,15 @@ class TriAttention(Score):
 
     f are the pairs of channels that RoPE rotates, k the keys before rotation, D their distances from the newest token
     and c RoPE's own scaling. Q is the mean of query head g before rotation and m the mean of its norm, both in complex
-    numbers. Channels that are not rotated add their product with the mean query. Mean and standard deviation are those
-    of the tokens that the head holds.
+    numbers. Channels without rotation add their product with the mean query. Mean and standard deviation are over the
+    cached tokens of the head.
 
     Args:
-        checkpoint: directory of `kvjax calibrate`; empty for the mean queries that are shipped for the embedded model.
-        distances: number of distances in Delta, up to 2^16 by default.
-        keep_prompt: True if tokens of the prompt are evicted only where no other token can be.
-        means: mean queries of each layer, made by `bind`; in a layer its own.
-        ropes: RoPE of each layer, likewise.
+        checkpoint: directory written by `kvjax calibrate`; empty for the mean queries of the embedded model.
+        distances: number of distances in Delta; the default reaches 2^16.
+        keep_prompt: True if tokens of the prompt are evicted only if no other token can be.
+        means: mean queries of each layer, set by `bind`; after `layer`, those of one layer.
+        ropes: RoPE of each layer, as `means`.
     """
 
     paper = "TriAttention, arXiv 2604.04921"
@@ -68,7 +68,7 @@ class TriAttention(Score):
         """Return a copy with the mean queries of a model.
 
         Raises:
-            ValueError: there are none, they are those of another model, or the model has no RoPE.
+            ValueError: there are no mean queries, they belong to another model, or the model has no RoPE.
         """
         ropes = ropes_of(model)
         means = load(self.checkpoint, model) if self.means is None else self.means
@@ -113,9 +113,9 @@ def triattention(
     evict_every: int = 128,
     **common: Any,
 ) -> Policy:
-    """Keys that the model's average query will attend to at the distances to come.
+    """Keys with the highest logits of the model's average query at future distances.
 
-    When: for long texts that the model writes, once `kvjax calibrate` has read a text of the kind. It has not been
-    measured on many models yet.
+    When: for long generated texts, after `kvjax calibrate` on similar text. It has not been measured on many models
+    yet.
     """
     return combine(TriAttention(checkpoint, distances, keep_prompt), evict_every=evict_every, **common)

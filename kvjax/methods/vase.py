@@ -1,4 +1,4 @@
-"""VaSE: tokens whose values vary most, and a random draw of the others in proportion to their attention."""
+"""VaSE: tokens with the largest value ranges, and a random sample of the others in proportion to their attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = 20
 
 @struct.dataclass
 class ValueSpread(Score):
-    r"""The largest values' ranges, then tokens drawn without replacement in proportion to pooled attention.
+    r"""Tokens with the largest value ranges, then tokens sampled without replacement in proportion to pooled attention.
 
     .. math::
         F(i) = \begin{cases}
@@ -34,17 +34,17 @@ class ValueSpread(Score):
             \\ \log \mathrm{pool}_{|j - i| \le 2} \sum_{t > n - r} \sum_g a_{t,g}(j) + \zeta_i & \text{else}
         \end{cases}
 
-    The rest are all tokens but the recent ones. The zeta are independent Gumbel variables, drawn again for each
-    ranking: the highest sums are a draw without replacement. Attention is pooled over neighbors among the rest. The
-    last r queries t are those since the last ranking; after given text, the last r of its own.
+    The rest are all tokens except the recent ones. The zeta are independent Gumbel variables, drawn for each ranking,
+    so the tokens with the highest sums are a sample without replacement. Attention is pooled over neighbors among the
+    rest. The last r queries t are those since the last ranking, or after a prompt or turn its own last r.
 
     Args:
-        every: r, tokens from one ranking to the next; the policy's `evict_every`.
+        every: r, number of tokens from one ranking to the next, the policy's `evict_every`.
         large: n_large, as a number of slots or as a fraction of a head's.
-        by: `range` for max v - min v, `dkv` for |k G|^2 |v G|^2 with a Gaussian matrix G of each ranking.
-        recent: newest tokens that always stay, as a number of slots or as a fraction of a head's.
-        sinks: first tokens, which count as the largest; of equal ones the newest are kept.
-        kernel: neighbors pooled together, an odd number.
+        by: `range` for max v - min v, `dkv` for |k G|^2 |v G|^2 with a Gaussian matrix G drawn for each ranking.
+        recent: newest tokens, which are always kept, as a number of slots or as a fraction of a head's.
+        sinks: number of first tokens, which rank with the largest ranges; among equal ranks the newest are kept.
+        kernel: number of neighbors that are pooled, odd.
     """
 
     paper = "VaSE, arXiv 2606.03928"
@@ -75,7 +75,7 @@ class ValueSpread(Score):
         return new.newest // self.every * self.every
 
     def asks(self, heads: Heads, new: New) -> Sums | tuple[Sums, ...]:
-        """Request the attention of a token, or of given text for both of its sums."""
+        """Request the attention of a new token, or in a prompt or turn that for both sums."""
         if not new.given:
             return Sums()
         last = new.position > (new.newest - self.every)[:, None]
@@ -133,10 +133,10 @@ def vase(
     evict_every: int = ValueSpread.every,
     **common: Any,
 ) -> Policy:
-    """Tokens whose values vary most, and a random draw of the others in proportion to their attention.
+    """Tokens with the largest value ranges, and a random sample of the others in proportion to attention.
 
-    When: for long texts that the model writes, with a budget of several times `evict_every`. It has not been measured
-    on many models yet.
+    When: for long generated texts, with a budget of several times `evict_every`. It has not been measured on many
+    models yet.
     """
     score = ValueSpread(evict_every, large, by, recent, sinks, kernel)
     return combine(score, sinks=sinks, recent=recent, evict_every=evict_every, **common)

@@ -1,4 +1,4 @@
-"""Sliding windows, with gaps and without: scores that look at positions alone."""
+"""Sliding windows, with and without gaps: scores by position only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.types import New, View, check, number, written
 
 @struct.dataclass
 class Recency(Score):
-    r"""The most recent tokens: the oldest leaves first (Longformer's sliding window as a cache).
+    r"""Ranking by position: the oldest token is evicted first (Longformer's sliding window as a cache).
 
     .. math:: F(i) = i
     """
@@ -32,16 +32,16 @@ class Recency(Score):
 
 @struct.dataclass
 class Dilated(Score):
-    r"""A window with gaps: every (dilation + 1)-th token of the recent text and the newest one.
+    r"""Window with gaps: every (dilation + 1)-th token of the recent text and the newest one.
 
     .. math:: F(i) = i \ \text{if}\ i \equiv 0 \pmod{\text{dilation} + 1}, \ \text{else below all of these}
 
-    The papers' pattern moves along with the query, so that each step needs tokens that the last one did not see. A
-    cache cannot bring them back: here the pattern is fixed to the text, spans as far on the same slots, and a token in
-    a gap is seen by its own query and leaves for the next token.
+    The papers' pattern moves with the query, so each step needs tokens that earlier steps skipped. A cache cannot
+    recover evicted tokens. Here the pattern is fixed in the text. It spans the same distance with the same slots, and a
+    token in a gap is visible to its own query and then replaced by the next token.
 
     Args:
-        dilation: tokens left out between two that stay, from 0, which is `Recency`; 1 in Keyformer's Figure 2.
+        dilation: number of tokens skipped between two kept ones, at least 0; 0 is `Recency`, 1 is Keyformer's Figure 2.
     """
 
     paper = "Beltagy et al. 2020, section 3.1; Keyformer, arXiv 2403.09054, Figure 2(c)"
@@ -53,17 +53,17 @@ class Dilated(Score):
         check(whole or not written(self.dilation), "dilation", self.dilation, "a whole number from 0")
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = position, lowered below zero in a gap (exact in float32 for the first 16 million tokens)."""
+        """Return the position, lowered below zero in a gap (exact in float32 for the first 16 million tokens)."""
         position = view.position.astype(jnp.float32)
         return jnp.where(view.position % (self.dilation + 1) == 0, position, position - 2.0**24)
 
 
 @register(paper="Longformer, 3.1", group="ranked by position")
 def window(**common: Any) -> Policy:
-    """Keep the most recent tokens: the oldest leaves first (Longformer's sliding window as a cache).
+    """Keep the most recent tokens: the oldest is evicted first (Longformer's sliding window as a cache).
 
-    When: as a control. SmolLM2 leans on its first tokens: at a quarter of the slots its perplexity is 36.8 here and
-    17.3 under `lambda_mask`, which holds four of them besides.
+    When: as a control. SmolLM2 needs its first tokens: at a quarter of the slots its perplexity is 36.8 here and 17.3
+    under `lambda_mask`, which also keeps the first four.
     """
     return combine(Recency(), **common)
 
@@ -72,7 +72,7 @@ def window(**common: Any) -> Policy:
 def dilated_window(*, dilation: int = Dilated.dilation, **common: Any) -> Policy:
     """Keep a window with gaps: every (dilation + 1)-th token of the recent text and the newest one.
 
-    When: as a control, beside `window`. SmolLM2 cannot do with gaps: its perplexity is 222 at a quarter of the slots
-    (WikiText-2), where `window` has 36.8.
+    When: as a control, in addition to `window`. SmolLM2 does not tolerate gaps: its perplexity is 222 at a quarter of
+    the slots, and 36.8 under `window` (WikiText-2).
     """
     return combine(Dilated(dilation), **common)

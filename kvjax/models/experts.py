@@ -1,4 +1,4 @@
-"""Mixture of experts: an MLP of which each token uses a few out of many."""
+"""Mixture of experts: MLPs of which each token uses a few."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WIDEST = 256
 
 @struct.dataclass
 class Experts:
-    """MLP of which each token uses a few experts, the ones that its router prefers.
+    """MLP of several experts, of which each token uses those with the highest router logits.
 
     Every array of `experts` has a leading axis of experts.
     """

@@ -1,4 +1,4 @@
-"""Plans: how many slots each layer and head may use, and when, whatever the score that fills them."""
+"""Plans: the number of slots that each layer and head may use at each length of a text, under any score."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Sizing:
     """How a plan sets the number of slots of heads.
 
     Args:
-        mode: `budget` if it spreads the user's budget, `unbounded` if no token is evicted, `profiled` if it finds out
-            from each prompt how many slots a head needs. Only `budget` takes a budget.
+        mode: `budget` if it distributes the user's budget, `unbounded` if no token is evicted, `profiled` if it
+            computes the slots of each head from the prompt. Only `budget` takes a budget.
         per_head: True if `head_budgets` gives the heads of a layer different numbers of slots.
         fixed_length: True if the slots suffice for the planned text only.
-        may_shrink: True if one step may have to evict several tokens, as where `slots_at` falls.
-        spare_slots: slots of a buffer beyond the budget, where `slots_at` rises again after it has fallen.
+        may_shrink: True if one step may have to evict several tokens, for example because `slots_at` decreases.
+        spare_slots: slots of a buffer beyond the budget, if `slots_at` increases again after a decrease.
     """
 
     mode: Literal["budget", "unbounded", "profiled"] = "budget"
@@ -65,7 +65,7 @@ class Plan(Part, interface=True):
     def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
         super().__init_subclass__(interface=interface, **rest)
         for name in _REPLACED.keys() & vars(cls).keys():
-            raise TypeError(f"{cls.__name__}.{name} is no member of a plan any more; {_REPLACED[name]}.")
+            raise TypeError(f"{cls.__name__}.{name} is no longer a member of a plan; {_REPLACED[name]}.")
         for old in _RENAMED.keys() & vars(cls).keys():
             warnings.warn(f"{cls.__name__}.{old} is now {_RENAMED[old]}.", DeprecationWarning, 2)
             setattr(cls, _RENAMED[old], vars(cls)[old])
@@ -77,7 +77,7 @@ class Plan(Part, interface=True):
         return Sizing()
 
     def spread_by(self, other: Plan) -> Plan:
-        """Return a plan that spreads the budget over layers as another one does."""
+        """Return a plan that distributes the budget over layers as another one does."""
         return dataclasses.replace(other, extra_slots=self.extra_slots)
 
     @abc.abstractmethod
@@ -92,17 +92,17 @@ class Plan(Part, interface=True):
         Args:
             answers: attention statistics, in the structure of `asks`.
             view: all slots of the prompt.
-            ranks: of these slots, from `kvjax.cache.slots.rank`; empty slots have the lowest finite number. None unless
-                the plan spreads a budget over heads.
+            ranks: ranks of these slots, from `kvjax.cache.slots.rank`; empty slots have the lowest finite number. None
+                unless the plan spreads a budget over heads.
             new: the prompt.
         """
         return view.limit, view.state.plan
 
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Return the slots that heads may use in a text of `length` tokens, the whole prompt included.
+        """Return the slots that heads may use in a text of `length` tokens, including the whole prompt.
 
-        `kvjax.prefill` sizes buffers for the shortest prompt, before it compiles anything. Where the slots rise with
-        the length, they rise to the budget and `sizing.spare_slots` at most.
+        `kvjax.prefill` sizes buffers for the shortest prompt, before it compiles anything. Slots that increase with the
+        length reach at most the budget plus `sizing.spare_slots`.
 
         Args:
             limit: budget of each head.
@@ -141,7 +141,7 @@ class Uniform(Plan):
 
     From: H2O and most others.
 
-    When: first. No other plan is ahead of it over `h2o` by more than the error (SmolLM2 on WikiText-2).
+    When: by default. With `h2o` no other plan is better by more than the standard error (SmolLM2 on WikiText-2).
     """
 
     def layer_budgets(self, budget: int, layers: int) -> np.ndarray:

@@ -23,8 +23,8 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     Inputs are batched over rows and heads, [b h ...], or [b h c ...] for slots. Never reduce or index across the axes b
     and h. With paged storage, b counts pages and h is 1.
 
-    A class that offers public methods beyond those of its kind says so: `class Mine(Score, interface=True)`. Elsewhere
-    such a method is taken for a misspelt one.
+    A base class that adds public methods of its own declares them: `class Mine(Score, interface=True)`. Without this
+        declaration kvjax takes such a method for a misspelt one and raises an error.
 
     Raises:
         TypeError: the class is not a `flax.struct.dataclass`, or has a public method that kvjax never calls.
@@ -64,13 +64,13 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         return self
 
     def sized(self, slots: tuple[int, ...]) -> Self:
-        """Return a copy whose `init` allocates for this number of slots per head in each layer, if it depends on it."""
+        """Return a copy for these numbers of slots per head in each layer; override if `init` depends on them."""
         return self
 
     def layer(self, index: int) -> Self:
-        """Return the part as one layer uses it, with this layer's share of what differs between layers.
+        """Return the part for one layer; override if it holds arrays or settings for each layer.
 
-        Layers whose parts differ in arrays alone share a compiled program; `new.layer` is then an array.
+        Layers whose parts differ only in arrays share a compiled program; `new.layer` is then an array.
         """
         return self
 
@@ -113,7 +113,7 @@ def check_class(kind: type[Part]) -> None:
         if near or isinstance(value, (FunctionType, staticmethod, classmethod)):
             meant = f"did you mean {near[0]}" if near else f"there are {', '.join(hooks)}"
             raise TypeError(
-                f"kvjax never asks for {kind.__name__}.{name} ({meant}); begin the names of your own helpers with an "
+                f"kvjax never calls {kind.__name__}.{name} ({meant}); begin the names of your own helpers with an "
                 "underscore."
             )
     if "_flax_dataclass" not in vars(kind):

@@ -1,4 +1,4 @@
-"""Codec: how the slots of a layer hold keys and values, and at which positions keys are seen."""
+"""Codec: the storage format of a layer's keys and values, and the positions by which keys are rotated."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ class Operands(NamedTuple):
 
 @struct.dataclass(init=False)
 class Codec:
-    """Conversion of key-value pairs between a layer's numbers and the stored form of a slot.
+    """Conversion of key-value pairs between floating-point arrays and the stored form of slots.
 
     Args:
         positions: `original`: a key keeps its position in the text (*Org Pos* in Keyformer, Table 3). `cache`: a key's
             position is its rank among the live slots (StreamingLLM, 3.2; *New Pos*).
-        quantizer: how numbers are stored.
+        quantizer: storage format of keys and values.
         sliding: True for `cache` without stored ranks. All live tokens beyond `sinks` must be the newest ones, without
-            a gap, so they are as far from the query as in the text. Only the sinks are nearer, and get a second query.
-        sinks: first tokens that are never evicted, for `sliding`.
+            a gap, so their distance to the query is the one in the text. Only the sinks are nearer; a second rotation
+            of the query attends to them.
+        sinks: number of first tokens, which are never evicted, for `sliding`.
         bits: 8 and 4 are short for `quantizer=Int8()` and `Int4()`.
     """
 
@@ -85,12 +86,12 @@ class Codec:
 
     @property
     def bits(self) -> int | None:
-        """Bits of an integer code; None if numbers are not stored as integers."""
+        """Bits of an integer code; None if the quantizer stores no integers."""
         return self.quantizer.bits if isinstance(self.quantizer, SymmetricQuantizer) else None
 
     @property
     def quantized(self) -> bool:
-        """True if slots do not hold keys and values as they are."""
+        """True if slots do not store keys and values in the model's own dtype."""
         return type(self.quantizer).encode is not Plain.encode
 
     @property
@@ -101,7 +102,7 @@ class Codec:
 
     @property
     def encoded_by_kernels(self) -> bool:
-        """True if a kernel that replaces a slot can encode the new pair by itself."""
+        """True if the kernel that replaces a slot can also encode the new pair."""
         return not self.quantized or type(self.quantizer).encode is SymmetricQuantizer.encode
 
     @property
@@ -137,7 +138,7 @@ class Codec:
         return jnp.zeros(new.k.shape[:3], jnp.int32) if self.ordered else None
 
     def begin(self, heads: Heads, new: New) -> CodecState | None:
-        """Return the codec's state with the channel factors set by the first tokens, before these are stored."""
+        """Return the codec's state with channel factors estimated from the first tokens, before these are stored."""
         state = heads.state.codec
         if state is None or state.factor is None:
             return state
@@ -154,7 +155,7 @@ class Codec:
         return KV(self._coded(pair.k), self._coded(pair.v))
 
     def numbers(self, new: New, state: CodecState | None) -> KV:
-        """Return the pairs of new tokens as they are right before quantization, if there is any."""
+        """Return the pairs of new tokens as the quantizer receives them."""
         return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
 
     def _coded(self, x: Any) -> Operand:

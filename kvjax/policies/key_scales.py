@@ -12,7 +12,7 @@ def channel_factors(keys: Float[Array, "b h t d"], valid: Bool[Array, "b #h t"])
     """Return powers of two that bring the channels of keys to a similar size when divided by them.
 
     Some key channels of real models are many times larger than the rest. With one scale per slot, the other channels
-    would lose all their digits. Queries are multiplied by the same factors, and powers of two do not round.
+    would round to zero. Queries are multiplied by the same factors, and powers of two do not round.
     """
     wider = keys.astype(wide(keys.dtype))
     squares = jnp.where(valid[..., None], wider * wider, 0.0).sum(2)

@@ -37,8 +37,9 @@ class Policy:
         residual: memory of evicted pairs; None to drop them.
         codec: how a slot is stored.
         selection: cached tokens that each query attends to; None for all.
-        evict_every: r, tokens from one eviction to the next. A head with C slots has C + (n - 1) mod r for a text of n
-            tokens, the one being read included, and r tokens leave before each position that r divides.
+        evict_every: r, the number of tokens from one eviction to the next. A head with a limit of C slots holds up to C
+            + (n - 1) mod r tokens of a text of n tokens, the one being read included. r tokens are evicted before each
+            position that is a multiple of r.
         name: name in reports; the registered one if the policy was made by name.
 
     Example:
@@ -131,7 +132,7 @@ class Policy:
 
     @property
     def slides(self) -> bool:
-        """True if the score ranks by age, so that beyond sinks a head holds the newest tokens without a gap."""
+        """True if the score ranks by age: except for sinks, a head then holds the newest tokens without a gap."""
         nothing: Any = None
         try:
             return isinstance(self.score.score(nothing, nothing), OldestFirst)
@@ -139,11 +140,11 @@ class Policy:
             return False
 
     def only_adds(self, asks: PyTree, new: New) -> bool:
-        """Return whether each slot stores its score, and the requested statistic is all that is added to it."""
+        """Return whether each slot stores its score, which changes only by adding the requested statistic."""
         return isinstance(self.score, AccumulatedScore) and self.score.only_adds(asks, new)
 
     def updates(self, asks: PyTree) -> bool:
-        """Return whether attention updates the score, if it requested these statistics of it."""
+        """Return whether attention updates a score that requests these statistics."""
         return asks is not None and (bool(questions(asks)[0]) or takes_attention(type(self.score)))
 
     def init(self, shape: New) -> Parts:
@@ -168,8 +169,8 @@ class Policy:
     def ranking(self, view: View, new: New) -> Ranking:
         """Return the score's ranking of the slots.
 
-        Between two evictions each head has an empty slot, so that a score of whole heads is computed only when it is
-        needed; zeros stand for it then.
+        A score that needs whole heads is computed only if a token must be evicted. Between two evictions each head has
+        an empty slot, and zeros replace the score.
 
         Raises:
             ValueError: the scores are not one floating-point number for each slot.
@@ -197,7 +198,7 @@ class Policy:
         return as_numbers(self.ranking(view, new), view), self.protection.guard(view, new)
 
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Return the usable slots of each head for a text of `length` tokens, the whole prompt included."""
+        """Return the usable slots of each head for a text of `length` tokens, including the whole prompt."""
         usable = self.plan.slots_at(limit, length)
         return usable if self.evict_every == 1 else usable + ((length - 1) % self.evict_every)[:, None]
 

@@ -1,4 +1,4 @@
-"""Quantizers: how numbers of keys and values are stored."""
+"""Quantizers: storage formats of keys and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class Quantizer(Part, interface=True):
-    """Storage format of keys and values: an encoding of each slot's numbers, and the way back.
+    """Storage format of keys and values: encodes and decodes the keys or values of slots.
 
     Slots and heads are encoded independently, and keys in the same way as values. Attention reads the stored form one
     block of slots at a time. Settings are static (`kvjax.types.setting`). `@register_part("NAME")` names a subclass.
@@ -46,7 +46,7 @@ class Quantizer(Part, interface=True):
         Queries are multiplied by the scales, which therefore have to be powers of two: these do not round.
 
         Args:
-            keys: of the first text, from which the scales are estimated.
+            keys: keys of the first text, from which the scales are estimated.
             valid: mask of its tokens; the others are padding.
         """
         return None
@@ -60,7 +60,7 @@ class Quantizer(Part, interface=True):
 
     @abc.abstractmethod
     def decode(self, stored: PyTree, dtype: DTypeLike) -> Float[Array, "*b c d"]:
-        """Return the numbers of a stored form."""
+        """Return the decoded keys or values [... c d] of a stored form, in a dtype."""
 
 
 @struct.dataclass
@@ -69,17 +69,17 @@ class Plain(Quantizer):
 
     .. math:: \hat k_i = k_i, \quad \hat v_i = v_i
 
-    From: the reference.
+    From: no paper; the reference for the other formats.
 
-    When: if 8-bit codes are refused, as with `positions="cache"` under most scores; otherwise use `int8`.
+    When: if 8-bit codes are not supported, as with `positions="cache"` under most scores; otherwise use `int8`.
     """
 
     def encode(self, x: Float[Array, "*b c d"]) -> Float[Array, "*b c d"]:
-        """Return the numbers."""
+        """Return the keys or values unchanged."""
         return x
 
     def decode(self, stored: Float[Array, "*b c d"], dtype: DTypeLike) -> Float[Array, "*b c d"]:
-        """Return the numbers in a dtype."""
+        """Return the keys or values in a dtype."""
         return stored.astype(dtype)
 
 
@@ -127,7 +127,7 @@ class Int4(SymmetricQuantizer):
 
     .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 7
 
-    All else is as in `int8`.
+    Everything else is as in `int8`.
 
     From: symmetric rounding, not from a paper.
 
@@ -138,7 +138,7 @@ class Int4(SymmetricQuantizer):
     bits: ClassVar[int] = 4
 
     def bind(self, model: LanguageModel) -> Self:
-        """Refuse a model whose numbers cannot be packed in pairs.
+        """Refuse a model whose codes cannot be packed in pairs.
 
         Raises:
             ValueError: keys or values of a layer have an odd width.

@@ -1,4 +1,4 @@
-"""Statistics of the queries of given text, for scores that expect later queries to be alike."""
+"""Statistics of the queries of prompts and turns, for scores that estimate later queries from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.types import New, wide
 
 
 class QueryMoments(struct.PyTreeNode):
-    """Mean and covariance of given queries before rotation."""
+    """Mean and covariance of the queries of prompts and turns, before rotation."""
 
     count: Float[Array, "b h"]
     mean: Float[Array, "b h g d"]

@@ -1,4 +1,4 @@
-"""Rankings that scores return: numbers, or a value whose type lets a kernel find the victim without numbers."""
+"""Rankings that scores return: an array, or a value from which a kernel finds the victim without computing scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OldestFirst:
 
 @struct.dataclass
 class HammingDistance:
-    """Ranking by the distance between hash codes, summed over the query group: the farthest is evicted first.
+    """Ranking by Hamming distance of hash codes, summed over the query group: the farthest token is evicted first.
 
     Args:
         hashing: hyperplanes, query and keys of the new tokens.
@@ -36,7 +36,7 @@ Ranking = Array | OldestFirst | HammingDistance
 
 
 def as_numbers(ranking: Ranking, view: View) -> Float[Array, "b h c"] | Any:
-    """Return a ranking as numbers, the lowest of which is evicted first."""
+    """Return a ranking as an array of scores, the lowest of which is evicted first."""
     if isinstance(ranking, OldestFirst):
         return view.position.astype(jnp.float32)
     if isinstance(ranking, HammingDistance):
@@ -45,7 +45,7 @@ def as_numbers(ranking: Ranking, view: View) -> Float[Array, "b h c"] | Any:
 
 
 def standardized(x: Float[Array, "*b c"], counts: Bool[Array, "*b c"], spread: Spread) -> Float[Array, "*b c"]:
-    """Return z-scores over the slots or tokens of each head that count, on all devices that share them."""
+    """Return z-scores over those slots or tokens of each head that count, on all devices that shard them."""
     some = jnp.maximum(spread.over_slots(counts.sum(-1, keepdims=True)), 1)
 
     def mean(x: Array) -> Array:
@@ -58,6 +58,6 @@ def standardized(x: Float[Array, "*b c"], counts: Bool[Array, "*b c"], spread: S
 def coarse(scores: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """Round to 15 significant bits in float32, for scores that a token's own key or value determines.
 
-    A token that is read twice then scores the same twice, whatever rounding did to its keys and values.
+    Equal tokens then get equal scores in spite of rounding errors in their keys and values.
     """
     return jax.lax.reduce_precision(scores.astype(jnp.float32), exponent_bits=8, mantissa_bits=14)

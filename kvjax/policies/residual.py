@@ -27,7 +27,7 @@ class Residual(Part, interface=True):
         """Absorb the pairs that one token per row evicted, and merge `share` into the token's attention.
 
         Args:
-            state: of the layer.
+            state: state of the layer.
             evicted: one pair per head.
             new: one token per row.
             attended: attention of the token over the slots.

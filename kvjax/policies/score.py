@@ -1,4 +1,4 @@
-"""Scores: ranking of cached tokens by importance, the one choice in which the papers differ."""
+"""Scores: ranking of cached tokens by importance, the choice in which most papers differ."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ class Requirements:
 
 
 class Score(Part, interface=True):
-    """Importance of each slot; all scores share the rest of eviction.
+    """Importance of each slot. The rest of eviction is the same for all scores.
 
     A decode step makes these calls in each layer:
 
     - `score`; the new token takes the slot that ranks lowest, or an empty slot if there is one.
     - `slot` of the new token; the result is stored beside its key and value.
-    - After attention `advance` and `fold`, with the statistics for which the score `asks`; not if that is None.
+    - After attention `advance` and `fold`, with the statistics that `asks` requests; neither is called if it returns
+      None.
 
     A prompt, a turn or a chunk is read as a whole: `slot`, attention, `advance` and `fold`. Then the slots that rank
     highest are kept.
@@ -87,11 +88,11 @@ class Score(Part, interface=True):
                 cls.requires = made  # type: ignore[assignment]
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Check that statistics from `asks` have a method that uses them."""
+        """Check that a class that requests statistics has a method that uses them."""
         asks = cls.asks is not Part.asks
         if asks and not takes_attention(cls):
             raise TypeError(
-                f"{cls.__name__} asks for statistics of attention and never takes them; override fold, which gets them."
+                f"{cls.__name__} requests attention statistics and never uses them; override fold, which receives them."
             )
         return super().__new__(cls, *values, **named)
 
@@ -110,7 +111,7 @@ class Score(Part, interface=True):
         state of one may depend on the others.
 
         Args:
-            answers: attention statistics, in the structure of `asks`; () if it is not overridden.
+            answers: attention statistics, in the structure of `asks`; () if `asks` is not overridden.
             view: the slots, those of the new tokens included.
             new: the tokens that attended.
         """
@@ -124,7 +125,8 @@ class Score(Part, interface=True):
     def score(self, view: View, new: New) -> Ranking:
         """Return the importance of each slot [b h c]: the lowest is evicted first, -inf immediately, +inf never.
 
-        Where they apply, return a `kvjax.OldestFirst` or a `kvjax.HammingDistance`, for which kernels need no numbers.
+        For a ranking by age or by hash codes, return a `kvjax.OldestFirst` or a `kvjax.HammingDistance`. Kernels then
+        find the victim without computing scores.
 
         Args:
             view: the slots; scores of empty slots are ignored. Of equal scores the oldest token is evicted.
@@ -138,7 +140,7 @@ def takes_attention(kind: type[Score]) -> bool:
 
 
 class AccumulatedScore(Score, interface=True):
-    """Score that sums one statistic of attention: a subclass says in `asks` which. Kernels may add it in place."""
+    """Score that sums one statistic of attention, which a subclass requests in `asks`. Kernels may add it in place."""
 
     def slot(self, new: New, state: PyTree) -> PyTree:
         """Return zeros: no query has attended to the new tokens yet."""
@@ -158,9 +160,9 @@ class AccumulatedScore(Score, interface=True):
         return view.slots.score
 
     def only_adds(self, asks: PyTree, new: New) -> bool:
-        """Return whether the requested statistic of a group is all that changes a sum, as kernels can change it.
+        """Return whether sums change only by adding a statistic of one query group, which kernels can do.
 
-        A subclass that overrides `slot`, `fold` or `score` is called like any other score.
+        A subclass that overrides `slot`, `fold` or `score` is treated like any other score.
         """
         mine, kind = AccumulatedScore, type(self)
         as_here = kind.slot is mine.slot and kind.fold is mine.fold and kind.score is mine.score
@@ -172,10 +174,10 @@ UNRANKED = -1e30
 
 
 class PromptScore(Score):
-    """Score that is computed once for each prompt, chunk or turn, from what a head then holds; it needs no attention.
+    """Score that is computed once for each prompt, chunk or turn, from the slots of a head and without attention.
 
-    Generated tokens are not ranked: they leave first, the oldest before the others, as far as nothing protects them.
-    The next turn ranks those that are left. Tokens of a text that is read token by token count as generated ones.
+    Generated tokens are not ranked. Unless they are protected, they are evicted first, the oldest before the others.
+    The next turn ranks those that remain. Tokens of a text that is read token by token count as generated ones.
     """
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
@@ -206,11 +208,11 @@ class PromptScore(Score):
 
 @struct.dataclass
 class ScoreOver(Score, interface=True):
-    """Score over another one: a subclass says in `slot`, `fold` and `score` what it adds.
+    """Score that extends another one: a subclass defines `slot`, `fold` and `score` on top of those of `base_score`.
 
     Args:
         base_score: the other score.
-        base: name of the policy that it belongs to.
+        base: name of the policy to which the other score belongs.
     """
 
     base_score: Score
@@ -233,7 +235,7 @@ class ScoreOver(Score, interface=True):
         return self._over(self.base_score.budgeted(budget))
 
     def sized(self, slots: tuple[int, ...]) -> Self:
-        """Return a copy whose other score knows the number of slots."""
+        """Return a copy whose other score is configured for the number of slots."""
         return self._over(self.base_score.sized(slots))
 
     def layer(self, index: int) -> Self:

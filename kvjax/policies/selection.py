@@ -1,4 +1,4 @@
-"""Selection: which of the tokens that are held a query reads."""
+"""Selection: the cached tokens to which a query attends."""
 
 from __future__ import annotations
 

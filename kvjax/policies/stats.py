@@ -113,12 +113,12 @@ class Again(struct.PyTreeNode):
 
 
 class Damage(struct.PyTreeNode):
-    r"""How much each query's output would change if a slot were evicted, summed over the new queries: [b h c].
+    r"""Change of the new queries' outputs if a slot were evicted, summed over these queries: [b h c].
 
     .. math:: s_j = \sum_t w_t \sum_g \left( \frac{p_{gtj}}{1 - p_{gtj}} \right)^2 \lVert v_j - o_{gt} \rVert^2
 
-    with the attention p of query t, the values v and the query's output o over the slots. Without the only
-    slot that a query sees its output is 0. XLA computes this from the attention, which kernels write.
+    with the attention p of query t, the values v and the query's output o over the slots. If a query sees only one
+    slot, its output without that slot is 0. XLA computes this from the attention that kernels return.
 
     Args:
         weights: w [b #h t], the weight of each query; None for 1.
@@ -155,7 +155,7 @@ def questions(asks: Any) -> tuple[list[Ask], Any]:
     for leaf in leaves:
         if not is_ask(leaf):
             kinds = "kvjax.Sums, kvjax.Near, kvjax.Probs, kvjax.Again and kvjax.Damage"
-            raise TypeError(f"asks gives {leaf!r}, which is no question about attention; there are {kinds}.")
+            raise TypeError(f"asks returned {leaf!r}, which is not an attention statistic; there are {kinds}.")
     return leaves, tree
 
 

@@ -1,1 +1,1 @@
-"""A server with constant memory: requests join and leave the rows of one compiled step."""
+"""A server with constant memory and continuous batching: requests take and free rows of one compiled step."""

@@ -1,4 +1,4 @@
-"""Web application of an engine: routes, checks of requests, and their answers."""
+"""Web application of an engine: routes, and checks of requests."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Service:
         serving: the engine.
         keys: valid API keys; if there are none, keys are not checked.
         hosts: accepted host names in addition to loopback; None for any. The check protects a server without keys from
-            pages of other sites that resolve their own name to its address.
-        max_body: maximal bytes of a request's body.
-        chat_tokens: maximal tokens of a chat answer if the request does not set them.
+            DNS rebinding.
+        max_body: maximum size of a request's body in bytes.
+        chat_tokens: maximum tokens of a chat answer if the request sets no limit.
         read_timeout: seconds that a request may take to arrive.
-        origins: origins of other sites' pages that may send requests, `*` for any; browsers refuse all others.
+        origins: origins that CORS allows, `*` for any.
         log: True to log each request.
     """
 
@@ -128,7 +128,9 @@ class Service:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if name and not is_loopback(name) and name.strip("[]").lower() not in self.hosts:
-            raise Refused(f"this server is not {host[:60]!r}; ask it by the address that it listens on.", status=403)
+            raise Refused(
+                f"{host[:60]!r} is not a name of this server; use the address on which it listens.", status=403
+            )
 
     def _check_key(self, request: Request) -> None:
         if not self.keys:

@@ -1,4 +1,4 @@
-"""Batches on the device: texts join and leave rows, and one program generates tokens for all rows."""
+"""Continuous batching on the device: texts take and free rows, and one program generates tokens for all rows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty_layers
-from kvjax.generation.loop import Drawn, room_for, thought
+from kvjax.generation.loop import Drawn, token_buffers, token_logprobs
 from kvjax.generation.sampling import Sampling, penalised, sample
 from kvjax.inference.cache import Cache, cache_specs
 from kvjax.inference.decoder import Decoder, read_more
 from kvjax.inference.prefill import policy_seeds
-from kvjax.inference.sharding import OF_ROWS, WHOLE, copying, logits_spec, lying, on_mesh, whole_rows
+from kvjax.inference.sharding import OF_ROWS, WHOLE, constrain, copying, logits_spec, on_mesh, whole_rows
 from kvjax.models.config import ModelConfig
 from kvjax.policies.policy import Policy
 from kvjax.types import ROWS, wide
@@ -109,11 +109,11 @@ class Written(NamedTuple):
 def begin(policy: Policy, planned: Planned, *, sizes: Sizes) -> Text:
     """Create texts with empty caches."""
     text = _begun(policy, planned, sizes)
-    return lying(text, _text_specs(text), reading_mesh(sizes.mesh))
+    return constrain(text, _text_specs(text), reading_mesh(sizes.mesh))
 
 
 def reading_mesh(mesh: Mesh | None) -> Mesh | None:
-    """Return the mesh that texts are read on before they join the rows of `mesh`."""
+    """Return the mesh for the prefill of texts, before they are inserted into the rows of `mesh`."""
     return None if mesh is None else copying(mesh)
 
 
@@ -148,7 +148,7 @@ def empty_rows(policy: Policy, planned: Planned, *, ends: int, sizes: Sizes) -> 
         written=jnp.zeros(text.seen.shape, jnp.int32),
         wishes=Wishes(sampling, real, real, jnp.full((rows, ends), -1, jnp.int32), whole, none),
     )
-    return lying(made, _rows_specs(made, sizes.config, sizes.mesh), sizes.mesh)
+    return constrain(made, _rows_specs(made, sizes.config, sizes.mesh), sizes.mesh)
 
 
 def _text_specs(text: Text) -> Any:
@@ -178,7 +178,7 @@ def read(
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     seen = text.seen.at[jnp.arange(len(tokens))[:, None], tokens].max(valid)
     after = Text(cache, seen)
-    return lying(after, _text_specs(after), decoder.mesh), logits
+    return constrain(after, _text_specs(after), decoder.mesh), logits
 
 
 @functools.partial(jax.jit, static_argnames="sizes", donate_argnums=0)
@@ -209,7 +209,7 @@ def insert(
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
 def free(rows: Rows, kept: Bool[Array, " b"], *, mesh: Mesh | None) -> Rows:
     """End the rows that are not kept."""
-    active = lying(rows.cache.active & kept, OF_ROWS, mesh)
+    active = constrain(rows.cache.active & kept, OF_ROWS, mesh)
     return rows.replace(cache=rows.cache.replace(active=active))
 
 
@@ -220,7 +220,7 @@ def generate(
     """Generate tokens for all active rows; a row ends at one of its end ids or at its maximal number of tokens.
 
     Args:
-        decoder: of the rows.
+        decoder: decoder of the rows.
         rows: the batch; it is consumed.
         steps: maximal tokens per row, 1 to `most`.
         leave: True to stop as soon as a row has ended.
@@ -243,12 +243,12 @@ def generate(
         made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
         return i + 1, rows, count + belongs, made
 
-    made = room_for((each, most), decoder.weights.dtype, logprobs)
+    made = token_buffers((each, most), decoder.weights.dtype, logprobs)
     _, rows, count, made = jax.lax.while_loop(more, one, (jnp.int32(0), rows, jnp.zeros(each, jnp.int32), made))
     cache, mesh = rows.cache, decoder.mesh
     held = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in cache.storage.stored_positions()]).mean(0)
     written = Written(made.token, count, cache.active, rows.wishes.left, cache.position, held)
-    return lying(rows, _rows_specs(rows, decoder.config, mesh), mesh), written, made
+    return constrain(rows, _rows_specs(rows, decoder.config, mesh), mesh), written, made
 
 
 def _written(decoder: Decoder, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
@@ -273,10 +273,10 @@ def _drawn(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]
 
     # All requests share one program; otherwise, a row's numbers could depend on the requests of its neighbours.
     def told() -> Drawn:
-        return thought(rows.logits, token, logprobs)
+        return token_logprobs(rows.logits, token, logprobs)
 
     def untold() -> Drawn:
-        return jax.tree.map(lambda leaf: leaf[:, 0], room_for((len(each), 1), rows.logits.dtype, logprobs))
+        return jax.tree.map(lambda leaf: leaf[:, 0], token_buffers((len(each), 1), rows.logits.dtype, logprobs))
 
     drawn = jax.lax.cond((wishes.tells & active).any(), told, untold)._replace(token=token)
     undefined = active & jnp.isnan(rows.logits.max(-1))

@@ -1,4 +1,4 @@
-"""Engine thread, which owns the device and alternates prefill of chunks with decoding of all rows."""
+"""Engine thread, which alone uses the device and alternates prefill of chunks with decoding of all rows."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
 
     Args:
         depends: bytes of all other inputs that the state depends on.
-        tokens: of the text.
+        tokens: tokens of the text.
         chunk: tokens per chunk.
     """
     known, keys = hashlib.sha256(depends), list[Key]()

@@ -1,4 +1,4 @@
-"""Requests to the engine, and the events with which it answers."""
+"""Requests to the engine, and the events that it sends in response."""
 
 from __future__ import annotations
 

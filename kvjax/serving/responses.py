@@ -1,4 +1,4 @@
-"""Responses: JSON, errors, and an answer of the engine, streamed or sent at the end."""
+"""HTTP responses: JSON, errors, and the engine's answer, streamed or sent at the end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def error_response(refused: Refused) -> Response:
 
 def stopping_error() -> Refused:
     """Return the error for requests during the shutdown."""
-    return Refused("the server is stopping; ask another one, or later.", status=503, headers={"retry-after": "5"})
+    return Refused("the server is stopping; use another one or retry later.", status=503, headers={"retry-after": "5"})
 
 
 class _Gone(Exception):

@@ -1,4 +1,4 @@
-"""Device side of the engine: plan, begin, read, put, write and free; the caller drives each step."""
+"""Device side of the engine: plans, prefills, inserts, generates and frees rows, one call at a time."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Device:
             raise ValueError(f"{len(self._ends(request))} ids that end a text are more than {ENDS}; give fewer.")
         budget = self.budget if request.budget is None else whole_number("budget", request.budget)
         if request.budget is not None and self.policy.plan.sizing.mode == "unbounded":
-            raise ValueError(f"budget={budget} means nothing to policy {name_of(self.policy)}; leave it out.")
+            raise ValueError(f"budget={budget} has no effect under policy {name_of(self.policy)}; leave it out.")
         if budget > self.budget:
             raise ValueError(f"budget={budget} is more than the {self.budget} slots that there are; ask for fewer.")
         # If the slots suffice only for the planned length, all texts are planned for the whole context.
@@ -297,9 +297,7 @@ def _served(policy: Policy, model: Model) -> Policy:
     """
     name = name_of(policy)
     if model.mesh is not None and model.mesh.is_multi_process:
-        raise ValueError(
-            "requests come to one process, and others would not know of them; give the server a mesh of one process."
-        )
+        raise ValueError("requests reach only one of several processes; give the server a mesh of one process.")
     if policy.plan.sizing.per_head or policy.plan.sizing.mode == "profiled":
         raise ValueError(
             f"{name} gives each head slots of its own once a prompt has been read, so that a row's memory is not known "
@@ -311,5 +309,5 @@ def _served(policy: Policy, model: Model) -> Policy:
             "prompt='one_shot'."
         )
     if policy.score.requires.host_memory:
-        raise ValueError(f"{name} keeps scores in host memory, where rows cannot come and go; leave offload out.")
+        raise ValueError(f"{name} keeps scores in host memory and cannot add or remove rows; leave offload out.")
     return policy

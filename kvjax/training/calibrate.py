@@ -29,7 +29,7 @@ class QuerySums(Score):
     """Ranking by age, during which each head sums its queries before rotation, and the norms of their pairs.
 
     Args:
-        ropes: RoPE of each layer; in a layer its own.
+        ropes: RoPE of each layer; after `layer`, that of one layer.
     """
 
     ropes: tuple[Rope, ...] = setting(())
@@ -57,7 +57,7 @@ class QuerySums(Score):
 def query_means(
     model: Model, texts: Iterable[Int[np.ndarray, " n"]], show: Callable[[int], None] = lambda tokens: None
 ) -> tuple[QueryMeans, int]:
-    """Return the mean queries of each layer, and the number of tokens that they are means of.
+    """Return the mean queries of each layer, and the number of tokens over which they were averaged.
 
     Args:
         model: the model; all of its layers have RoPE.

@@ -21,7 +21,7 @@ def open_run(directory: Path, settings: dict[str, Any], free: Collection[str] = 
     """Write the settings of a new run, or check that they equal those of the run in the directory.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         settings: all settings that affect the result, in JSON types.
         free: names of settings that may change when a run continues.
 
@@ -57,7 +57,7 @@ def save_step(directory: Path, training: Any, step: int) -> None:
     """Save a checkpoint and delete older ones; a crash leaves the last complete one in place.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         training: pytree of arrays.
         step: step of the run; an existing checkpoint of this step is not changed.
     """
@@ -78,7 +78,7 @@ def restore(directory: Path, like: T) -> T | None:
     """Restore the newest checkpoint; None if there is none.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         like: pytree with the structure, shapes and dtypes of the checkpoint. Arrays committed to devices are restored
             with their sharding, even if they were saved with another one.
     """

@@ -75,7 +75,7 @@ class Spread:
         return summed.reshape(parts.shape).astype(parts.dtype), heard
 
     def own_features(self, every: Float[Array, "*b f"]) -> Float[Array, "*b own"]:
-        """Return the attention features that this device's output weights take, of all features of its heads."""
+        """Return those attention features of this device's heads that its output weights take."""
         if self.outputs == 1:
             return every
         count = every.shape[-1] // self.outputs
@@ -92,11 +92,11 @@ class Spread:
     def of_slots(
         self, told: Float[Array, "b n"], features: Float[Array, "b f"]
     ) -> tuple[Float[Array, "s b n"], Float[Array, "s b own"]]:
-        """Exchange arrays between the devices that shard a head's slots, in one collective.
+        """Gather arrays from the devices that shard a head's slots, in one collective.
 
         Args:
-            told: array that every device gets from every other.
-            features: attention features; each device gets its `own_features` of them from every other.
+            told: array that every device receives from every other.
+            features: attention features, of which each device receives its `own_features` from every other.
 
         Returns:
             Both, stacked over the devices `s`.

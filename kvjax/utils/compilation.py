@@ -56,7 +56,7 @@ def version() -> str:
 def drop_programs() -> None:
     """Drop all compiled programs if the process holds more than `_MANY_MAPPINGS` memory mappings.
 
-    Each program takes some. Call this in long runs that compile much, such as grids of measurements.
+    Each program takes some. Call this in long runs with many programs, such as grids of measurements.
     """
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPPINGS:

@@ -34,7 +34,7 @@ def setting_names(part: Any) -> list[str]:
 
 
 def written(*values: object) -> bool:
-    """Return whether all values are a user's own, rather than tracers or other leaves of a pytree."""
+    """Return whether all values are concrete, rather than tracers or other leaves of a pytree."""
     return all(value is None or isinstance(value, (int, float, str, tuple, list, np.generic)) for value in values)
 
 
@@ -79,9 +79,9 @@ def check_kind(name: str, value: object, annotation: object) -> None:
     Only annotations made of `_KINDS` are checked: numbers, text, booleans, None and tuples.
 
     Args:
-        name: of the setting.
-        value: as given.
-        annotation: of the field or parameter, a type or its text.
+        name: name of the setting.
+        value: value to check.
+        annotation: annotation of the field or parameter, a type or its text.
 
     Raises:
         ValueError: if the value has another type, or is NaN or infinite.

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and reading of texts with clear errors."""
+"""Atomic writing of files, and reading of texts with clear errors."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def parse_json(text: str) -> Any:
 
 
 def check_writable(file: Path, ending: str) -> None:
-    """Refuse a file that could not be written, before the work whose results it is for.
+    """Refuse a file that could not be written, before its content is computed.
 
     Raises:
         ValueError: if the name has another ending, the file is a directory, or its directory is missing or not

@@ -48,7 +48,7 @@ def join(where: str = "") -> None:
         said = " ".join(str(error).split()).rstrip(".")
         if "coordinator_address" in said or "should be defined" in said:
             said = "nothing says where they are; give --distributed HOST:PORT,PROCESSES,NUMBER"
-        raise ValueError(f"the processes of this run cannot meet: {said[:300]}.") from None
+        raise ValueError(f"the processes of this run cannot connect: {said[:300]}.") from None
     finally:
         limit.cancel()
     # Collectives print to standard output: send that to the null device.
@@ -64,7 +64,7 @@ def join(where: str = "") -> None:
 
 def _give_up() -> None:
     print(
-        f"kvjax: the other processes of this run were not there within {WAIT} seconds; start all of them, with the "
+        f"kvjax: the other processes of this run did not connect within {WAIT} seconds; start all of them, with the "
         "same HOST:PORT and PROCESSES, where that address can be reached.",
         file=sys.stderr,
         flush=True,

@@ -37,7 +37,7 @@ class Bar:
         self._bar.stop()
 
     def advance(self, made: bool = True) -> None:
-        """Count one more; `made` is False for a result that already existed and took no time."""
+        """Count one more; `made` is False for a result that already existed."""
         self._done += 1
         self._made += made
         self._bar.advance(self._task)

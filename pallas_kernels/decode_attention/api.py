@@ -41,8 +41,7 @@ def decode_attention(
 
     Args:
         q: queries of one token per row; the g queries of a group share one KV head.
-        k: keys [b h c d], in any order: an array, codes, another stored form, or keys that are rotated when they are
-            read.
+        k: keys [b h c d], in any order: an array, codes, another stored form, or keys that are rotated when read.
         v: values [b h c e] of any width: an array, codes, or another stored form. Codes are never decoded, except for
             queries of float64. `xla` on CPU and TPU, and `pallas` on TPU, split queries and weights into two digits of
             8 bits; their error is about 1e-4 of the largest result.
@@ -133,7 +132,7 @@ class DecodeAttention(Op[Decoded]):
             yield sinks_limit(self.sinks)
         else:
             one = self.sinks is None or self.scores is None
-            yield one, "scores of slots where sinks see a query of their own"
+            yield one, "scores of slots where sinks use a separate query"
         if backend.startswith("pallas"):
             yield from width_limits(self.k, self.v, backend)
         quantised = [x for x in (self.k, self.v) if isinstance(x, Quantised)]
@@ -166,7 +165,7 @@ def refuse_turned(v: Operand) -> None:
 
 
 def operand_settings(q: Array, k: Operand, v: Operand, spec: AttentionSpec) -> dict[str, Any]:
-    """Return the settings that separate benchmark verdicts on attention over slots or pages."""
+    """Return the settings of attention over slots or pages that distinguish tuning results."""
     _, h, g, d = q.shape
     numbers = dict(dtype=q.dtype.name, keys=numbers_of(k), values=numbers_of(v))
     return dict(h=h, g=g, d=d, e=v.shape[-1], **numbers, **spec.described())

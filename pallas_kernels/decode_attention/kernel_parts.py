@@ -21,7 +21,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def stored(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
-    """Return keys or values as they are stored: numbers and None, or codes and the scale of each slot."""
+    """Return stored keys or values: an array and None, or codes and the scale of each slot."""
     if isinstance(operand, Quantised):
         return operand.codes, operand.scale
     assert not isinstance(operand, Encoded | Turned)  # limits of every kernel
@@ -44,7 +44,7 @@ def tempered(
     position: Int[Array, "*b s"],
     lay: Callable[[Array], Array] = lambda noise: jnp.expand_dims(noise, -2),
 ) -> Float[Array, "*b g s"]:
-    """Return the logits of Keyformer's equation 9: with noise, which `lay` aligns with them, and at a temperature."""
+    """Return the logits of Keyformer's equation 9, with noise and divided by tau; `lay` aligns noise with them."""
     if gumbel.noise != "none":
         bits = noise.hashed_bits(seed, gumbel.layer, head, position.astype(jnp.uint32))
         logits += lay(noise.KINDS[gumbel.noise](noise.uniform(bits)))
@@ -117,7 +117,7 @@ def weighted(
 
 
 def beside(x: Shaped[Array, "h s"], blocks: int) -> Shaped[Array, "n #rows s"]:
-    """Align numbers per KV head and slot with the rows of the heads' queries, which fill `blocks` blocks."""
+    """Broadcast numbers per KV head and slot to the rows of the heads' queries, which fill `blocks` blocks."""
     return x[:, None] if len(x) == blocks else x.reshape(blocks, -1, x.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""A decode step over slots: the new token takes the least important one, and its queries attend to all of them."""
+"""A decode step over slots: the new token replaces the lowest-ranked one, and its queries attend to all of them."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def decode_step(
         spec: the layer's scale, soft cap, window and slopes.
         protection: sinks, recent window and limit of each head.
         keep: slots that are never evicted, or None.
-        shrinks: live slots may be beyond the limit, as for policies whose budget falls.
-        pairs: whether to return the evicted pair.
+        shrinks: True if live slots may be beyond the limit, as under policies whose budget decreases.
+        pairs: True to return the evicted pair.
         sinks: first tokens that use another query, as in `decode_attention`, or None.
         scores: as in `decode_attention`: `each`, `sum`, a `Gumbel`, or None.
-        adds: whether to return sums added to `standing`, in which the new token starts at 0.
-        rounds: whether to return attention's output in the queries' dtype, if nothing else is merged with it.
+        adds: True to return `standing` with the sums added, starting at 0 for the new token.
+        rounds: True to return attention's output in the queries' dtype, if nothing else is merged with it.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes what both
             kernels that it replaces take, c a multiple of 16 (of 128 where XLA stores slots innermost), and blocks
             that fit in VMEM. It compiles and has run in interpreters, never on a chip. There is no form for GPU.
@@ -137,7 +137,7 @@ def one_pass(
     interpret: Any = False,
     platform: str | None = None,
 ) -> bool:
-    """Return whether `decode_step` is one kernel for these arguments here; if not, two calls leave more choice."""
+    """Return whether `decode_step` runs as one kernel for these arguments here; if not, two calls are better."""
     unused: Any = None  # no other argument decides
     step = DecodeStep(
         hashed, unused, unused, k, v, unused, unused, q, spec, protection=unused, sinks=sinks, scores=scores

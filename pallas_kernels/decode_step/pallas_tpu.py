@@ -277,7 +277,7 @@ def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:
 def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, bits: int = 0) -> int:
     """Estimate a step's bytes of VMEM: double-buffered blocks, and scratch memory.
 
-    With a `Hashed` standing they include codes of `bits` bits for each slot, and the planes.
+    If slots rank by hash codes, `bits` is their length, and the estimate includes codes and hyperplanes.
     """
     g, c = q.shape[2], v.shape[2]
     arrays = [stored(x)[0] for x in (k, v)]

@@ -38,4 +38,4 @@ class Stepped(NamedTuple):
     Entries of a 16-bit cache may be float32.
     """
     codes: tuple[UInt32[Array, "b h c"], ...] | None = None
-    """Codes of a `Hashed` standing, including the new token's."""
+    """Hash codes, including the new token's, if slots rank by them."""

@@ -1,4 +1,4 @@
-"""Eviction: rank the slots, select the victim, and write the new pair in its place."""
+"""Eviction: rank the slots, select the victim, and replace it with the new pair."""
 
 from pallas_kernels.evict.api import evict as evict
 from pallas_kernels.evict.reference import exchange as exchange

@@ -1,4 +1,4 @@
-"""Eviction: one new token per row takes the slot of the least important one, in all buffers together."""
+"""Eviction: one new token per row replaces the lowest-ranked slot of each head, in all buffers together."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def evict(
     interpret: Any = False,
     platform: str | None = None,
 ) -> tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]:
-    """Rank every slot, take the contents of the lowest, and write the new token there.
+    """Rank every slot, return the contents of the lowest, and write the new token there.
 
-    Slots rank as in `pallas_kernels.ranking.rank`: expired (-inf) < empty < scores < protected < sinks (+inf). The
-    oldest of equals comes first, slots beyond the limit never. The update is in place if the caller donates `position`
+    Slots rank as in `pallas_kernels.ranking.rank`: expired (-inf) < empty < scores < protected < sinks (+inf). Among
+        equal ranks the oldest is evicted first; slots beyond the limit are never selected. The update is in place if
+        the caller donates `position`
     and `buffers`.
 
     Args:
@@ -51,8 +52,8 @@ def evict(
         added: the new token's contents, the same tree of arrays [b h ...].
         protection: sinks, recent window and limit of each head.
         keep: slots that are never evicted, or None.
-        shrinks: live slots may be beyond the limit, as for policies whose budget falls.
-        pairs: whether to return what `buffers` held in the slots.
+        shrinks: True if live slots may be beyond the limit, as under policies whose budget decreases.
+        pairs: True to return the old contents of `buffers` in the slots.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
             16 up to 16384. Buffers [b h c] are of 32-bit numbers or bool. Buffers [b h c w] have w up to 256, of 32-bit
             numbers, bfloat16, int8 or uint8, if XLA stores w innermost (w a multiple of 128, or a small c). Otherwise

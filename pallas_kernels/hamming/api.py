@@ -27,8 +27,8 @@ def hamming(
 ) -> Int[Array, "b h"]:
     """Return the slot whose code differs in most bits from those of its query group, summed over the group.
 
-    Empty slots come first, then the farthest, the oldest of equals. Protected slots come last, and slots beyond the
-    limit never.
+    Empty slots come first, then the farthest, and among equal distances the oldest. Protected slots come last. Slots
+    beyond the limit are never selected.
 
     Args:
         query: codes of the g queries of a group, 32 bits to a word.

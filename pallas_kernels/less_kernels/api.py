@@ -31,7 +31,7 @@ def phi(
 
     Implementations: `xla` runs everywhere, in any dtype. `pallas` is for TPU and keeps the hidden layer out of device
     memory. It takes queries in float32 or bfloat16, W_1 and W_2 likewise, d a multiple of 8 up to 256, r a multiple of
-    128 up to 2048, f up to 128. There is no GPU kernel: Triton's GELU is another function.
+    128 up to 2048, f up to 128. There is no GPU kernel, because Triton has no exact GELU.
 
     Args:
         q: queries, rotated.

@@ -1,4 +1,4 @@
-"""Phi and psi of LESS in plain XLA, for one head per leading index, and a step of its memory."""
+"""Phi and psi of LESS (equations 1 and 2) in plain XLA, and a decode step with its memory (equations 3 to 5)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def remember(
     of_phi: Callable[[Float[Array, "b h g d"]], Float[Array, "b h g R"]],
     of_psi: Callable[[Float[Array, "b h d"]], Float[Array, "b h R"]],
 ) -> Remembered:
-    """See `api.remember`; functions compute the features."""
+    """See `api.remember`; `of_phi` and `of_psi` are functions here."""
     h, z = memory
     k, v, position = evicted
     features = jnp.where(position[..., None] >= 0, of_psi(k), 0.0)

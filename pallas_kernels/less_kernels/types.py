@@ -1,4 +1,4 @@
-"""Result of a step of LESS's memory."""
+"""Result of a decode step with LESS's memory."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class PagedAttention(Op[Paged]):
             (b, h), (pages, size) = self.q.shape[:2], self.k.shape[:2]
             yield size <= 1024, f"s={size} slots in a page are more than 1024"
             numbers = told(b, b * h, pages, tile(b * h, self.layers, pages, size))
-            text = f"its steps are told {numbers} numbers of rows, heads and pages, more than {MOST_TOLD}"
+            text = f"its steps take {numbers} scalars for rows, heads and pages, more than {MOST_TOLD}"
             yield numbers <= MOST_TOLD, text
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:

@@ -61,16 +61,17 @@ def prefill_scores(
         k: keys [b h c d]; the last n belong to the queries' tokens in the same order, after c - n cached keys in any
             order. Cached keys in a separate array are the old part of a `Joined`.
         v: values [b h c e], in any form but `Turned`; joined at the same slot as the keys, if keys are joined.
-        query_position: positions that rise from token to token; -1 marks padding, which attends to nothing.
+        query_position: increasing positions; -1 marks padding, which attends to nothing.
         key_position: position of each key, for all heads or each; -1 marks an empty slot or padding, which is masked.
         spec: scale, soft cap, window and slopes.
-        scores: whether to return the sums; attention alone is cheaper.
+        scores: True to return the sums; attention alone is cheaper.
         weights: w, the weight of each query, in one row, or in m rows with separate sums. A block of queries with
             weight 0 in every row costs no more than without scores. None gives every query weight 1.
-        noise: zeta, one number per key (`pallas_kernels.noise.gumbel`), in a head no more than 60 apart; None for none.
+        noise: zeta, one number per key (`pallas_kernels.noise.gumbel`), at most 60 apart within a head; None for no
+            noise.
         tau: temperature of the scores, above 0.
         places: model positions of queries and keys for ALiBi, if they differ; the mask uses the positions.
-        own: tokens of the queries, if other readers have the rest of the text; None for the last n keys' tokens.
+        own: tokens of the queries, if other devices have the rest of the text; None for the tokens of the last n keys.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
         platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.

@@ -1,4 +1,4 @@
-"""RoPE of one token's queries and keys by its place, with each head in a separate row."""
+"""RoPE of one token's queries and keys, with each head in a separate row."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def rotate(
 ) -> tuple[Float[Array, "b n d"], ...]:
     """Rotate the first channels of one token's heads in pairs, for each row.
 
-    Projections on a TPU leave the channels of all heads side by side, while kernels take a head per row. XLA moves the
-    heads, and swaps the halves, in separate programs; `pallas` does both in one pass.
+    On a TPU, projections put the channels of all heads into one row, and kernels need one row per head. XLA moves the
+    heads and swaps their halves separately; `pallas` does both in one pass.
 
     Args:
         turned: queries and keys, if any.

@@ -69,7 +69,8 @@ def test_it_races_whole_steps_with_less_and_without(tmp_path: Path) -> None:
 def test_an_unknown_operation_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["kernels", "--ops", "decode,sort"]) == 2
     assert (
-        "there is no operation 'sort' to race; choose of decode, paged, evict, step, hamming" in capsys.readouterr().err
+        "there is no operation 'sort' to benchmark; choose from decode, paged, evict, step, hamming"
+        in capsys.readouterr().err
     )
 
 

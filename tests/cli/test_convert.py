@@ -78,7 +78,7 @@ def test_a_mesh_gets_its_shards(tiny: Path) -> None:
 
 def test_what_is_there_is_left_alone(tiny: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["convert", "--model", "tiny", "--out", str(tiny)]) == 2
-    assert "tiny is there already; give a directory that is not." in capsys.readouterr().err
+    assert "tiny exists already; give a new directory." in capsys.readouterr().err
 
 
 def test_what_a_killed_run_left_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_every_command_line_of_a_page_runs(name: str, tmp_path: Path) -> None:
     assert len(lines) == {"devices": 8, "serving": 2}[name]
     for told in run_lines(lines, tmp_path):
         if told["line"].startswith("kvjax tune --model"):  # which is for a GPU
-            assert told["code"] == 2 and "there is nothing to race on cpu" in told["said"], told
+            assert told["code"] == 2 and "there is nothing to benchmark on cpu" in told["said"], told
         else:
             assert told["code"] == 0, told
 

@@ -37,7 +37,7 @@ def test_a_name_says_which_parts() -> None:
     ("text", "message"),
     [
         ("h2o+int5", "there is no part 'int5'; did you mean int"),
-        ("h2o+int8+int4", "two of a kind, int8 and int4"),
+        ("h2o+int8+int4", "two parts of one kind, int8 and int4"),
         ("h2o]", "not of the form"),
         ("nobody", "nobody"),
         ("h2o[sinks]", "sinks"),
@@ -106,7 +106,7 @@ def test_results_are_told_as_they_come_and_beside_each_other(
     mine.write_text(MINE.format(sign=""))
     words = ["compare", "--text", str(text), "--rows", "2", "--lengths", "32", "--budgets", "8", "--out", str(out)]
     words += ["--policies", f"{mine}:Mine,h2o,lightkv[context_limit=3]"]
-    with pytest.warns(UserWarning, match="Mine protects no token"):
+    with pytest.warns(UserWarning, match="Mine protects no tokens"):
         assert evaluate.main(words) == 0
     found = capsys.readouterr()
     rows = {task: RowFile(out / f"{task}.jsonl").rows for task in ("perplexity", "fidelity")}
@@ -121,7 +121,7 @@ def test_results_are_told_as_they_come_and_beside_each_other(
     assert any(line.startswith(f"{mine}:Mine") for line in found.out.splitlines())
     # What has been measured is found again, but for a policy whose file has changed.
     mine.write_text(MINE.format(sign="-"))
-    with pytest.warns(UserWarning, match="Mine protects no token"):
+    with pytest.warns(UserWarning, match="Mine protects no tokens"):
         assert evaluate.main(words) == 0
     again = RowFile(out / "perplexity.jsonl").rows
     assert [row["policy"] for row in again[len(rows["perplexity"]) :]] == [f"{mine}:Mine"]

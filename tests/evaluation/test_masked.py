@@ -68,7 +68,7 @@ def test_the_full_softmax_shows_other_scores(model: Model) -> None:
     [
         ("h2o", 9, "softmax", "mask='softmax' is not one of decode, full-softmax"),
         (kvjax.policy("keyformer", shared=True), 9, "decode", "layer by layer"),
-        (kvjax.policy("h2o", selection="topk"), 9, "decode", "more than letting one token go"),
+        (kvjax.policy("h2o", selection="topk"), 9, "decode", "more than evicting one token per step"),
         ("streaming", 9, "full-softmax", "positions=original"),
         (kvjax.policy("h2o", plan="adakv"), 9, "decode", "prompt"),
     ],

@@ -85,14 +85,14 @@ def test_caches_follow_their_beams(name: str, x64: None) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0.5}, "temperature=0.5 means nothing to beams"),
-        ({"top_k": 3}, "top_k=3 means nothing to beams"),
-        ({"num_samples": 2}, "num_samples=2 means nothing to beams"),
-        ({"logprobs": 0}, "logprobs=0 means nothing to beams"),
+        ({"temperature": 0.5}, "temperature=0.5 has no effect on a beam search"),
+        ({"top_k": 3}, "top_k=3 has no effect on a beam search"),
+        ({"num_samples": 2}, "num_samples=2 has no effect on a beam search"),
+        ({"logprobs": 0}, "logprobs=0 has no effect on a beam search"),
         ({"beams": 0}, "beams=0 is not a whole number from 1"),
-        ({"beams": 1, "length_penalty": 2.0}, "length_penalty=2.0 means nothing without beams"),
+        ({"beams": 1, "length_penalty": 2.0}, "length_penalty=2.0 has no effect without beams"),
         ({"length_penalty": float("nan")}, "length_penalty=nan is not a finite number"),
-        ({"on_tokens": print}, "nothing can be streamed"),
+        ({"on_tokens": print}, "a beam search knows its text only at the end"),
     ],
 )
 def test_what_means_nothing_to_beams_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -107,7 +107,7 @@ def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
         other.tokenizer.chat_template = template
         return other
 
-    with pytest.raises(ValueError, match="writes earlier turns otherwise when another one follows"):
+    with pytest.raises(ValueError, match="writes earlier turns differently when another one follows"):
         Conversation(templated("{% for m in messages %}{{ m['content'] if loop.last else '...' }}{% endfor %}"))
     with pytest.raises(ValueError, match="has no chat template, so no system's turn"):
         Conversation(templated(None), system="Be kind.")
@@ -121,7 +121,7 @@ def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
     for turn, message in ((" ", "the turn is empty"), ("a\ud800", "no text"), ("a " * 1200, "leaves no room")):
         with pytest.raises(ValueError, match=message):
             "".join(talk.reply(turn))
-    with pytest.raises(ValueError, match="nothing has been said yet"):
+    with pytest.raises(ValueError, match="the conversation has no turn yet"):
         talk.use()
 
 
@@ -158,7 +158,7 @@ def test_an_interruption_stops_the_answer_alone(
         (["--load", "nowhere"], "", "nowhere has no saved conversation"),
         ([], "/nothing", "there is no command /nothing; /help shows those that there are"),
         ([], "/save", "/save needs a name"),
-        ([], "/save kept", "nothing has been said yet"),
+        ([], "/save kept", "the conversation has no turn yet"),
         ([], "/load nowhere", "nowhere has no saved conversation"),
     ],
 )
@@ -205,7 +205,7 @@ def test_a_conversation_of_another_vocabulary_or_none_is_refused(
 
 
 def test_devices_along_data_are_refused_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="a conversation is one row, which data=2 devices cannot share"):
+    with pytest.raises(ValueError, match="a conversation is one row and cannot be sharded over data=2"):
         chat.check_devices(2)
     assert chat.main(["--model", "/nowhere", "--mesh", "data=999"]) == 2
     assert "asks for 999 devices" in capsys.readouterr().err

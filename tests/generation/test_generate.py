@@ -188,7 +188,7 @@ def test_a_terminal_shows_what_is_held_in_more_than_two_shades(monkeypatch: pyte
             "budget=[16, 16, 16] is not a number of slots from 1 for each of 4",
         ),
         (["--policy", "h2o", "--budget", "16,0.5,16,16"], "budget='16,0.5,16,16'"),
-        (["--policy", "full", "--budget", "16"], "budget=16 means nothing to policy full"),
+        (["--policy", "full", "--budget", "16"], "budget=16 has no effect under policy full"),
         (["--policy", "h2o", "--set", "special=5"], "special=5 is not a list of whole numbers"),
         (["--policy", "h2o", "--set", "special=[99999]"], "token 99999 of a vocabulary of 2048"),
         (["--policy", "h2o", "--set", "special=[-1]"], "token -1 of a vocabulary of 2048"),
@@ -337,13 +337,13 @@ def test_a_policy_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
     )
     made = chosen("--policy", f"{file}:Old", "--set", "power=2", "recent=0", "--codec", "int8")
     assert made.score.power == 2 and made.codec.bits == 8  # type: ignore[attr-defined]
-    with pytest.warns(UserWarning, match="Old protects no token from its own score"):
+    with pytest.warns(UserWarning, match="Old protects no tokens"):
         chosen("--policy", f"{file}:Old")
     assert chosen("--policy", f"{file}:made") == kvjax.policy("streaming", sinks=2)
     for words, message in (
         ((f"{file}:none",), "none in .*mine.py is no kvjax.Policy or Score"),
         ((f"{file}:made", "--set", "rank=3"), "rank is no setting of made"),
-        ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old cannot be made .*might"),
+        ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old cannot be constructed .*might"),
     ):
         with pytest.raises(ValueError, match=message):
             chosen("--policy", *words)

@@ -171,7 +171,7 @@ def test_a_file_of_prompts_goes_on_where_it_was_cut(
     assert "has the beginning of a run with other prompts or settings" in capsys.readouterr().err
     monkeypatch.setattr(batch_files, "generate_ids", made)
     assert generate.main(words) == 0
-    assert "2 of 4 lines were done before" in capsys.readouterr().err
+    assert "2 of 4 lines are already done" in capsys.readouterr().err
     found = lines(out)
     assert [each["line"] for each in found] == [1, 3, 5, 7]
     assert [each.get("id") for each in found] == [0, 1, 2, None]
@@ -179,11 +179,11 @@ def test_a_file_of_prompts_goes_on_where_it_was_cut(
     assert [each["text"] for each in found] == [*wanted, *model.generate(asked, chat=True, **GREEDY)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.jsonl.run", "in.jsonl", "out.jsonl"]
     assert generate.main(words) == 0
-    assert "all of 4 lines were done before" in capsys.readouterr().err and lines(out) == found
+    assert "all of 4 lines are already done" in capsys.readouterr().err and lines(out) == found
     for settings in (["--seed", "5"], ["--top-k", "3"]):
         assert generate.main([*words, *settings]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"kvjax generate: {out} is there, and not of this run;") and said.count("\n") == 1
+        assert said.startswith(f"kvjax generate: {out} exists and is not of this run;") and said.count("\n") == 1
     assert lines(out) == found
 
 
@@ -239,8 +239,8 @@ def test_a_wrong_line_is_one_sentence_before_anything_runs(
         ("--batch-size 3", "--batch-size is of --prompt-file FILE.jsonl and --questions"),
         ("--logprobs", "--logprobs is told in JSON"),
         ("--logprobs=-1 --json", "logprobs=-1"),
-        ("--beams 2 --top-k 5", "top_k=5 means nothing to beams"),
-        ("--length-penalty 2", "length_penalty=2.0 means nothing without beams"),
+        ("--beams 2 --top-k 5", "top_k=5 has no effect on a beam search"),
+        ("--length-penalty 2", "length_penalty=2.0 has no effect without beams"),
         ("--num-samples 0", "num_samples=0"),
         ("--num-samples 2 --show-cache", "draw one text"),
         ("--questions nowhere", "nowhere is not a file"),

@@ -70,7 +70,7 @@ def test_the_fastest_that_is_right_wins_and_who_is_wrong_is_told(chip, capsys):
     (verdict,) = found.values()
     assert verdict.order == ("triton", "xla") and verdict.errors["pallas"] == 0.5
     assert common.WINNERS == {DEVICE: {"op b<=2": ("triton", "xla")}}
-    assert "shapes whose kernels are raced on Chip 9, once: 1 (" in capsys.readouterr().err
+    assert "benchmarking kernels on Chip 9, once, for 1 shapes (" in capsys.readouterr().err
     lines = chip.read_text().splitlines()
     assert len(lines) > 10 and '   "op b<=2": {' in lines  # for people, too
     with warnings.catch_warnings():
@@ -127,7 +127,7 @@ def test_a_broken_file_is_one_sentence(content, chip, capsys):
     chip.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert autotune.read(chip) == {}
     said = capsys.readouterr().err
-    assert said.startswith(f"kvjax: {chip} does not hold verdicts on kernels (") and said.count("\n") == 1
+    assert said.startswith(f"kvjax: {chip} does not hold tuning results (") and said.count("\n") == 1
     autotune.keep(chip, DEVICE, {"op b<=2": VERDICT})
     assert autotune.read(chip) == {DEVICE: {"op b<=2": VERDICT}}
 
@@ -324,15 +324,15 @@ def test_the_command_says_why_there_is_nothing_to_race(monkeypatch, capsys):
     assert main.main(["tune", "--policy", "h2o", "--budget", "64"]) == 2
     said = capsys.readouterr()
     assert said.err == (
-        "kvjax tune: there is nothing to race on cpu, where each operation has one implementation; run it on a machine "
-        "with a GPU, or add --show.\n"
+        "kvjax tune: there is nothing to benchmark on cpu, where each operation has one implementation; run it on a "
+        "machine with a GPU, or add --show.\n"
     )
     assert said.out == ""
     assert main.main(["tune", "--batch", "0"]) == 2
     assert "--batch=0 is not a whole number from 1" in capsys.readouterr().err
     for platform, kind, said in (
-        ("tpu", "TPU v4", "what runs on TPU v4 goes by its compiler's schedules and is not raced"),
-        ("gpu", "NVIDIA A100", "KVJAX_TUNE=off leaves races out; unset it."),
+        ("tpu", "TPU v4", "kernels on TPU v4 are chosen by its compiler's schedules, without benchmarks"),
+        ("gpu", "NVIDIA A100", "KVJAX_TUNE=off disables benchmarks; unset it."),
     ):
         monkeypatch.setattr(common, "platform_of", lambda _, platform=platform: platform)
         monkeypatch.setattr(common, "kind_of_device", lambda _, kind=kind: kind)
@@ -342,7 +342,7 @@ def test_the_command_says_why_there_is_nothing_to_race(monkeypatch, capsys):
 
 def test_the_command_shows_what_is_kept(chip, monkeypatch, capsys):
     assert main.main(["tune", "--show"]) == 0
-    assert capsys.readouterr().out == f"There are no verdicts on kernels: none are in {chip}.\n"
+    assert capsys.readouterr().out == f"There are no tuning results: none are in {chip}.\n"
     autotune.keep(chip, DEVICE, {"evict b<=2 h=8": VERDICT})
     assert main.main(["tune", "--show"]) == 0
     out = capsys.readouterr().out

@@ -120,7 +120,7 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(policy: str, message: s
 
 
 def test_heads_with_tokens_of_their_own_keep_their_policy() -> None:
-    with pytest.raises(ValueError, match="heads of layer 0 hold different tokens, which another policy"):
+    with pytest.raises(ValueError, match="heads of layer 0 hold different tokens, which a policy other than"):
         kvjax.compress(read("h2o", BUDGET), "keydiff", 8)
 
 

@@ -200,7 +200,7 @@ def test_fastgen_reads_up_to_its_planned_end(x64: None) -> None:
             assert all(len(head) <= slots for head, slots in zip(held, limit[row], strict=True))
             # The newest token is everywhere.
             assert all(head[-1] == int(after.position[row]) - 1 for head in held)
-    with pytest.raises(ValueError, match=r"a text of 72 tokens does not fit the 71 that fastgen set slots aside for"):
+    with pytest.raises(ValueError, match=r"a text of 72 tokens does not fit the 71 that fastgen allocated"):
         turn(after, (1, 0))
     assert np.isnan(kvjax.decode_step(after, jnp.zeros(2, jnp.int32))[1]).all()
 
@@ -244,7 +244,7 @@ def test_bad_text_is_one_sentence(tokens: Any, arguments: dict[str, Any], messag
         kvjax.extend(state, tokens, **arguments)
     assert "\n" not in str(raised.value)
     full, _ = kvjax.prefill(small, "full", TEXT[:, :20], max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"25 tokens does not fit the 24 that full set slots aside for"):
+    with pytest.raises(ValueError, match=r"25 tokens does not fit the 24 that full allocated"):
         kvjax.extend(full, np.zeros((2, 5), int))
 
 

@@ -203,4 +203,4 @@ def test_a_process_that_is_gone_ends_the_others() -> None:
     said = first.communicate(timeout=200)[1]
     second.communicate()
     assert first.returncode == 2
-    assert "another process of this run is gone" in said.splitlines()[-1] and "Traceback" not in said
+    assert "another process of this run has stopped" in said.splitlines()[-1] and "Traceback" not in said

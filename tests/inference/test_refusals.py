@@ -30,7 +30,9 @@ def refused(do: Callable[[], Any], sentence: str, kind: type[Exception] = ValueE
 
 @pytest.mark.parametrize("budget", [4, 0.5, [4, 4]])
 def test_a_budget_means_nothing_to_a_policy_that_keeps_everything(budget: Any) -> None:
-    refused(lambda: kvjax.prefill(MODEL, "full", IDS, budget), "means nothing to policy full, which keeps everything")
+    refused(
+        lambda: kvjax.prefill(MODEL, "full", IDS, budget), "has no effect under policy full, which keeps everything"
+    )
 
 
 def test_the_same_of_texts_streams_and_conversations() -> None:
@@ -41,14 +43,14 @@ def test_the_same_of_texts_streams_and_conversations() -> None:
         lambda: list(tiny.stream("Once", budget=8)),
         lambda: Conversation(tiny, budget=8),
     ):
-        refused(do, "budget=8 means nothing to policy full, which keeps everything; leave it out")
+        refused(do, "budget=8 has no effect under policy full, which keeps everything; leave it out")
 
 
 @pytest.mark.parametrize("plan", ["adakv", "pyramid"])
 @pytest.mark.parametrize("policy", ["full", "topk_oracle"])
 def test_a_plan_means_nothing_where_nothing_leaves(policy: str, plan: str) -> None:
-    refused(lambda: kvjax.policy(policy, plan=plan), "nothing leaves this cache, so plan=")
-    refused(lambda: kvjax.prefill(MODEL, policy, IDS, plan=plan), "nothing leaves this cache, so plan=")
+    refused(lambda: kvjax.policy(policy, plan=plan), "this policy evicts nothing, so plan=")
+    refused(lambda: kvjax.prefill(MODEL, policy, IDS, plan=plan), "this policy evicts nothing, so plan=")
 
 
 @pytest.mark.parametrize(
@@ -92,9 +94,13 @@ class Worded(kvjax.Score):
 
 
 def test_statistics_that_nobody_takes() -> None:
-    refused(Deaf, "Deaf asks for statistics of attention and never takes them; override fold", TypeError)
+    refused(Deaf, "Deaf requests attention statistics and never uses them; override fold", TypeError)
     policy = kvjax.Policy(Worded())
-    refused(lambda: kvjax.prefill(MODEL, policy, IDS, 8), "asks gives 'sums', which is no question", TypeError)
+    refused(
+        lambda: kvjax.prefill(MODEL, policy, IDS, 8),
+        "asks returned 'sums', which is not an attention statistic",
+        TypeError,
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +224,7 @@ def test_a_policy_of_a_file_takes_what_is_protected(name: str, recent: int | flo
 def test_every_policy_takes_what_is_protected(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MINE)
-    with pytest.warns(UserWarning, match="Bare protects no token from its own score"):
+    with pytest.warns(UserWarning, match="Bare protects no tokens"):
         kvjax.policy(f"{file}:Bare")
     mine = kvjax.policy(f"{file}:Bare", recent=4, sinks=2, special=(7,))
     assert mine.protection == kvjax.Protection(2, 4, (7,))

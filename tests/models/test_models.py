@@ -140,7 +140,7 @@ def test_the_text_half_of_a_multimodal_model(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     reference = transformers.AutoModelForImageTextToText.from_config(multimodal(name)).eval()
     reference.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=f"of {name} the text half alone is read"):
+    with pytest.warns(UserWarning, match=f"only the text half of {name} is loaded"):
         model = load(tmp_path)
     ids = np.random.default_rng(3).integers(3, 100, (1, 24))
     with torch.no_grad():

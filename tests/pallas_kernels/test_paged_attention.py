@@ -211,7 +211,7 @@ def test_it_lowers_to_cuda():
         (dict(d=128, bits=4), "tpu", "pages of four bits would be copied at every step, unless d and e are 256"),
         (dict(size=1040), "tpu", "s=1040 slots in a page are more than 1024"),
         (dict(g=17), "tpu", "g=17 query heads share a KV head, more than 16"),
-        (dict(b=2048, h=32), "tpu", "its steps are told 264193 numbers of rows, heads and pages, more than 240000"),
+        (dict(b=2048, h=32), "tpu", "its steps take 264193 scalars for rows, heads and pages, more than 240000"),
     ],
 )
 def test_limits_are_named(changes, platform, reason):

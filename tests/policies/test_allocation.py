@@ -160,7 +160,7 @@ def test_settings_of_a_plan_come_with_a_dot():
         kvjax.policy("h2o", **settings)
     with pytest.raises(ValueError, match="plan 'arithmetic' has no setting 'period'; it takes"):
         kvjax.policy("h2o", plan="arithmetic", **settings)
-    with pytest.raises(ValueError, match=r"plan\.period is no setting beside a plan that is made"):
+    with pytest.raises(ValueError, match=r"plan\.period cannot be set for a plan that is an instance"):
         kvjax.policy("h2o", plan=Interleaved(), **settings)
 
 

@@ -434,7 +434,7 @@ def test_the_full_cache_says_when_it_is_full() -> None:
         (dict(policy=kvjax.policy("fastgen", special=(7,)), budget=16), "leave it out"),
         (dict(policy=kvjax.policy("fastgen", special=(7,)), plan="pyramid"), "leave both out"),
         (dict(policy="tova", budget=16, plan="adakv"), "same slots in every head"),
-        (dict(policy="topk_oracle", budget=16, plan="adakv"), "nothing leaves this cache"),
+        (dict(policy="topk_oracle", budget=16, plan="adakv"), "this policy evicts nothing"),
         (dict(policy="h2o", budget=16, plan="adakv", prefill_chunk=8), "only the whole prompt can tell"),
     ],
 )

@@ -48,12 +48,12 @@ def decorated(*bases: type, **members: Any) -> Any:
         (lambda: type("Mine", (kvjax.Score,), {"score": numbers}), "put @flax.struct.dataclass above `class Mine`"),
         (
             lambda: decorated(scores=numbers),
-            r"kvjax never asks for Mine.scores \(did you mean score\)",
+            r"kvjax never calls Mine.scores \(did you mean score\)",
         ),
         (lambda: decorated(score=numbers, ask=numbers), "did you mean asks"),
         (
             lambda: decorated(score=numbers, observe=numbers),
-            r"never asks for Mine.observe \(there are advance, asks, bind,",
+            r"never calls Mine.observe \(there are advance, asks, bind,",
         ),
         (lambda: decorated(score=numbers, require=True), "did you mean requires"),
         (lambda: decorated(Accumulated, foldd=numbers), "did you mean fold"),
@@ -188,7 +188,7 @@ def test_old_names_of_a_plan_go_on_with_a_warning(old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("per_head", True, r"Mine.per_head is no member of a plan any more; .* kvjax.Sizing\(per_head=True\)"),
+        ("per_head", True, r"Mine.per_head is no longer a member of a plan; .* kvjax.Sizing\(per_head=True\)"),
         ("decides", True, r"Mine.decides .* kvjax.Sizing\(mode='profiled'\)"),
         ("bounded", False, r"Mine.bounded .* kvjax.Sizing\(mode='unbounded'\)"),
         ("ends", True, r"Mine.ends .* kvjax.Sizing\(fixed_length=True\)"),

@@ -179,7 +179,7 @@ def test_a_format_is_named_by_its_file(mine: Path, capsys: pytest.CaptureFixture
         ((f"{mine.parent}/nowhere.py:Steps",), "there is no file .*nowhere.py to take codec 'Steps' from"),
         ((f"{mine}:Steps", "--set", "codec.bits=9"), "has no setting 'bits'; it takes steps"),
         ((f"{mine}:Steps", "--set", "codec.steps=0.5"), "steps=0.5 is not a whole number"),
-        ((f"{mine}:coarse", "--set", "codec.steps=9"), "codec.steps is no setting beside a codec that is made"),
+        ((f"{mine}:coarse", "--set", "codec.steps=9"), "codec.steps cannot be set for a codec that is an instance"),
         (("fp9",), "there is no codec 'fp9'; did you mean fp8"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -253,7 +253,7 @@ def test_what_is_no_format_is_refused() -> None:
         kvjax.Codec(quantizer=made(kvjax.Quantizer, encode=encoding, decode=decoding, **members)())
     with pytest.raises(TypeError, match="abstract"):
         made(kvjax.Quantizer, encode=encoding)()
-    with pytest.raises(TypeError, match=r"never asks for Theirs.encodes \(did you mean encode\)"):
+    with pytest.raises(TypeError, match=r"never calls Theirs.encodes \(did you mean encode\)"):
         made(kvjax.Quantizer, encode=encoding, decode=decoding, encodes=encoding)()
     with pytest.raises(ValueError, match=r"bits=8 is not None beside quantizer=Float8\(\)"):
         kvjax.Codec(bits=8, quantizer=Float8())

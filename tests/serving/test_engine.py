@@ -415,7 +415,7 @@ class Neighbours(kvjax.Score):
     [
         (kvjax.policy("h2o", plan="adakv"), {}, "a row's memory is not known"),
         ("lsh_e", {}, "prompt='one_shot'"),
-        (kvjax.Policy(Neighbours()), {}, "read whole"),
+        (kvjax.Policy(Neighbours()), {}, "read as a whole"),
         ("h2o", {"context": 129}, "context=129 does not fit the model's 128 positions"),
         ("h2o", {"chunk": 8}, "chunk=8"),
         ("h2o", {"budget": 0}, "budget=0"),
@@ -438,7 +438,7 @@ def test_an_engine_is_of_one_process() -> None:
 def test_budget_means_nothing_where_nothing_leaves() -> None:
     with engine("full", context=64) as full:
         assert full.budget == full.context == 64
-        with pytest.raises(ValueError, match="means nothing to policy full"):
+        with pytest.raises(ValueError, match="has no effect under policy full"):
             Client(full, GREEDY, budget=10)
 
 

@@ -641,9 +641,9 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--host 0.0.0.0 --port 0", "0.0.0.0 can be reached from elsewhere; give --api-key-file FILE, or --no-key"),
+        ("--host 0.0.0.0 --port 0", "0.0.0.0 is not a loopback address; give --api-key-file FILE, or --no-key"),
         ("--port 70000", "port=70000 is not a whole number from 0 to 65535."),
-        ("--distributed", "requests come to one process, and others would not know what to run with it: leave"),
+        ("--distributed", "requests reach only one of several processes"),
         ("--rows 0", "rows=0 is not a whole number from 1"),
         ("--grace nan", "grace=nan is not a number of seconds"),
         ("--policy nonsense", "there is no policy 'nonsense'"),
@@ -664,7 +664,7 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_read(capsys: pytest.Capt
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert serve.main(["--port", str(port), "--model", "/nowhere"]) == 2
-    assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,14 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.types import New
 from pallas_kernels.ranking import protected
 
-NOBODY = jnp.iinfo(jnp.int32).max
+NO_SLOT = jnp.iinfo(jnp.int32).max
 """Slot number that means no slot; larger than all others."""
 
 Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
 """Rank, position and slot of one token per owner."""
 
 
-class Contest(NamedTuple):
+class Candidates(NamedTuple):
     """Eviction candidates of each head."""
 
     rest: Choice
@@ -33,37 +33,37 @@ def owned(owner: Int[Array, " p"], valid: Bool[Array, " p"], owners: int) -> Boo
     return (owner == jnp.arange(owners)[:, None]) & valid
 
 
-def victim(contest: Contest, new: New) -> Int[Array, "b h"]:
-    """Return the slot that the next token takes in each head, numbered over the whole pool; `NOBODY` for padding.
+def victim(candidates: Candidates, new: New) -> Int[Array, "b h"]:
+    """Return the slot that the next token takes in each head, numbered over the whole pool; `NO_SLOT` for padding.
 
-    If a quota bounds the competing tokens, the weakest of them leaves when it is outside the quota. Otherwise the new
-    token takes an empty slot, else that of the oldest token kept as a last resort, else that of the weakest token.
+    If a quota bounds the competing tokens, the lowest-ranked one is evicted when they exceed it. Otherwise the new
+    token takes an empty slot, else that of the oldest token that is evicted last, else that of the lowest-ranked token.
     """
-    rest, weakest, surplus = contest
-    competes = (surplus > 0) | ((rest[0] >= protected(rest[0].dtype)) & (weakest[2] < NOBODY))
+    rest, weakest, surplus = candidates
+    competes = (surplus > 0) | ((rest[0] >= protected(rest[0].dtype)) & (weakest[2] < NO_SLOT))
     chosen = jnp.where(competes, weakest[2], rest[2]).reshape(new.k.shape[:2])
-    return jnp.where(new.valid[:, :1], chosen, NOBODY)
+    return jnp.where(new.valid[:, :1], chosen, NO_SLOT)
 
 
 def lowest(
     allowed: Bool[Array, "p s"], ranks: Array, position: Array, flat: Array, members: Bool[Array, "o p"]
 ) -> Choice:
-    """Return each owner's lowest-ranked token, the oldest of equals."""
+    """Return each owner's lowest-ranked token, the oldest among equal ranks."""
     low = jnp.where(allowed, ranks, jnp.inf)
     best = low.min(1)
     tied = allowed & (low == best[:, None])
-    age = jnp.where(tied, position, NOBODY)
+    age = jnp.where(tied, position, NO_SLOT)
     oldest = age.min(1)
-    slot = jnp.where(tied & (age == oldest[:, None]), flat, NOBODY).min(1)
+    slot = jnp.where(tied & (age == oldest[:, None]), flat, NO_SLOT).min(1)
     by_owner = jnp.where(members, best, jnp.inf)
     rank = by_owner.min(1)
     tied = members & (by_owner == rank[:, None])
-    ages = jnp.where(tied, oldest, NOBODY)
+    ages = jnp.where(tied, oldest, NO_SLOT)
     first = ages.min(1)
-    return rank, first, jnp.where(tied & (ages == first[:, None]), slot, NOBODY).min(1)
+    return rank, first, jnp.where(tied & (ages == first[:, None]), slot, NO_SLOT).min(1)
 
 
 def better(a: Choice, b: Choice) -> Choice:
-    """Return the lower-ranked of two tokens per owner, the older of equals."""
+    """Return the lower-ranked of two tokens per owner, the older one if their ranks are equal."""
     second = (b[0] < a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
     return tuple(jnp.where(second, y, x) for x, y in zip(a, b, strict=True))  # type: ignore[return-value]

@@ -21,14 +21,14 @@ P = TypeVar("P", bound=Pages)
 
 
 def gathered(pools: Sequence[P], rows: Sequence[tuple[int, int]]) -> P:
-    """Gather rows, given as (pool, row in it), from pools with equal page sizes into one pool."""
+    """Gather rows, as pairs (index of a pool, row in it), from pools with equal page sizes into one pool."""
     devices = pools[0].devices
     if any(pool.devices != devices for pool in pools):
         raise ValueError("rows of a state on one mesh do not fit a state on another one; read both on the same.")
     if len(rows) % devices[0]:
         raise ValueError(
-            f"{len(rows)} rows whose heads have slots of their own cannot lie on data={devices[0]} devices, as many on "
-            f"each; take a multiple of {devices[0]} rows, or read these prompts on fewer devices along data."
+            f"{len(rows)} rows with separate slots for each head cannot be sharded over data={devices[0]} devices; "
+            f"take a multiple of {devices[0]} rows, or read these prompts on fewer devices along data."
         )
     layers, heads, here = len(pools[0].limit), pools[0].limit[0].shape[1] // devices[1], len(rows) // devices[0]
     tables = [tuple(on_host(x).reshape(*devices, -1) for x in (pool.owner, pool.first, pool.start)) for pool in pools]

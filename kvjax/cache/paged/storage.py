@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.evict import evicted_pairs
-from kvjax.cache.paged.candidates import NOBODY, Contest, better, lowest, owned, victim
+from kvjax.cache.paged.candidates import NO_SLOT, Candidates, better, lowest, owned, victim
 from kvjax.cache.paged.gather import gathered
 from kvjax.cache.paged.pages import Pages
 from kvjax.cache.paged.stats import PageAnswers, of_pages, page_answers
@@ -40,11 +40,11 @@ class Paged(Pages):
     ) -> tuple[Paged, Evicted]:
         """Write one new token per row into the lowest-ranked slot of each head; see `Dense.exchange`."""
         codec = policy.codec
-        pool, contest = self._shrunk(policy, config, layer, new, absorb)
+        pool, candidates = self._shrunk(policy, config, layer, new, absorb)
         heads = pool.heads(layer)
         state = heads.state.replace(codec=codec.begin(heads, new))
         pool = pool.put_state(layer, codec=state.codec)
-        slot = victim(contest, new)
+        slot = victim(candidates, new)
         added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": policy.slots(new, state)}
         added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
         taken = pool._taken(slot, absorb is not None)
@@ -71,15 +71,15 @@ class Paged(Pages):
         layer: int,
         new: New,
         absorb: Callable[[PyTree, Evicted], PyTree] | None,
-    ) -> tuple[Paged, Contest]:
+    ) -> tuple[Paged, Candidates]:
         """Evict tokens until each head must evict at most one more, and return the candidates for it."""
         start = self._contest(policy, layer, new)
         if not policy.may_shrink:
             return self, start
 
-        def leaving(contest: Contest) -> Int[Array, "b h"]:
-            slot = jnp.where(contest.surplus > 1, contest.weakest[2], NOBODY).reshape(new.k.shape[:2])
-            return jnp.where(new.valid[:, :1], slot, NOBODY)
+        def leaving(candidates: Candidates) -> Int[Array, "b h"]:
+            slot = jnp.where(candidates.surplus > 1, candidates.weakest[2], NO_SLOT).reshape(new.k.shape[:2])
+            return jnp.where(new.valid[:, :1], slot, NO_SLOT)
 
         # The loop carries only positions, the order of slots and states: XLA would copy a carried pool.
         def small(pool: Paged) -> tuple[PyTree, ...]:
@@ -90,7 +90,7 @@ class Paged(Pages):
             pool = self.replace(position=position, slots=self.slots.replace(codec=queue))
             return pool.put_state(layer, codec=codec, residual=residual)
 
-        def lose(carry: tuple[tuple[PyTree, ...], Contest]) -> tuple[tuple[PyTree, ...], Contest]:
+        def lose(carry: tuple[tuple[PyTree, ...], Candidates]) -> tuple[tuple[PyTree, ...], Candidates]:
             pool, slot = whole(*carry[0]), leaving(carry[1])
             taken, known = pool._taken(slot, absorb is not None), pool.state[layer]
             if absorb is not None:
@@ -101,10 +101,10 @@ class Paged(Pages):
                 pool = pool._requeued(policy, layer, new, taken, arrives=False)
             return small(pool), pool._contest(policy, layer, new)
 
-        after, contest = jax.lax.while_loop(
-            lambda carry: (leaving(carry[1]) < NOBODY).any(), lose, (small(self), start)
+        after, candidates = jax.lax.while_loop(
+            lambda carry: (leaving(carry[1]) < NO_SLOT).any(), lose, (small(self), start)
         )
-        return whole(*after), contest
+        return whole(*after), candidates
 
     def _taken(self, slot: Int[Array, "b h"], pairs: bool) -> Taken:
         flat, real = slot.reshape(-1), slot < self.position.size
@@ -131,7 +131,7 @@ class Paged(Pages):
         pool = self.replace(slots=self.slots.replace(codec=queue))
         return pool.put_state(layer, codec=codec.counted(known, new, left, arrives=arrives))
 
-    def _contest(self, policy: Policy, layer: int, new: New) -> Contest:
+    def _contest(self, policy: Policy, layer: int, new: New) -> Candidates:
         rows, heads = new.k.shape[:2]
         limit = slots.slots_at(policy, self.limit[layer], new).reshape(-1)
         quota = policy.protection.guard(self.without_tokens(layer), new).quota
@@ -158,15 +158,15 @@ class Paged(Pages):
         kind = jax.eval_shape(lambda: slots.rank(policy, *self.view(layer, new, 0, 1)[:2])).dtype
         nobody = (
             jnp.full(rows * heads, jnp.inf, kind),
-            jnp.full(rows * heads, NOBODY, jnp.int32),
-            jnp.full(rows * heads, NOBODY, jnp.int32),
+            jnp.full(rows * heads, NO_SLOT, jnp.int32),
+            jnp.full(rows * heads, NO_SLOT, jnp.int32),
         )
         none = jnp.zeros(rows * heads, jnp.int32)
         rest, weakest, count = self.over_pages(layer, look, (nobody, nobody, none))
         if quota is None:
-            return Contest(rest, weakest, none)
+            return Candidates(rest, weakest, none)
         if not quota.among_all:
-            return Contest(rest, weakest, count - quota.most.reshape(-1))
+            return Candidates(rest, weakest, count - quota.most.reshape(-1))
 
         def ahead(count: Array, at: Array, valid: Array) -> Array:
             view, seen, owner = self.view(layer, new, at, len(valid))
@@ -178,7 +178,7 @@ class Paged(Pages):
             return count + jnp.where(members, higher.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
 
         place = self.over_pages(layer, ahead, none) + 1
-        return Contest(rest, weakest, jnp.where(weakest[2] < NOBODY, place - quota.most.reshape(-1), 0))
+        return Candidates(rest, weakest, jnp.where(weakest[2] < NO_SLOT, place - quota.most.reshape(-1), 0))
 
     def _write_slots(self, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Paged:
         """Write one new entry per head into a slot; entries for slots out of bounds are dropped."""

@@ -151,7 +151,7 @@ def config_named(name: str) -> ModelConfig:
 
 
 def shaped_model(config: ModelConfig, dtype: DTypeLike, weights: Literal["int8"] | None, mesh: Mesh | None) -> Model:
-    """Return a model with shapes and shardings in place of weights, from which programs can be compiled but not run."""
+    """Return a model whose weights are only shapes and shardings, to compile programs without running them."""
     shapes = weight_shapes(config, dtype)
     shapes = rounded_shapes(shapes) if weights == "int8" else shapes
     devices = None if mesh is None else program_mesh(config, mesh)
@@ -169,9 +169,7 @@ def model_named(
     """Load a model, or make `synthetic`: 8 layers of width 1024 with four query heads per KV head."""
     if name == "synthetic":
         if revision is not None or weights is not None:
-            raise ValueError(
-                "--revision and --weights are of models that are loaded, not of synthetic; leave them out."
-            )
+            raise ValueError("--revision and --weights apply to loaded models, not to synthetic; leave them out.")
         made, devices = random_weights(SYNTHETIC, jax.random.key(0), jnp.dtype(dtype)), None
         if mesh is not None:
             devices = parse_mesh(mesh)
@@ -183,7 +181,7 @@ def model_named(
 def random_model(
     config: ModelConfig, dtype: str, weights: Literal["int8"] | None = None, mesh: Mesh | None = None
 ) -> Model:
-    """Return a model of random weights, drawn on their devices: on the host seven billion of them take minutes."""
+    """Return a model with random weights, drawn on the devices because drawing billions on the host takes minutes."""
     shaped = shaped_model(config, dtype, weights, mesh)
 
     @functools.partial(jax.jit, static_argnums=1)

@@ -17,7 +17,7 @@ from kvjax.models.checkpoints.saving import write_checkpoint
 
 
 def transformers_decoder(model: Model, tokens: Int[np.ndarray, "b n"], steps: int) -> Contender:
-    """Return a contender: greedy generation by transformers with the same weights, without the time of the prompt.
+    """Return a benchmark of greedy generation by transformers with the same weights, without the time of the prompt.
 
     Raises:
         ValueError: torch is not installed, or the model was not loaded from a directory and is not a plain Llama.
@@ -43,7 +43,7 @@ def transformers_decoder(model: Model, tokens: Int[np.ndarray, "b n"], steps: in
 
 
 def transformers_reader(model: Model, tokens: Int[np.ndarray, "b n"]) -> Contender:
-    """Return a contender: transformers reads a prompt with the same weights, and computes its last logits only.
+    """Return a benchmark of a prefill by transformers with the same weights, which computes only the last logits.
 
     Raises:
         ValueError: in the cases of `transformers_decoder`.

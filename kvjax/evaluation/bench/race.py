@@ -1,4 +1,4 @@
-"""Benchmarks of the speed and memory of policies, as contenders that are timed in turn."""
+"""Benchmarks of the speed and memory of policies, which are timed in turn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Carry = tuple[Cache, Int[Array, " b"]]
 
 @dataclasses.dataclass
 class Contender:
-    """One row of the table: a program that can be run repeatedly."""
+    """Benchmarked program: one row of the table."""
 
     name: str
     budget: str
@@ -45,7 +45,7 @@ class Contender:
 
 
 def race(contenders: list[Contender], repeats: int) -> None:
-    """Time all contenders in turn, which spreads noise evenly, after one warm-up run each."""
+    """Time all programs in turn, so that noise affects them equally, after one warm-up run each."""
     for contender in contenders:
         contender.run()
     for _ in range(repeats):
@@ -56,7 +56,7 @@ def race(contenders: list[Contender], repeats: int) -> None:
 
 
 def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray, steps: int) -> Contender:
-    """Return a contender that decodes some steps greedily in one program, after a prefilled prompt."""
+    """Return a benchmark of greedy decode steps in one program, after a prefilled prompt."""
     state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps)
 
     @jax.jit
@@ -80,7 +80,7 @@ def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.nd
 
 
 def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray) -> Contender:
-    """Return a contender that prefills a prompt, with the compiler's own figure for temporary memory."""
+    """Return a benchmark of a prefill, with the temporary memory that the compiler reports."""
 
     def run() -> tuple[Any, Float[Array, "b vocab"]]:
         state, logits = prefill(model, name, tokens, budget, max_new_tokens=64)

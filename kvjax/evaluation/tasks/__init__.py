@@ -1,1 +1,1 @@
-"""Tasks of `kvjax evaluate`, a module each, for any model, policy and budget."""
+"""Tasks of `kvjax evaluate`, one module per task, for any model, policy and budget."""

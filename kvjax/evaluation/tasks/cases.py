@@ -1,4 +1,4 @@
-"""Questions about a context with expected answers, and a reader of files of them."""
+"""Questions about a context with expected answers, and a reader for files of questions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Case:
         question: asked afterwards.
         answers: texts that an answer should contain.
         prefix: beginning of the answer, given to the model after the question; may be empty.
-        told: fields that results repeat.
+        told: fields that are copied to results.
     """
 
     context: str

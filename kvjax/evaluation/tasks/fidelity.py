@@ -34,7 +34,7 @@ class FidelityTask(Task):
         return texts.text_cells(model, options)
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-        """Measure means over the tokens after the prefix of each passage, all of which is read token by token.
+        """Measure means over the tokens after the prefix of each passage; the whole passage is read token by token.
 
         Raises:
             ValueError: the policy's attention rows cannot be compared, or it needs a prompt.

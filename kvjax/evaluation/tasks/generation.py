@@ -46,7 +46,7 @@ class GenerationTask(Task):
         return [{"file": options.file.stem, "content": content, "max_new_tokens": new} | qa.way(options)]
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-        """Return the scores of the answers, the answers and their cost; of several expected answers the best counts."""
+        """Return the scores of the answers, the answers and their cost; the best of several expected answers counts."""
         made = _cases(options.file)
         found, cost = qa.answers(model, options, entry, made, cell["max_new_tokens"])
         pairs = list(zip(found, made, strict=True))

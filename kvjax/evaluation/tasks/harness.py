@@ -23,15 +23,15 @@ class HarnessTask(Task):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of the task."""
         parser.add_argument(
-            "--tasks", required=True, help="of lm-evaluation-harness, and groups, as hellaswag,arc_easy"
+            "--tasks", required=True, help="tasks or groups of lm-evaluation-harness, such as hellaswag,arc_easy"
         )
         parser.add_argument(
-            "--limit", type=_limit, help="cases of each task, or below 1 the share of them (default: all)"
+            "--limit", type=_limit, help="cases of each task, or a fraction of them below 1 (default: all)"
         )
-        parser.add_argument("--num-fewshot", type=int, help="examples before each case (default: what the task says)")
-        parser.add_argument("--include-path", type=Path, metavar="DIR", help="where tasks of your own are, as YAML")
-        parser.add_argument("--chat", action="store_true", help="contexts are turns, by the model's chat template")
-        parser.add_argument("--batch-size", type=int, default=8, help="requests at once")
+        parser.add_argument("--num-fewshot", type=int, help="examples before each case (default: the task's)")
+        parser.add_argument("--include-path", type=Path, metavar="DIR", help="directory with your own tasks in YAML")
+        parser.add_argument("--chat", action="store_true", help="apply the model's chat template to contexts")
+        parser.add_argument("--batch-size", type=int, default=8, help="requests per batch")
 
     def check(self, options: argparse.Namespace) -> None:
         """Refuse missing packages, unknown tasks and numbers out of range.
@@ -58,7 +58,7 @@ class HarnessTask(Task):
         return [{"task": name} | common for name in options.tasks.split(",")]
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-        """Return the task's metrics with standard errors, those of a group's tasks, and the cost.
+        """Return the metrics of the task, and of all tasks if it is a group, with standard errors and the cost.
 
         Raises:
             ValueError: the task needs something that the adapter does not support.

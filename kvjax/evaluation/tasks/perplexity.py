@@ -28,7 +28,7 @@ class PerplexityTask(Task):
         """Add the options of the task."""
         texts.add_text_options(parser)
         parser.add_argument(
-            "--masked", choices=MASKS, help="mask whole texts as LESS's harness does, and evict nothing"
+            "--masked", choices=MASKS, help="mask evicted tokens out of whole texts, as LESS's harness does"
         )
 
     def check(self, options: argparse.Namespace) -> None:

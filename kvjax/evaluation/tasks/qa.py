@@ -21,18 +21,18 @@ from kvjax.utils.compilation import temporary_bytes
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that tasks with questions share."""
-    parser.add_argument("--chat", action="store_true", help="context and question are a user's turn")
-    parser.add_argument("--system", help="the turn before it (default: what the model's chat template has there)")
-    parser.add_argument("--query-aware", action="store_true", help="the question is read before eviction, too")
-    parser.add_argument("--max-new-tokens", type=int, help="of an answer (default: what the task needs)")
-    parser.add_argument("--batch-size", type=int, default=8, help="contexts at once")
+    parser.add_argument("--chat", action="store_true", help="ask context and question as a user turn")
+    parser.add_argument("--system", help="system prompt (default: the chat template's)")
+    parser.add_argument("--query-aware", action="store_true", help="read the question before eviction, too")
+    parser.add_argument("--max-new-tokens", type=int, help="maximum tokens of an answer (default: the task's)")
+    parser.add_argument("--batch-size", type=int, default=8, help="contexts per batch")
 
 
 def check_question_options(options: argparse.Namespace) -> None:
     """Refuse options that no model supports.
 
     Raises:
-        ValueError: a number is below 1, or there is a system's turn without a chat.
+        ValueError: a number is below 1, or there is a system prompt without `--chat`.
     """
     for name in ("batch_size", "max_new_tokens"):
         if (given := getattr(options, name)) is not None and given < 1:
@@ -47,7 +47,7 @@ def way(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def encoded(model: Model, options: argparse.Namespace, case: Case) -> tuple[list[int], list[int]]:
-    """Encode a context, as it begins a text or a turn, and its question with the beginning of the answer."""
+    """Encode a context as the beginning of a text or turn, and its question with the beginning of the answer."""
     if not options.chat:
         return encode(model, case.context), token_ids(model, case.asked, begins=False)
     context, (question,) = encode_questions(model, case.context, [case.question], chat=True, system=options.system)

@@ -26,12 +26,16 @@ class RetrievalTask(Task):
         """Add the options of the task."""
         told = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
         parser.add_argument("--families", default=",".join(FAMILIES), help=told)
-        parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens of question and answer, too")
-        parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="of needles that have one")
-        parser.add_argument("--hay", choices=HAYS, help="what needles are hidden in (default: the family's own)")
-        parser.add_argument("--text", type=Path, metavar="FILE", help="for --hay essay")
-        parser.add_argument("--cases", type=int, default=8, help="of each family, length and depth")
-        parser.add_argument("--seed", type=int, default=0, help="of the cases")
+        parser.add_argument(
+            "--lengths", type=int, nargs="+", default=[1024], help="lengths in tokens, including the question"
+        )
+        parser.add_argument(
+            "--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="depths of needles, from 0.0 to 1.0"
+        )
+        parser.add_argument("--hay", choices=HAYS, help="text around the needles (default: the family's)")
+        parser.add_argument("--text", type=Path, metavar="FILE", help="text file for --hay essay")
+        parser.add_argument("--cases", type=int, default=8, help="cases per family, length and depth")
+        parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
         qa.add_question_options(parser)
 
     def check(self, options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ def string_match(answer: str, answers: Sequence[str], every: bool = True) -> flo
     share of characters that match instead, and does not define which characters match.
 
     Args:
-        answer: of a model.
+        answer: answer of a model.
         answers: expected texts, at least one, none of them empty.
         every: True if all are expected, False if any is enough.
 
@@ -39,7 +39,7 @@ def exact_match(answer: str, answers: Sequence[str]) -> float:
     This is SQuAD's exact match (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1).
 
     Args:
-        answer: of a model.
+        answer: answer of a model.
         answers: expected texts, of which any will do; at least one, none of them empty.
 
     Raises:
@@ -56,7 +56,7 @@ def f1(answer: str, answers: Sequence[str]) -> float:
     they occur, after the normalisation of `exact_match`. A text without words agrees only with another such text.
 
     Args:
-        answer: of a model.
+        answer: answer of a model.
         answers: expected texts, of which any will do; at least one, none of them empty.
 
     Raises:
@@ -70,7 +70,7 @@ def rouge(answer: str, reference: str) -> dict[str, float]:
     """Return F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) by the package rouge-score, with stemming.
 
     Args:
-        answer: of a model.
+        answer: answer of a model.
         reference: the expected text.
 
     Returns:

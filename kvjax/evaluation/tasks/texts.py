@@ -1,4 +1,4 @@
-"""Passages of files that tasks read, each with a share that is the prompt."""
+"""Passages of text files for tasks, of which a given fraction is the prompt."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def add_text_options(
     parser.add_argument("--rows", type=int, default=rows, help=f"passages of each text (default: {rows})")
     tokens = f"tokens of each passage (default: {', '.join(map(str, lengths))})"
     parser.add_argument("--lengths", type=int, nargs="+", default=list(lengths), help=tokens)
-    parser.add_argument("--prefix", type=float, default=0.5, help="share of a passage that is read as a prompt")
+    parser.add_argument("--prefix", type=float, default=0.5, help="fraction of a passage that is read as a prompt")
 
 
 def check_text_options(options: argparse.Namespace) -> None:
     """Refuse options that no model supports.
 
     Raises:
-        ValueError: a text is not a file, there is nothing to predict, or the prefix is not a share.
+        ValueError: a text is not a file, there is nothing to predict, or the prefix is not a fraction.
     """
     for length in options.lengths:
         check_texts(options.text, options.rows, length)

@@ -56,13 +56,13 @@ class Settings:
     """Model, policy and training that kernels were made for.
 
     Args:
-        model: its name.
-        fingerprint: of its shape and weights, see `fingerprint`.
+        model: name of the model.
+        fingerprint: hash of the model's shape and weights, see `fingerprint`.
         policy: registered name of the base policy.
-        policy_settings: its settings.
-        budget: slots, or fraction of the model's longest text, that they were trained at; they may serve at another.
+        policy_settings: settings of the base policy.
+        budget: slots, or fraction of the model's longest text, of the training; kernels may be used at other budgets.
         features, hidden, literal: as in `init_kernels`.
-        training: whatever else is worth keeping of how they were made.
+        training: further settings of the training.
     """
 
     model: str
@@ -121,7 +121,7 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
         policy: registered name of the base policy.
 
     Raises:
-        ValueError: there are none, they are damaged, or they were made for another model, policy or shape.
+        ValueError: there are no kernels, they are damaged, or they were trained for another model, policy or shape.
     """
     import orbax.checkpoint as ocp
 
@@ -139,10 +139,10 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
 
 
 def check_fits(settings: Settings, model: LanguageModel, policy: str, where: str) -> None:
-    """Refuse kernels that were made for another model or policy.
+    """Refuse kernels that were trained for another model or policy.
 
     Raises:
-        ValueError: they do not fit; the message names both models or both policies.
+        ValueError: the model or the policy differs; the message names both.
     """
     mine = fingerprint(model)
     if settings.fingerprint != mine:
@@ -188,11 +188,12 @@ def find(checkpoint: str, policy: str) -> list[Path]:
     """Find directories of kernels.
 
     Args:
-        checkpoint: a directory, or the name of shipped kernels; empty for all that are shipped for the policy.
+        checkpoint: a directory, or the name of kernels in the package; empty for all kernels in the package for the
+            policy.
         policy: registered name of the base policy.
 
     Returns:
-        One directory, or all of the policy's, from the smallest budget to the largest.
+        One directory, or all of the policy's directories, from the smallest budget to the largest.
 
     Raises:
         ValueError: there are none.

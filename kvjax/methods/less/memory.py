@@ -42,24 +42,24 @@ class LowRankMemory(Residual, interface=True):
         a = \frac{\phi(q) H + \exp(q K^\top / \sqrt d) V}{\phi(q) z^\top + \exp(q K^\top / \sqrt d) 1} \quad
         \text{(eq. 3)}
 
-    computed as one more part of the attention, with log mass log(phi z), to prevent overflow. Kernels take keys and
-    queries rotated by their original positions.
+    computed by merging a partial attention with log-sum-exp log(phi z), which prevents overflow. The inputs of phi and
+    psi are rotated by their original positions.
 
     From: LESS, arXiv 2402.09398, Algorithm 1.
 
-    When: with small budgets, where it gives back most: 23.8 in perplexity becomes 21.2 over `h2o` with 5% of the
-    slots and 28.2 becomes 25.4 over `tova`, each with kernels of its own (SmolLM2 on WikiText-2).
+    When: with small budgets, where it recovers most: with 5% of the slots, perplexity falls from 23.8 to 21.2 over
+    `h2o` and from 28.2 to 25.4 over `tova`, each with kernels trained for it (SmolLM2 on WikiText-2).
 
     Args:
-        checkpoint: directory of kernels from `kvjax train_less`, or the name of shipped ones; empty for those that
-            are shipped for the base policy, trained at the budget nearest to the one in use.
+        checkpoint: directory of kernels from `kvjax train_less`, or the name of kernels in the package. If empty, those
+            in the package for the base policy that were trained at the nearest budget.
         kernels: `learned`, or `performer` for untrained random features; or arrays of `init_kernels`.
-        features: R; 0 for that of the checkpoint, 8 for `performer`.
-        kernel_seed: of the random features.
+        features: R, number of features; 0 for the checkpoint's R, and for 8 with `performer`.
+        kernel_seed: seed of the random features.
         base: registered name of the policy that evicts.
-        layers: the kernels of each layer, made by `bind`; in a layer those of its own.
-        trained: once bound, by slots and fraction of the model's longest text: all kernels among which the budget
-            chooses.
+        layers: kernels of each layer, set by `bind`; after `layer`, those of one layer.
+        trained: after `bind`, all kernels from which the budget selects, by slots and fraction of the model's longest
+            text.
     """
 
     of_heads = ("layers",)

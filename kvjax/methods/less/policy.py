@@ -1,4 +1,4 @@
-"""Policies over another one: LESS, and more slots for the same memory."""
+"""Policies over another one: LESS, and a control with more slots for the same memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def less(
     kernel_seed: int = LowRankMemory.kernel_seed,
     **settings: Any,
 ) -> Policy:
-    """Any policy, whose evicted pairs stay in R x d + R numbers per KV head; further settings are the base's.
+    """Any policy, with evicted pairs accumulated in R x d + R numbers per KV head; further settings are the base's.
 
-    When: with a small budget and kernels trained for the model: over `h2o` 23.8 in perplexity becomes 21.2 with 5% of
-    the slots, 49.5 becomes 32.1 with 2% (SmolLM2 on WikiText-2); with half of them there is nothing left to gain.
+    When: with a small budget and kernels trained for the model. Over `h2o`, perplexity falls from 23.8 to 21.2 with 5%
+    of the slots and from 49.5 to 32.1 with 2% (SmolLM2 on WikiText-2). With half of the slots it gains nothing.
 
     Args:
-        base: the policy that evicts, by name or made.
+        base: the policy that evicts: a name or a `Policy`.
     """
     chosen = base_policy(base, settings)
     memory = dict(checkpoint=checkpoint, kernels=kernels, features=features, kernel_seed=kernel_seed)
@@ -41,12 +41,12 @@ def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: 
 
     .. math:: C^+ = C + R / 2
 
-    When: as the control for `less` at equal memory. With 5 and 10% of the slots these close 2 to 8% of the distance
-    to the full cache, LESS's kernels 32 to 59% (embedded model).
+    When: as the control for `less` at equal memory. With 5 and 10% of the slots, the extra slots close 2 to 8% of the
+    gap to the full cache, and LESS's kernels 32 to 59% (embedded model).
 
     Args:
-        base: the policy that evicts, by name or made.
-        features: R, an even number from 2.
+        base: the policy that evicts: a name or a `Policy`.
+        features: R, an even number, at least 2.
     """
     even = isinstance(features, int) and features >= 2 and features % 2 == 0
     check(even, "features", features, "an even number from 2")

@@ -45,7 +45,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         def _get(self, offset: int, dtype: DTypeLike, count: int = 1, *order: Any, **more: Any) -> np.ndarray:
             # Slices beyond the end of a file are empty, and a damaged header may ask for a list of 2^60 of them.
             if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.nbytes:
-                raise ValueError("it ends within what its header describes")
+                raise ValueError("it ends before the data that its header describes")
             return super()._get(offset, dtype, count, *order, **more)
 
     try:

@@ -128,6 +128,6 @@ def _rope(header: Header, head_width: int) -> Settings:
             rope["attention_factor"] = multiplier * (1 + 0.1 * math.log(rope["factor"]))
     elif multiplier != 1 and kind != "longrope" and not header.factors:
         raise LoadError(
-            f"metadata {header.name}.rope.scaling.attn_factor ({multiplier}) is supported of yarn and longrope alone."
+            f"metadata {header.name}.rope.scaling.attn_factor ({multiplier}) is supported only for yarn and longrope."
         )
     return rope

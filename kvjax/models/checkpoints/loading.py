@@ -47,7 +47,7 @@ class Checkpoint:
     Args:
         weights: pytree of arrays of one dtype, except the 8-bit weights of linear maps and their scales.
         config: the model's configuration.
-        name: name or path that was asked for.
+        name: name or path that the caller requested.
         settings: content of its config.json, or the equivalent of one.
         place: the directory of its files, including those of the tokenizer, or the GGUF file.
         metadata: metadata of the GGUF file, which contains the tokenizer; None for a directory.
@@ -96,7 +96,7 @@ def read_checkpoint(
         raise LoadError(f"{file}: {error}") from None
     family, config = _read_config(settings, file)
     if settings is not given:
-        warnings.warn(f"{file}: of {given['model_type']} the text half alone is read, without its tower.", stacklevel=3)
+        warnings.warn(f"{file}: only the text half of {given['model_type']} is loaded.", stacklevel=3)
     generation = place / "generation_config.json"
     if generation.exists() and (eos := special_token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)

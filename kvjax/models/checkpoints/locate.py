@@ -1,4 +1,4 @@
-"""Location of checkpoints: in this package, in another one, on this machine, or on the Hugging Face hub."""
+"""Location of checkpoints: in kvjax, in another package, on this machine, or on the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Origins of weights: the stored tensors of each leaf, in whichever layout a checkpoint has."""
+"""Origins of weights: the stored tensors of each leaf, in the layout of the checkpoint."""
 
 from __future__ import annotations
 

@@ -113,9 +113,9 @@ def of_scales(
 
     Args:
         codes: numbers of 8 bits.
-        scales: of each block.
+        scales: scales of each block.
         sizes: rows and columns of a block; the last blocks may have fewer.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     out, into = codes.shape
     whole, step = np.empty(codes.shape, dtype), max(1, 128 // sizes[0]) * sizes[0]

@@ -51,7 +51,7 @@ def _real(least: float, most: float, above: bool = False) -> Check:
 
 
 def _only(*values: Any) -> Check:
-    """Return a check for an unsupported field, which accepts only the given values without an effect."""
+    """Return a check for an unsupported field, which accepts only the given values and ignores them."""
 
     def check(name: str, value: Any) -> Any:
         if not any(type(value) is type(each) and value == each for each in values):

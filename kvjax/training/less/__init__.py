@@ -1,1 +1,1 @@
-"""Training of LESS kernels, which recover the attention that eviction takes from a frozen model."""
+"""Training of LESS kernels, which recover the attention that a frozen model loses to eviction."""

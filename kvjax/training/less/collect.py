@@ -31,11 +31,11 @@ def check_policy(policy: Policy, mask: str) -> None:
     name = name_of(policy)
     check_mask(policy, mask)
     if policy.plan.sizing.mode == "unbounded":
-        raise ValueError(f"policy {name!r} evicts nothing, so that there is nothing to learn; choose one that does.")
+        raise ValueError(f"policy {name!r} evicts nothing, so kernels cannot learn anything; choose one that evicts.")
     if policy.may_shrink:
-        raise ValueError(f"policy {name!r} lets several tokens go in one step; set its slots to stay the same.")
+        raise ValueError(f"policy {name!r} may evict several tokens in one step; use a plan with constant slots.")
     if policy.residual is not None:
-        raise ValueError(f"policy {name!r} is what the kernels are for; give the policy that it wraps, such as h2o.")
+        raise ValueError(f"policy {name!r} already uses kernels; give the policy that it wraps, such as h2o.")
     if policy.selection is not None:
         raise ValueError(f"policy {name!r} reads only some of the tokens that it holds; leave the selection out.")
 
@@ -127,7 +127,7 @@ def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed:
         files: UTF-8 texts.
         texts: number of passages.
         length: tokens per passage.
-        seed: of the places.
+        seed: seed of the places.
 
     Raises:
         ValueError: a file is missing, not text, or shorter than a passage.

@@ -34,11 +34,11 @@ def held_out_errors(
 
     Args:
         model: the frozen model.
-        features: of all texts.
+        features: features of all texts.
         training: the completed training.
-        recipe: of the training.
+        recipe: settings of the training.
         dtype: dtype of the stored kernels.
-        mesh: of the training, see `training_mesh`.
+        mesh: mesh of the training, see `training_mesh`.
     """
     held = split_texts(features.q.shape[1], recipe)[1]
     mesh = training_mesh(model.config, mesh)

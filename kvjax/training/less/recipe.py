@@ -19,7 +19,7 @@ class Recipe:
         rate: initial learning rate of Adam.
         halve_every: epochs after which the rate is halved.
         held_out: fraction of the texts that are held out to choose the best epoch of each layer.
-        seed: of kernels, order and dropout.
+        seed: seed of kernels, order and dropout.
 
     Raises:
         ValueError: a setting is out of range.

@@ -42,12 +42,12 @@ def check_mask(policy: Policy, mask: str) -> None:
         raise ValueError(f"mask={mask!r} is not one of {', '.join(MASKS)}.")
     if mask == "full-softmax" and isinstance(policy.score, LastQueries | WindowAttention):
         raise ValueError(
-            f"mask='full-softmax' needs attention as it was when it was paid, policy {name!r} sums it anew over what "
-            "is held; set mask=decode, or window=running for lightkv."
+            f"mask='full-softmax' needs the attention of each query at its own step, but policy {name!r} recomputes "
+            "it over the cached tokens; set mask=decode, or window=running for lightkv."
         )
     if mask == "full-softmax" and policy.codec.positions != "original":
         raise ValueError(
-            f"mask='full-softmax' needs the logits of the full cache, policy {name!r} sees positions in its own; "
+            f"mask='full-softmax' needs the logits of the full cache, but policy {name!r} has cache positions; "
             "set positions=original or mask=decode."
         )
 
@@ -114,7 +114,7 @@ def record(
     """Run the frozen model over texts, and replay eviction on its queries, keys and values token by token.
 
     Args:
-        weights: of the model.
+        weights: weights of the model.
         policy: the policy that evicts, bound to the model.
         tokens: ids [b, n] without padding.
         seed: seeds of the policy, uint32 [b].
@@ -202,7 +202,7 @@ def replay(
     """Replay one layer of a decode step on given queries, keys and values.
 
     Args:
-        config: of the layer.
+        config: configuration of the layer.
         policy: the layer's policy.
         mask: see `record`.
         storage: before the step.

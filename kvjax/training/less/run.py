@@ -56,7 +56,7 @@ def train_kernels(
         length: tokens per passage.
         plan: allocation of the budget to the layers.
         mask: attention that the policy sees, see `record`.
-        save_dtype: of the kernels on disk.
+        save_dtype: dtype of the kernels on disk.
         keep_features: keep the collected features on disk.
         mesh: devices that train, see `training_mesh`; a run may continue on others. Texts are read on one device.
 
@@ -68,7 +68,7 @@ def train_kernels(
     check_batch(recipe.batch, mesh)
     run, name = out / "training", methods.name_of(policy)
     if (out / "settings.json").exists() and not (run / "settings.json").exists():
-        raise ValueError(f"{out} holds kernels of which the run is gone; give another --out.")
+        raise ValueError(f"{out} holds kernels without their training run; give another --out.")
     asked = {
         "model": checkpoint.fingerprint(model),
         "dtype": str(model.weights.dtype),
@@ -88,7 +88,7 @@ def train_kernels(
         made = checkpoint.read_settings(out).training
         if made["epochs"] >= recipe.epochs:
             print(error_table(made["errors"]))
-            print(f"{out} holds these kernels already, of {made['epochs']} epochs.")
+            print(f"{out} already has these kernels, after {made['epochs']} epochs.")
             return
     began = time.monotonic()
     tokens = sample_texts(model, texts, sequences, length, recipe.seed)

@@ -57,7 +57,7 @@ def check_batch(batch: int, mesh: Mesh | None) -> None:
     along = 1 if mesh is None else mesh.shape.get(DATA, 1)
     if batch % along:
         raise ValueError(
-            f"batch={batch} texts do not lie evenly along data={along}; use batch={-(-batch // along) * along}."
+            f"batch={batch} texts cannot be sharded evenly over data={along}; use batch={-(-batch // along) * along}."
         )
 
 
@@ -153,7 +153,7 @@ def mean_error(
 
     Args:
         params: stacked kernels; None for the policy alone.
-        features: of all texts.
+        features: features of all texts.
         texts: indices of the texts to use.
         projection: see `output_projections`.
         recipe: the kernels' shape.
@@ -220,7 +220,7 @@ def train(
     Args:
         model: the frozen model.
         features: from `collect`.
-        directory: of the run's checkpoints.
+        directory: directory of the run's checkpoints.
         recipe: the training settings.
         mesh: devices, see `training_mesh`.
         epochs: stop after this many; the run can be resumed later. None for the recipe's.

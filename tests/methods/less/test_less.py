@@ -252,7 +252,7 @@ def test_settings_go_to_the_residual_or_to_the_base() -> None:
     assert kvjax.policy("h2o", **{"residual.kernels": kernels}).residual == LowRankMemory(layers=kernels)
     with pytest.raises(ValueError, match=r"'less' has no setting 'noise'; it takes checkpoint, kernels"):
         _policy("h2o", {"residual.noise": 1})
-    with pytest.raises(ValueError, match=r"residual\.features is no setting beside a residual that is made"):
+    with pytest.raises(ValueError, match=r"residual\.features cannot be set for a residual that is an instance"):
         _policy("h2o", {"residual": LowRankMemory(), "residual.features": 4})
     for wrong, name in (({"noise": 1}, "noise"), ({"kernels": "magic"}, "magic"), ({"base": "nobody"}, "nobody")):
         with pytest.raises(ValueError, match=name):

@@ -328,7 +328,7 @@ def test_every_kind_that_can_be_dequantised(kind: Any, tmp_path: Path) -> None:
         ("attention.scale", 0.1, r"metadata llama\.attention\.scale \(0\.1\d*\) is not supported"),
         ("attention.value_length", 8, r"attention\.value_length is 8, but the tensors' heads have"),
         ("rope.scaling.yarn_log_multiplier", 0.5, r"yarn_log_multiplier \(0\.5\) is not supported"),
-        ("rope.scaling.attn_factor", 1.5, r"attn_factor \(1\.5\) is supported of yarn and longrope alone"),
+        ("rope.scaling.attn_factor", 1.5, r"attn_factor \(1\.5\) is supported only for yarn and longrope"),
         ("final_logit_softcapping", 30.0, r"final_logit_softcapping \(30\.0\) is not supported"),
         ("nobody.knows", 2, r"metadata llama\.nobody\.knows \(2\) is not supported"),
     ],
@@ -543,7 +543,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     listed = key + kinds + struct.pack("<Q", 3)
     assert listed in file.read_bytes()
     file.write_bytes(file.read_bytes().replace(listed, key + kinds + struct.pack("<Q", 2**60)))
-    refused(file, r"model\.gguf is truncated or not a GGUF file \(ValueError: it ends within what its header")
+    refused(file, r"model\.gguf is truncated or not a GGUF file \(ValueError: it ends before the data that its header")
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     refused(file, r"model\.gguf is truncated or not a GGUF file")
 

@@ -277,14 +277,14 @@ def test_more_epochs_go_on_and_the_last_line_serves(
 
     run("more", 1)
     *_, line = run("more", 2)
-    assert "already, of 2 epochs" in run("more", 1)[-2]
+    assert "already has these kernels, after 2 epochs" in run("more", 1)[-2]
     run("whole", 2)
     more, whole = tmp_path / "more", tmp_path / "whole"
     assert (more / "losses.csv").read_text() == (whole / "losses.csv").read_text()
     model = kvjax.load("tiny")
     kernels = [checkpoint.load(directory, model, "LongValues")[0] for directory in (more, whole)]
     jax.tree.map(np.testing.assert_array_equal, *kernels)
-    command, generate, *words = shlex.split(line.removeprefix("they serve with: "))
+    command, generate, *words = shlex.split(line.removeprefix("use them with: "))
     assert (command, generate) == ("kvjax", "generate")
     assert main.main(["generate", *words, "--max-new-tokens", "4"]) == 0
     assert "less kept 4 of 4" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Drafts of cases: their settings, the random texts in them, and a context that takes any amount of hay."""
+"""Drafts of cases: their settings, their random texts, and a context for any amount of hay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A case before its amount of hay is chosen.
+    """Case without its final amount of hay.
 
     Args:
         context: returns the context with a number of units of hay; more units never give fewer tokens.
@@ -54,7 +54,7 @@ class CaseRequest:
     """Settings of a draft; `cases` explains the fields.
 
     Args:
-        words: of the text.
+        words: words of the text.
         needles: 1 if the family has a fixed number.
     """
 
@@ -115,4 +115,4 @@ class Draws:
             if (made := draw(self.rng)) not in self._used:
                 self._used.add(made)
                 return made
-        raise ValueError(f"{len(self._used)} keys and values are all there are of their kind; ask for uuids.")
+        raise ValueError(f"{len(self._used)} different keys and values of this kind do not exist; ask for uuids.")

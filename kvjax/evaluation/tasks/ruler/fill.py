@@ -36,8 +36,8 @@ def cases(
             chat template are added to them.
         family: one of `FAMILIES`.
         length: maximum tokens of context, question and prefix; they take at least nine tenths of it.
-        depth: place of the needle, as the share of hay before it from 0.0 to 1.0, in an essay at the nearest end of a
-            sentence; None for a family whose needles have random places, or that has none.
+        depth: place of the needle as the fraction of hay before it, 0.0 to 1.0, rounded to the end of a sentence in an
+            essay; None for a family without needles or with needles at random places.
         count: cases, at least 1.
         seed: at least 0.
         hay: one of `HAYS`, or None for the family's default, or for an essay if a text is given.
