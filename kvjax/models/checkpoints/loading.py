@@ -23,6 +23,7 @@ from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
 from kvjax.models.checkpoints.origins import find_origins, spellings
+from kvjax.models.checkpoints.packed import unpacked
 from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.config import ModelConfig
@@ -103,6 +104,7 @@ def read_checkpoint(
     stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
     if (quantization := read_quantization(settings)) is not None:
         stored = decoded(stored, quantization)
+        stored = stored if quantization.packing is None else unpacked(stored, quantization.packing)
         settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     made, found = _read_weights(stored, family, config, wanted, int8, mesh)
     if found.tied != config.tied:

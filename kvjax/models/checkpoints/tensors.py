@@ -23,6 +23,7 @@ _CODES: Mapping[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "I32": np.dtype(np.int32),
 }
 
 
@@ -39,7 +40,7 @@ class Tensor:
         place: function from a dtype and a sharding to the tensor on devices, reading only the shards needed here;
             None for formats without such reads.
         kind: type in a safetensors file.
-        codes: function that reads numbers of 8 bits as they are; None for other types.
+        codes: function that reads integers and numbers of 8 bits as they are; None for other types.
     """
 
     file: Path
@@ -105,7 +106,7 @@ def read_safetensors(directory: Path) -> Stored:
                     )
                 header = opened.get_slice(name)
                 shape, kind = tuple(header.get_shape()), header.get_dtype()
-                size = math.prod(shape) * _SIZES.get(kind, 1)
+                size = math.prod(shape) * (_CODES[kind].itemsize if kind in _CODES else _SIZES.get(kind, 1))
                 place = functools.partial(_place, file, name, kind)
                 read = functools.partial(_read, file, name, kind)
                 codes = functools.partial(_codes, file, name, _CODES[kind]) if kind in _CODES else None
@@ -133,7 +134,7 @@ def _codes(file: Path, name: str, dtype: np.dtype) -> np.ndarray:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))[name]
     start, end = header["data_offsets"]
-    return np.fromfile(file, dtype, end - start, offset=8 + length + start).reshape(header["shape"])
+    return np.fromfile(file, dtype, (end - start) // dtype.itemsize, offset=8 + length + start).reshape(header["shape"])
 
 
 def _place(file: Path, name: str, kind: str, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:

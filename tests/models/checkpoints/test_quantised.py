@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,15 +133,79 @@ def test_weights_of_8_bits(kind: str, tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, kvjax.load(tmp_path / "out").weights, whole.weights)
 
 
+def words(numbers: np.ndarray, bits: int, axis: int, order: Sequence[int] | None = None) -> np.ndarray:
+    """Integers in words of 32 bits along an axis, the first in the lowest bits unless there is another order."""
+    count = 32 // bits
+    numbers = np.moveaxis(numbers, axis, -1)
+    made = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // count), np.int64)
+    for word, place in np.ndindex(made.shape[-1], count):
+        which = place if order is None else order[place]
+        made[..., word] |= numbers[..., word * count + which].astype(np.int64) << (bits * place)
+    return np.ascontiguousarray(np.moveaxis(made.astype(np.uint32).view(np.int32), -1, axis))
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "GEMM"}
+
+
+@pytest.mark.parametrize(
+    ("config", "offset", "ordered"),
+    [
+        (GPTQ, 1, False),
+        (GPTQ | {"desc_act": True, "dynamic": {"-:.*lm_head": {}}}, 1, True),
+        (GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"}, 0, False),
+        (GPTQ | {"bits": 2}, 1, False),
+        (AWQ, None, False),
+    ],
+    ids=["gptq", "gptq by activations", "gptq_v2 of 8 bits", "gptq of 2 bits", "awq"],
+)
+def test_packed_weights(config: dict[str, Any], offset: int | None, ordered: bool, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    random_checkpoint("qwen3", tmp_path)
+    tensors, rng, bits = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0), config["bits"]
+    compact = dict(tensors)
+    for name in [name for name in tensors if "_proj.weight" in name]:
+        (out, into), module = compact.pop(name).shape, name.removesuffix("weight")
+        numbers, zeros = rng.integers(0, 2**bits, (into, out)), rng.integers(0, 2**bits, (into // 16, out))
+        scales = rng.uniform(0.01, 0.02, zeros.shape).astype(np.float16)
+        group = rng.permutation(into) // 16 if ordered else np.arange(into) // 16
+        if offset is None:  # AWQ's words hold eight outputs, the even ones before the odd ones
+            order = (0, 2, 4, 6, 1, 3, 5, 7)
+            compact[f"{module}qweight"], compact[f"{module}qzeros"] = (
+                words(numbers, 4, 1, order),
+                words(zeros, 4, 1, order),
+            )
+        else:
+            compact[f"{module}qweight"] = words(numbers, bits, 0)
+            compact[f"{module}qzeros"] = words((zeros - offset) % 2**bits, bits, 1)
+            compact[f"{module}g_idx"] = group.astype(np.int32)
+        compact[f"{module}scales"] = scales
+        tensors[name] = ((numbers - zeros[group]) * scales.astype(np.float32)[group]).T.astype(np.float32).copy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    whole = kvjax.load(tmp_path)
+    quantise(tmp_path, config, compact)
+    jax.tree.map(np.testing.assert_array_equal, kvjax.load(tmp_path).weights, whole.weights)
+
+    zeros = compact.pop("model.layers.1.mlp.up_proj.qzeros")
+    quantise(tmp_path, config, compact)
+    with pytest.raises(LoadError, match=r"up_proj\.qweight has no model\.layers\.1\.mlp\.up_proj\.qzeros beside it"):
+        kvjax.load(tmp_path)
+    compact["model.layers.1.mlp.up_proj.qzeros"] = zeros[:-1].copy()
+    quantise(tmp_path, config, compact)
+    with pytest.raises(LoadError, match=rf"shapes of model\.layers\.1\.mlp\.up_proj do not fit {bits} bits"):
+        kvjax.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (
-            {"quant_method": "gptq", "bits": 4},
-            r"quant_method 'gptq' \(4 bits\) is not supported; kvjax reads fp8",
-        ),
-        ({"quant_method": "awq", "bits": 4}, r"quant_method 'awq' \(4 bits\) is not supported"),
-        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported"),
+        (GPTQ | {"bits": 3}, "gptq of 3 bits is not supported; kvjax reads fp8"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "gptq in checkpoint_format 'marlin' and pack_dtype 'int32' is not"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16' is not supported"),
+        (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, r"modules differ \(dynamic '\+:\.\*down'\) is not supported"),
+        (AWQ | {"bits": 3}, "awq of 3 bits is not supported"),
+        (AWQ | {"version": "gemv"}, "awq of version 'gemv' and zero_point True is not supported"),
+        ({"quant_method": "bitsandbytes", "bits": 4}, r"quant_method 'bitsandbytes' \(4 bits\) is not supported"),
         ({"bits": 4}, r"quant_method None \(4 bits\) is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, r"blocks of \[0, 128\] is not supported"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "format 'pack-quantized' is not"),
