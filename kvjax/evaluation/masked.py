@@ -107,7 +107,7 @@ def replayed(
     """Run whole texts through all layers, and replay a policy over the queries, keys and values of each.
 
     Args:
-        state: state that has read nothing.
+        state: empty state.
         tokens: ids.
         mask: see `record`.
         look: called after every step of a layer, to update its result.

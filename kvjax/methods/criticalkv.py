@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 BLOCK = 128
-"""Tokens whose projected values are in memory at a time."""
+"""Number of tokens whose projected values are in memory at a time."""
 
 
 @struct.dataclass

@@ -258,9 +258,9 @@ class Windows(NamedTuple):
     """Boundaries of the windows of alpha queries in a text."""
 
     prompt_end: Int[Array, "b h"]
-    """Where one of them ends: with the first text that was given; -1 before there is any."""
+    """End of one window: the end of the first prompt; -1 before any prompt."""
     newest: Int[Array, "b h"]
-    """The one that is being filled, counted from there."""
+    """Number of the current window, counted from that end."""
 
 
 @struct.dataclass
