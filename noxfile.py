@@ -1,6 +1,6 @@
 """Checks for contributors and CI, by name: `nox -s lint`. `nox --list` describes each session.
 
-Sessions of the checkout itself run in the environment that nox is installed in; others make one of their own.
+Sessions on the checkout run in nox's own environment; the others create separate environments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def run(session: nox.Session, *words: str, **settings: str) -> None:
 
 
 def jax_version() -> str:
-    """Return the version of a package in nox's own environment, which other environments must use, too."""
+    """Return the version of jax in nox's own environment, which other environments must use, too."""
     return importlib.metadata.version("jax")
 
 
