@@ -57,7 +57,7 @@ def core(session: nox.Session) -> None:
 
 @nox.session
 def lowest(session: nox.Session) -> None:
-    """Run the core tests with the oldest libraries that pyproject.toml allows, on Python 3.11 (five minutes)."""
+    """Run the core tests with the oldest libraries that pyproject.toml allows (five minutes)."""
     declared = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
     session.install("-e", ".[test]")
     session.install(*(name.replace(">=", "==") for name in declared if ">=" in name))

@@ -35,7 +35,7 @@ def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: fl
 
 
 def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
-    """Add the options that `named` reads."""
+    """Add the options of a policy: its name, parts, settings and config."""
     options.add_argument(
         "--policy",
         help="eviction policy, also with parts and settings, h2o+int8[recent=16]; `list` shows all, "
@@ -47,7 +47,7 @@ def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
 
 
 def add_policies(options: argparse.ArgumentParser, policies: str, also: str = "") -> None:
-    """Add the options that `compared` reads, for a command that compares policies.
+    """Add the options of several policies, for a command that compares them.
 
     Args:
         options: parser that gets them.

@@ -147,7 +147,7 @@ class AccumulatedScore(Score, interface=True):
         return nothing(new)
 
     def retained(self, new: New) -> Float[Array, " b"] | None:
-        """Return the factor that remains of each sum when new tokens attend; None for all of it."""
+        """Return the factor by which sums are multiplied before new attention is added; None for 1."""
         return None
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:

@@ -52,7 +52,7 @@ def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
 
 
 def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> ModelConfig:
-    """Return the config of a model with layer normalisation, an MLP without a gate, and heads that divide the width.
+    """Return the config of a model with layer normalization, an MLP without a gate, and heads that divide the width.
 
     Args:
         settings: settings of the model.
