@@ -130,7 +130,11 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
 
 
 def prompt_of(options: argparse.Namespace) -> str | Messages:
-    """Return the prompt that the options name: a text or messages."""
+    """Return the prompt that the options name: a text or messages.
+
+    Raises:
+        ValueError: standard input is closed, or a source is not readable text or JSON.
+    """
     if options.prompt is not None:
         return options.prompt
     if options.messages is not None:

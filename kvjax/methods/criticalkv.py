@@ -121,6 +121,9 @@ def criticalkv(*, base: str | Policy = "h2o", epsilon: float = Critical.epsilon,
 
     Args:
         base: the policy that ranks: a name or a `Policy`.
+
+    Raises:
+        ValueError: the base keeps the same tokens in all heads.
     """
     chosen = base_policy(base, settings)
     name = name_of(chosen)

@@ -78,7 +78,11 @@ class TokenClasses(Protection):
         check(isinstance(self.recent, int), "recent", self.recent, "a number of tokens from 0")
 
     def bind(self, model: LanguageModel) -> TokenClasses:
-        """Return a copy with the classes of the model's tokens."""
+        """Return a copy with the classes of the model's tokens.
+
+        Raises:
+            ValueError: the tokenizer has no classes of tokens, or the policy was bound to another vocabulary.
+        """
         size = model.config.vocab_size
         if self.classes is not None:
             if len(self.classes) != size:

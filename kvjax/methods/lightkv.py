@@ -133,7 +133,11 @@ class AfterLimit(Plan):
         return jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
 
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Return all slots up to the context limit; beyond it C_l, or the mask and C_sink middle tokens."""
+        """Return all slots up to the context limit; beyond it C_l, or the mask and C_sink middle tokens.
+
+        Raises:
+            ValueError: the context limit is below C_1.
+        """
         left = self._left(limit)
         if self.context_limit is None:
             return left

@@ -20,7 +20,11 @@ from kvjax.models.families.settings import (
 
 
 def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
-    """Return the config of a model like Llama; `partial` as in `read_rope`."""
+    """Return the config of a model like Llama; `partial` as in `read_rope`.
+
+    Raises:
+        LoadError: a setting is missing, has the wrong type, or is not supported.
+    """
     width, heads = integer(settings, "hidden_size"), integer(settings, "num_attention_heads")
     if settings.get("head_dim") is None and width % heads:
         raise LoadError(
