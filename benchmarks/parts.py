@@ -32,7 +32,7 @@ from kvjax.utils.files import write_text
 from kvjax.utils.settings import parse_budget, whole_number
 
 WHOLE, LAYERS, UNEMBEDDING, CACHE = "a step", "layers without a cache", "unembedding", "cache and attention"
-SAMPLING, DISPATCH, TEXT = "sampling (top-k and top-p)", "a dispatch of its own", "text of a token"
+SAMPLING, DISPATCH, TEXT = "sampling (top-k and top-p)", "a separate dispatch", "detokenization of a token"
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Continue prompts on a fixed KV budget."""
+"""Continue prompts on a KV cache of fixed budget."""
 
 from __future__ import annotations
 
@@ -67,14 +67,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--num-samples", type=int, default=1, help="texts per prompt, after a single prefill")
     options.add_argument("--beams", type=int, default=1, help="number of beams of a search for the likeliest text")
     options.add_argument(
-        "--length-penalty",
-        type=float,
-        default=1.0,
-        help="length penalty of the beam search: above 0 favors long texts, below 0 short ones",
+        "--length-penalty", type=float, default=1.0, help="of the beam search: above 0 favors long texts"
     )
-    options.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of weights and cache"
-    )
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="model and cache dtype")
     options.add_argument("--ignore-eos", action="store_true", help="continue beyond the end of a text")
     options.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     options.add_argument(
@@ -85,19 +80,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="add the log-probability of each token to the JSON, and with N those of the N likeliest tokens",
     )
-    options.add_argument(
-        "--out", type=Path, metavar="FILE.jsonl", help="file for the lines of JSON; an interrupted run is resumed"
-    )
+    options.add_argument("--out", type=Path, metavar="FILE.jsonl", help="file for results; resumes an interrupted run")
     options.add_argument("--batch-size", type=int, help="prompts or questions per batch (default: 8)")
+    options.add_argument("--show-cache", action="store_true", help="print the prompt, shaded by cached tokens")
     options.add_argument(
-        "--show-cache", action="store_true", help="print the prompt, shaded by the tokens that the cache holds"
+        "--save-cache-map", type=Path, metavar="FILE.png", help="draw the cached prompt tokens by layer"
     )
-    options.add_argument(
-        "--save-cache-map", type=Path, metavar="FILE.png", help="draw the prompt tokens held in each layer"
-    )
-    options.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write evictions and kept attention to a .json or .png file"
-    )
+    options.add_argument("--trace", type=Path, metavar="FILE", help="write evictions and kept attention: .json, .png")
     return options
 
 
@@ -141,7 +130,11 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
 
 
 def prompt_of(options: argparse.Namespace) -> str | Messages:
-    """Return the prompt that the options name: a text or messages."""
+    """Return the prompt that the options name: a text or messages.
+
+    Raises:
+        ValueError: standard input is closed, or a source is not readable text or JSON.
+    """
     if options.prompt is not None:
         return options.prompt
     if options.messages is not None:

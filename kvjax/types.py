@@ -53,7 +53,7 @@ class LayerConfig:
         local: True if another layer of the model attends further back; budgets apply to the layers that attend
             furthest.
         spread: sharding of the layer over devices.
-        normed: True if each head of queries and keys is normalised before it is rotated.
+        normed: True if each head of queries and keys is normalized before it is rotated.
     """
 
     width: int
@@ -201,7 +201,7 @@ class CodecState(struct.PyTreeNode):
     """State of a codec for the heads of one layer."""
 
     factor: Float[Array, "b h d"] | None = None
-    """Divisors of each channel of stored keys; 0 before any key is stored, None if keys are not quantised."""
+    """Divisors of each channel of stored keys; 0 before any key is stored, None if keys are not quantized."""
     count: Int[Array, "b h"] | None = None
     """Number of live slots; None unless keys are rotated by their order in the cache."""
 

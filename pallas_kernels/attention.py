@@ -80,7 +80,7 @@ class LowRank(NamedTuple):
 class Partial(NamedTuple):
     """Attention over a part of the tokens: a monoid under `merge`.
 
-    `out` is normalised within the part; `lse` is the logarithm of the part's sum of exponentials.
+    `out` is normalized within the part; `lse` is the logarithm of the part's sum of exponentials.
     """
 
     out: Float[Array, "b h g t d"]

@@ -14,7 +14,7 @@ from pallas_kernels.common import IMPLEMENTATIONS, Task, bucket, choose, pallas_
 Result = TypeVar("Result")
 
 Limit = tuple[bool, str]
-"""Whether arguments are within a limit of a kernel, and the text to report if they are not."""
+"""True if arguments are within a limit of a kernel, and the text to report if not."""
 
 
 class Options(NamedTuple):

@@ -49,7 +49,7 @@ LEVELS = {8: 127, 4: 7}
 
 
 def quantise(x: Float[Array, "*b c d"], bits: int) -> Quantised:
-    r"""Quantise each slot's numbers, symmetric about zero.
+    r"""Quantize each slot's numbers, symmetric about zero.
 
     .. math:: s = \max_i |x_i| / L, \quad code_i = \mathrm{round}(x_i / s), \quad L = 127 \text{ or } 7
 

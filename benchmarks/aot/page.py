@@ -22,26 +22,26 @@ PARTS = {
 """Parts of a step, and their names on the page."""
 
 INTRODUCTION = f"""\
-What compilers say of programs for chips that are not here; nothing on this page has run. Made by
-`python -m benchmarks.aot --steps`, with `--chips v4,v5e,v5p,v6e` where `jax[tpu]` is installed and
-`--chips a100,h100` where the CUDA plugin of jax is; rows of the same compiler are kept and not compiled again, unless
-`--redo` says so after a change of the programs.
+Compilers' reports on programs for chips that were not available; nothing on this page has run. Made by
+`python -m benchmarks.aot --steps`, with `--chips v4,v5e,v5p,v6e` if `jax[tpu]` is installed and
+`--chips a100,h100` if the CUDA plugin of jax is. Rows of the same compiler are not compiled again; use `--redo`
+after a change of the programs.
 
-The **limit** is the time in which a chip's memory moves the bytes that have to move, each once. The **estimate** is
-made of what TPU compilers know before anything runs, and no less than the limit:
-- A Pallas kernel takes the longer one of its bundles (VLIW instructions of its final schedule, a cycle each: once, in
-  every grid step, at a row's end) and of the traffic of its blocks. Copies that a grid step starts and awaits itself
-  are a wait of {LATENCY * 1e6:.0f} microsecond for all that are in flight together: a model, nobody has measured it.
-  Copies that a later step awaits are free. Where two cores make up a chip they share what is parallel.
-- A fusion of XLA takes the cycles that XLA estimates, and what XLA only moves (reshapes, reversals), for which it has
-  no estimate, the bundles of its schedule. Weights that are fetched beforehand are in no estimate; all products of
-  weights together take no less than their bytes. Gathers and scatters have no estimate (where XLA gives 2⁶³ - 1 cycles,
-  that is what it means), and loops, also those inside of a grid step, count one turn (marked ≥, but for the lookup of
-  embeddings) unless their kernel says how many there are at most.
-- What a kernel without products of matrices (`evict`) jumps over counts in every grid step.
-- Work under a mask counts as if nothing were masked, so prompts are estimated high, about twofold where causal; their
-  products of matrices, and not their bytes, are what bounds them.
-- Starting a program and its kernels, and memory that does not reach its bandwidth, are not in it."""
+The **limit** is the time that the chip's memory takes to move all necessary bytes once. The **estimate** is
+computed from the reports of TPU compilers, and is at least the limit:
+- A Pallas kernel takes the longer of two times: that of its bundles (VLIW instructions of its final schedule, a cycle
+  each: once, in every grid step, at a row's end) and that of the traffic of its blocks. Copies that a grid step starts
+  and waits for itself add a wait of {LATENCY * 1e6:.0f} microsecond for all copies in flight together, which is assumed
+  and not measured. Copies for which a later step waits are free. On chips of two cores, both share parallel work.
+- An XLA fusion takes the cycles that XLA estimates. Data movement (reshapes, reversals), for which XLA has no estimate,
+  takes the bundles of its schedule. Prefetched weights are in no estimate; all products with weights together take at
+  least the time of their bytes. Gathers and scatters have no estimate (XLA reports 2⁶³ - 1 cycles), and loops, also
+  those inside a grid step, count one iteration (marked ≥, except for the lookup of embeddings) unless their kernel
+  declares a maximum.
+- Skipped parts of a kernel without matrix products (`evict`) count in every grid step.
+- Masked work counts as if nothing were masked, so estimates for causal prompts are about twice too high; prompts are
+  bound by matrix products, not by bytes.
+- The time to start a program and its kernels, and memory below its peak bandwidth, are not included."""
 
 
 def markdown(kept: dict[str, dict[str, dict[str, Row]]]) -> str:
@@ -52,7 +52,12 @@ def markdown(kept: dict[str, dict[str, dict[str, Row]]]) -> str:
     """
     chips = [chip for chip in SPECIFICATIONS if chip in kept]
     compilers = {row["compiler"] for chip in chips for kind in kept[chip].values() for row in kind.values()}
-    text = ["# Chips that are not here", INTRODUCTION, f"Compilers: {'; '.join(sorted(compilers))}.", "## Chips"]
+    text = [
+        "# Programs compiled for other chips",
+        INTRODUCTION,
+        f"Compilers: {'; '.join(sorted(compilers))}.",
+        "## Chips",
+    ]
     text.append(
         table(
             ["chip", "bandwidth, GB/s", "clock, GHz", "cores", "from"],
@@ -78,20 +83,19 @@ def markdown(kept: dict[str, dict[str, dict[str, Row]]]) -> str:
 
 
 STEPS = """\
-Milliseconds of one decode step of a whole model in bfloat16, of which two layers (of Gemma 3 six, its period) were
-compiled; what needs nothing of a layer counts once. The limit moves the weights, the caches, what a policy computes
-with (the kernels of LESS) and the logits once each. *Besides* is what is neither products of the model's weights nor
-this traffic, as a share of the limit: the estimate without the products and without the time of all bytes but the
-weights'."""
+Milliseconds of one decode step of a whole model in bfloat16, of which two layers (for Gemma 3 six, its period) were
+compiled; work outside the layers counts once. The limit moves the weights, the caches, the arrays of a policy
+(LESS kernels) and the logits once each. *Besides* is the remaining time as a fraction of the limit: the estimate
+without products of the model's weights and without the time of all other bytes."""
 
 KERNELS = """\
-MB: what has to move, each byte once. Bundles: once, per grid step, and at a row's end (the parts of a step that are
-jumped over elsewhere). Copies: how many each grid step starts and awaits itself, and in how many waits. XLA: cycles of
-the fusions around the kernel. The last column is the same operation without a kernel, as XLA estimates it. Of GPUs: the
-worst of a program's kernels, XLA's own among them; bytes spilled by a thread, bytes of shared memory of a block."""
+MB: necessary traffic, each byte once. Bundles: once, per grid step, and at a row's end (parts of a step that other
+steps skip). Copies: number that each grid step starts and waits for itself, and number of waits. XLA: cycles of
+the fusions around the kernel. The last column is XLA's estimate of the same operation without a kernel. For GPUs: the
+worst kernel of a program, including XLA's own; bytes spilled per thread, bytes of shared memory per block."""
 
 MEMORY = """\
-Megabytes in device memory: what a program takes and gives, what of it lies in place, and what it needs besides on each
+Megabytes in device memory: arguments and results of a program, those that share memory, and temporary memory on each
 chip."""
 
 

@@ -86,9 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             options.error(f"{words[0]} is not installed; run `python -m {module}` from a checkout of kvjax")
         return importlib.import_module(module).main(words[1:])
     options.add_argument(
-        "what",
-        choices=("decode", "prefill", *OTHERS),
-        help=f"{', '.join(OTHERS)} have separate options: kvjax bench NAME --help",
+        "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have separate options"
     )
     add_model_options(options, "synthetic", "synthetic, ")
     add_bench_options(options)

@@ -49,10 +49,6 @@ def say(line: str) -> None:
 
 
 def add_bench_options(options: argparse.ArgumentParser) -> None:
-    """Add the options that `bench_entries` reads, except the sizes."""
+    """Add the options of policies and budgets of a benchmark."""
     add_policies(options, "streaming,h2o", ", or all")
-    options.add_argument(
-        "--budgets",
-        default="0.25",
-        help="slots, fractions, or `same` for the slots that fastgen uses, separated by commas",
-    )
+    options.add_argument("--budgets", default="0.25", help="slots, fractions or `same` as fastgen, separated by commas")

@@ -189,18 +189,13 @@ def main(argv: list[str] | None = None) -> int:
     sizes = SMALL if jax.default_backend() == "cpu" else LARGE
     options = Parser(prog="kvjax bench kernels", description=__doc__)
     options.add_argument("--ops", default=",".join(OPS), help="operations, separated by commas")
-    options.add_argument(
-        "--step", action="store_true", help="benchmark whole decode steps with and without LESS instead"
-    )
+    options.add_argument("--step", action="store_true", help="time whole decode steps with and without LESS")
     options.add_argument(
         "--step-model", choices=("toy", "synthetic", "llama_7b"), default="toy" if sizes is SMALL else "llama_7b"
     )
     options.add_argument("--repeats", type=int, default=5, help="number of runs; the median is reported")
     options.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default=sizes["dtype"],
-        help="dtype of queries, keys and values",
+        "--dtype", choices=("float32", "bfloat16", "float16"), default=sizes["dtype"], help="dtype of the inputs"
     )
     for name, value in sizes.items():
         if name != "dtype":

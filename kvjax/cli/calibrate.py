@@ -24,12 +24,8 @@ def parser() -> argparse.ArgumentParser:
     options = Parser(prog="kvjax calibrate", description=(__doc__ or "").splitlines()[0])
     add_model_options(options, rounded=False, spread=False)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model")
-    options.add_argument(
-        "--text", type=Path, nargs="+", required=True, help="UTF-8 text files, read from the beginning"
-    )
-    options.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="directory for the arrays of all layers"
-    )
+    options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 texts, read from the beginning")
+    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for the arrays")
     options.add_argument("--tokens", type=int, default=2**15, help="total number of tokens")
     options.add_argument("--length", type=int, help="tokens per prompt (default: the model's longest, at most 2048)")
     return options

@@ -52,15 +52,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--load", type=Path, metavar="NAME", help="continue a conversation saved in this directory")
     add_policy_options(options, POLICY, BUDGET, WHOLE)
     options.add_argument(
-        "--context",
-        type=int,
-        help="planned length of the whole conversation in tokens (default: the model's positions)",
+        "--context", type=int, help="planned tokens of the whole chat (default: the model's positions)"
     )
     options.add_argument("--max-new-tokens", type=int, default=256, help="maximum tokens of an answer")
     add_sampling_options(options)
-    options.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of weights and cache"
-    )
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="model and cache dtype")
     return options
 
 

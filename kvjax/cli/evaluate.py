@@ -71,9 +71,7 @@ def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
     add_policies(task, "streaming,h2o,keyformer")
     task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
     task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    task.add_argument(
-        "--out", type=Path, default=Path("results"), help="directory for the results, TASK.jsonl and TASK.csv"
-    )
+    task.add_argument("--out", type=Path, default=Path("results"), help="directory for TASK.jsonl and TASK.csv")
     return task
 
 

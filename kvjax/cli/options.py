@@ -29,15 +29,13 @@ def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: fl
         "--budget", help=f"slots per head, a fraction, or slots for each layer as 64,48,32,16 (default: {budget})"
     )
     options.add_argument(
-        "--budget-of",
-        choices=WHOLES,
-        help=f"base of a fractional budget; text is prompt + new tokens (default: {whole})",
+        "--budget-of", choices=WHOLES, help=f"base of a fraction; text is prompt + new tokens (default: {whole})"
     )
     options.add_argument("--prefill-chunk", type=int, help="compress after each chunk of this many prompt tokens")
 
 
 def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
-    """Add the options that `named` reads."""
+    """Add the options of a policy: its name, parts, settings and config."""
     options.add_argument(
         "--policy",
         help="eviction policy, also with parts and settings, h2o+int8[recent=16]; `list` shows all, "
@@ -49,7 +47,7 @@ def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
 
 
 def add_policies(options: argparse.ArgumentParser, policies: str, also: str = "") -> None:
-    """Add the options that `compared` reads, for a command that compares policies.
+    """Add the options of several policies, for a command that compares them.
 
     Args:
         options: parser that gets them.
@@ -92,12 +90,10 @@ def add_sampling_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: 0.8)")
     options.add_argument("--top-k", type=int, help="sample from this many likeliest tokens (default: all)")
     options.add_argument(
-        "--top-p", type=float, help="sample from the likeliest tokens with this total probability (default: 1.0)"
+        "--top-p", type=float, help="sample from the likeliest tokens up to this probability (default: 1.0)"
     )
     options.add_argument(
-        "--min-p",
-        type=float,
-        help="sample from tokens with at least this fraction of the largest probability (default: 0.0)",
+        "--min-p", type=float, help="sample from tokens above this fraction of the top probability (default: 0.0)"
     )
     options.add_argument(
         "--repetition-penalty", type=float, help="divides positive logits of tokens in the text (default: 1.0)"
@@ -106,13 +102,7 @@ def add_sampling_options(options: argparse.ArgumentParser) -> None:
         "--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="strings before which a text ends"
     )
     options.add_argument(
-        "--stop-token-ids",
-        nargs="+",
-        type=int,
-        action="extend",
-        default=[],
-        metavar="ID",
-        help="token ids that end a text",
+        "--stop-token-ids", nargs="+", type=int, action="extend", default=[], metavar="ID", help="ids that end a text"
     )
     options.add_argument("--seed", type=int, default=0, help="random seed, from 0 to 2^32 - 1")
 

@@ -29,20 +29,14 @@ def parser() -> argparse.ArgumentParser:
     add_model_options(options, processes=False)
     options.add_argument("--distributed", nargs="?", const="", help=argparse.SUPPRESS)
     options.add_argument("--name", help="name of the model in the API (default: that of --model)")
-    options.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of weights and cache"
-    )
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="model and cache dtype")
     add_policy(options, POLICY)
     options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
     options.add_argument("--rows", type=int, default=8, help="texts that are generated in parallel")
-    options.add_argument(
-        "--context", type=int, help="maximum length of a text in tokens (default: the model's positions)"
-    )
+    options.add_argument("--context", type=int, help="maximum tokens of a text (default: the model's positions)")
     options.add_argument("--chunk", type=int, help="prompt tokens per chunk of prefill (default: the engine's)")
     options.add_argument("--steps", type=int, help="maximum tokens per row and dispatch (default: the engine's)")
-    options.add_argument(
-        "--queue", type=int, default=64, help="maximum number of waiting requests; further ones get status 429"
-    )
+    options.add_argument("--queue", type=int, default=64, help="maximum waiting requests; others get status 429")
     options.add_argument("--snapshot-bytes", type=int, help="bytes for cached prompt prefixes (default: the engine's)")
     options.add_argument(
         "--warmup",
@@ -50,9 +44,7 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="compile all programs before the first request (default: yes)",
     )
-    options.add_argument(
-        "--chat-tokens", type=int, default=512, help="maximum tokens of a chat answer if the request sets no limit"
-    )
+    options.add_argument("--chat-tokens", type=int, default=512, help="maximum tokens of a chat answer, by default")
     options.add_argument("--host", default="127.0.0.1", help="address to listen on")
     options.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free port")
     options.add_argument(
@@ -67,9 +59,7 @@ def parser() -> argparse.ArgumentParser:
     key = options.add_mutually_exclusive_group()
     key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the accepted API keys, one per line")
     key.add_argument("--no-key", action="store_true", help="accept every client on a public address")
-    options.add_argument(
-        "--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="maximum size of a request's body"
-    )
+    options.add_argument("--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="maximum size of a request")
     options.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS", help="time for running requests at shutdown"
     )
@@ -77,11 +67,7 @@ def parser() -> argparse.ArgumentParser:
         "--read-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a request to arrive"
     )
     options.add_argument(
-        "--write-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="time after which a client that reads nothing is disconnected",
+        "--write-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a client to accept data"
     )
     return options
 

@@ -35,30 +35,22 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--budget", default="0.05", help="slots per head, or a fraction of the model's longest text")
     options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 text files to train on")
     options.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="directory for the kernels; an interrupted run there is resumed",
+        "--out", type=Path, required=True, metavar="DIR", help="directory for the kernels; resumes a run there"
     )
-    options.add_argument("--sequences", type=int, default=256, help="number of passages from the texts (default: 256)")
+    options.add_argument("--sequences", type=int, default=256, help="number of passages (default: 256)")
     options.add_argument("--length", type=int, help="tokens per passage (default: the model's longest, at most 4096)")
     options.add_argument(
         "--mask", choices=("decode", "full-softmax"), default="decode", help="attention that the policy sees"
     )
-    options.add_argument("--features", type=int, default=8, help="R, features of the memory (default: 8)")
+    options.add_argument("--features", type=int, default=8, help="R, number of features (default: 8)")
     options.add_argument("--hidden", type=int, default=512, help="R', width of the hidden layer (default: 512)")
-    options.add_argument("--literal", action="store_true", help="use equation 2 exactly as printed")
+    options.add_argument("--literal", action="store_true", help="equation 2 exactly as printed")
     options.add_argument("--dropout", type=float, default=0.3)
     options.add_argument("--epochs", type=int, default=40)
     options.add_argument("--batch", type=int, default=2, help="passages per step (default: 2)")
     options.add_argument("--rate", type=float, default=1e-3, help="initial learning rate of Adam (default: 1e-3)")
     options.add_argument(
-        "--halve-every",
-        type=int,
-        default=10,
-        metavar="EPOCHS",
-        help="epochs after which the rate is halved (default: 10)",
+        "--halve-every", type=int, default=10, metavar="EPOCHS", help="epochs per halving of the rate (default: 10)"
     )
     options.add_argument("--seed", type=int, default=0)
     options.add_argument(

@@ -43,7 +43,7 @@ def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def print_shaded(words: Sequence[str], share: Float[np.ndarray, " tokens"], file: TextIO) -> None:
-    """Print a prompt, each token shaded by the share of heads that hold it, or marked below if there are no colours."""
+    """Print a prompt, each token shaded by the share of heads that hold it, or marked below if there are no colors."""
     console = Console(file=file)
     if console.color_system is None:
         # Replace what cannot be encoded: an escape would be wider than its mark.

@@ -50,7 +50,7 @@ class Point:
 
 
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":")
-"""Markers and line styles that, with ten colours, distinguish thirty curves, also without colours."""
+"""Markers and line styles that, with ten colors, distinguish thirty curves, also without colors."""
 
 
 def plot_lines(axes: Any, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:

@@ -1,8 +1,8 @@
 """Adapter that runs EleutherAI's lm-evaluation-harness (`lm_eval`) on a model with a compressed cache.
 
 `kvjax.prefill` reads and compresses each context except its last token. Decode steps then read that token and the
-continuation one by one, so every token is predicted from the compressed cache while eviction goes on. The prompt's own
-logits are computed before eviction, so answers of one letter scored by them would show no loss.
+continuation one by one, so every token is predicted from the compressed cache while eviction goes on. The logits of the
+prompt itself precede eviction: a choice of one letter that is scored by them would show no loss.
 
     lm = adapter(kvjax.load("smollm2"), policy="h2o", budget=256)
     lm_eval.simple_evaluate(lm, tasks=["hellaswag"], limit=100)

@@ -86,7 +86,7 @@ def check_replay(policy: Policy) -> None:
     """
     name = name_of(policy)
     if policy.score.requires.shared_slots == "layers":
-        raise ValueError(f"policy {name!r} scores all layers together; only layers alone can be replayed.")
+        raise ValueError(f"policy {name!r} scores all layers together and cannot be replayed layer by layer.")
     if policy.selection is not None or policy.may_shrink or policy.score.requires.host_memory:
         raise ValueError(f"policy {name!r} does more than evicting one token per step; a replay does not.")
 
@@ -107,7 +107,7 @@ def replayed(
     """Run whole texts through all layers, and replay a policy over the queries, keys and values of each.
 
     Args:
-        state: state that has read nothing.
+        state: empty state.
         tokens: ids.
         mask: see `record`.
         look: called after every step of a layer, to update its result.

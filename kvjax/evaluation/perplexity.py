@@ -67,7 +67,7 @@ class Streamed:
         return self.nats[:, first:].mean(1)
 
     def nats_per_token(self, beyond: int = 0) -> float:
-        """Return the mean over all rows; see `rows`."""
+        """Return the mean nats per token of all rows; see `rows`."""
         return float(self.rows(beyond).mean())
 
     def nats_per_byte(self, bytes_per_row: Int[np.ndarray, " b"]) -> float:
@@ -106,7 +106,7 @@ def begin(
     plan: Plan | str | None = None,
     seed: int = 0,
 ) -> State:
-    """Return a state that has read nothing, for texts read by decode steps alone, as with `prefill_chunk=1`.
+    """Return an empty state, for texts that are read only by decode steps, as with `prefill_chunk=1`.
 
     Args:
         model: from `kvjax.load`.

@@ -21,7 +21,7 @@ def print_choices(choices: Sequence[str], chosen: Sequence[Sequence[int]], file:
     Args:
         choices: possible choices, such as `special+punctuation`, with `full` last.
         chosen: index of the choice of each head of each layer.
-        file: output, coloured if it is a terminal.
+        file: output, colored if it is a terminal.
     """
     marks = letters(choices)
     counts = [sum(head == i for layer in chosen for head in layer) for i in range(len(choices))]

@@ -80,15 +80,13 @@ class Section:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the report."""
-    parser.add_argument(
-        "--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories with results of kvjax evaluate"
-    )
+    parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories with results")
     parser.add_argument(
         "--out", type=Path, default=Path("results"), help="directory for NAME.md, NAME.html and figures"
     )
     parser.add_argument("--name", default="report", help="name of the report (default: report)")
     parser.add_argument("--title", default="Measurements", help="title of the report")
-    parser.add_argument("--notes", type=Path, metavar="FILE", help="Markdown file to insert before the tables")
+    parser.add_argument("--notes", type=Path, metavar="FILE", help="Markdown to insert before the tables")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -74,7 +74,7 @@ def beam_search(
         beams: running texts per prompt, at least 1.
         max_new_tokens: tokens per text, at least 1.
         eos: ids that end a text.
-        length_penalty: exponent of the length that divides each score; values above 0 favour long texts.
+        length_penalty: exponent of the length that divides each score; values above 0 favor long texts.
     """
     if isinstance(state.storage, Paged):  # its pages are counted on the host
         state = State(state.decoder, state.cache.unpacked(state.mesh))

@@ -150,6 +150,9 @@ def begin(
     """Prefill prompts for generation; see `generate_texts` for the settings.
 
     With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer.
+
+    Raises:
+        ValueError: a prompt is empty or too long, or a setting is out of range.
     """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
@@ -273,6 +276,9 @@ def generate_ids(
         length_penalty: see `beam_search`.
         on_tokens: called with each new block of tokens [b, n] and a mask of those that belong to their row's text.
         settings: those of `begin`.
+
+    Raises:
+        ValueError: a prompt is empty or too long, or a setting is out of range or has no effect.
     """
     check_beams(beams, length_penalty, settings)
     if beams > 1 and on_tokens is not None:

@@ -105,7 +105,7 @@ def sample(
     and without filters the sample is `jax.random.categorical(key, logits / temperature)`.
 
     Args:
-        logits: unnormalised log-probabilities [b, vocab]; -inf excludes a token.
+        logits: unnormalized log-probabilities [b, vocab]; -inf excludes a token.
         keys: one typed random key per row [b], as from `jax.random.split`; unused when greedy.
         sampling: the settings, an argument under `jit`; all settings use the same program.
         seen: True for tokens in each row's text, for the repetition penalty.

@@ -91,7 +91,7 @@ class Cache(struct.PyTreeNode):
 
 
 def cache_specs(cache: Cache) -> Cache:
-    """Return the specs of a cache's arrays on a mesh."""
+    """Return the `PartitionSpec` of each array of a cache on a mesh."""
     rows = {name: OF_ROWS for name in ROWS if getattr(cache, name) is not None}
     return cache.replace(storage=storage_specs(cache.storage), **rows)
 

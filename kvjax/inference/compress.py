@@ -43,7 +43,7 @@ UNKNOWN = {
     "hidden": "hidden states",
     "token": "token ids",
 }
-"""What a cache does not hold of its tokens."""
+"""Data of tokens that a cache does not hold."""
 
 
 class _Model(NamedTuple):

@@ -82,7 +82,7 @@ class Decoder(struct.PyTreeNode):
     weights: Weights
     policy: Policy
     asked: Asked | None = None
-    """What prompts are planned with; programs do not depend on it."""
+    """Inputs of the plan for prompts; programs do not depend on them."""
     config: ModelConfig = setting(None)
     kernels: Kernels = setting(Kernels())
     mesh: Mesh | None = setting(None)
@@ -230,7 +230,7 @@ def decoder(
 
 
 def decoder_specs(decoder: Decoder) -> Decoder:
-    """Return the specs of a decoder's arrays on its mesh."""
+    """Return the `PartitionSpec` of each array of a decoder on its mesh."""
     weights = weight_specs(decoder.weights, decoder.config, decoder.mesh)
     return decoder.replace(weights=weights, policy=policy_specs(decoder.policy), asked=None)
 

@@ -141,12 +141,12 @@ def placed_on(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
 
 
 def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:
-    """Return the spec of logits [b vocab]."""
+    """Return the `PartitionSpec` of logits [b vocab]."""
     return PartitionSpec(ROWS, (HEADS, SLOTS)) if on_device(config, mesh).spread.vocab else OF_ROWS
 
 
 def storage_specs(storage: Dense | Paged) -> Any:
-    """Return the specs of caches."""
+    """Return the `PartitionSpec` of each array of a storage."""
     if isinstance(storage, Dense):
         return Dense((OF_VIEW,) * len(storage.layers))
     return pool_specs(len(storage.limit), storage.most, storage.devices)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 BLOCK = 128
-"""Tokens whose projected values are in memory at a time."""
+"""Number of tokens whose projected values are in memory at a time."""
 
 
 @struct.dataclass
@@ -121,6 +121,9 @@ def criticalkv(*, base: str | Policy = "h2o", epsilon: float = Critical.epsilon,
 
     Args:
         base: the policy that ranks: a name or a `Policy`.
+
+    Raises:
+        ValueError: the base keeps the same tokens in all heads.
     """
     chosen = base_policy(base, settings)
     name = name_of(chosen)

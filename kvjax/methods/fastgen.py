@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 PARTS = ("special", "punctuation", "frequent", "local")
 SPECIAL, PUNCTUATION, FREQUENT, EVERYTHING = 1, 2, 4, 8
-"""Bits of what a head keeps; the first two are classes of tokens."""
+"""Bits for the tokens that a head keeps; the first two are classes of tokens."""
 
 
 OF_FREQUENT = ("frequent", "frequent_among")
-"""Settings that a plan and its protection have in common."""
+"""Settings that the plan and the protection share."""
 
 
 class Profile(struct.PyTreeNode):
@@ -38,11 +38,11 @@ class Profile(struct.PyTreeNode):
     choice: Int[Array, "b h"]
     """Index into `Profiled.choices`."""
     recovered: Float[Array, "b h choices"]
-    """Share of the prompt's attention that each choice but the full cache recovers, a mean over query rows."""
+    """Fraction of the prompt's attention that each choice except the full cache recovers, averaged over queries."""
     wanted: UInt8[Array, "b h"]
-    """Bits of what the choice keeps."""
+    """Bits for the tokens that the choice keeps."""
     local: Float[Array, "b h"]
-    """The local window's share of the length; 0 without one."""
+    """Width of the local window as a fraction of the length; 0 without a window."""
 
 
 @struct.dataclass
@@ -78,7 +78,11 @@ class TokenClasses(Protection):
         check(isinstance(self.recent, int), "recent", self.recent, "a number of tokens from 0")
 
     def bind(self, model: LanguageModel) -> TokenClasses:
-        """Return a copy with the classes of the model's tokens."""
+        """Return a copy with the classes of the model's tokens.
+
+        Raises:
+            ValueError: the tokenizer has no classes of tokens, or the policy was bound to another vocabulary.
+        """
         size = model.config.vocab_size
         if self.classes is not None:
             if len(self.classes) != size:

@@ -16,7 +16,7 @@ from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, View, check, setting
 
 QUESTION = 1e30
-"""Score of the question's own tokens, above all others."""
+"""Score of the tokens of the question, above all others."""
 
 
 @struct.dataclass

@@ -48,7 +48,7 @@ class GumbelSoftmax(Accumulated):
     shared: bool = setting(False)
     damping: float = number(1.0)
     steady: bool = derived(False)
-    """Whether the temperature stays: such programs are shorter, as those without damping are."""
+    """True if the temperature is constant, which makes programs smaller."""
     damped: bool = derived(False)
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class KeyNorm(Score):
 
     skip_layers: int = setting(0)
     skipped: bool = derived(False)
-    """True in a layer that is skipped; made by `layer`."""
+    """True in a skipped layer; set by `layer`."""
 
     def __post_init__(self) -> None:
         whole = isinstance(self.skip_layers, int) and self.skip_layers >= 0

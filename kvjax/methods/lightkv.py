@@ -133,7 +133,11 @@ class AfterLimit(Plan):
         return jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
 
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Return all slots up to the context limit; beyond it C_l, or the mask and C_sink middle tokens."""
+        """Return all slots up to the context limit; beyond it C_l, or the mask and C_sink middle tokens.
+
+        Raises:
+            ValueError: the context limit is below C_1.
+        """
         left = self._left(limit)
         if self.context_limit is None:
             return left
@@ -258,9 +262,9 @@ class Windows(NamedTuple):
     """Boundaries of the windows of alpha queries in a text."""
 
     prompt_end: Int[Array, "b h"]
-    """Where one of them ends: with the first text that was given; -1 before there is any."""
+    """End of one window: the end of the first prompt; -1 before any prompt."""
     newest: Int[Array, "b h"]
-    """The one that is being filled, counted from there."""
+    """Number of the current window, counted from that end."""
 
 
 @struct.dataclass

@@ -19,7 +19,7 @@ from kvjax.types import New, View, check, setting, wide
 
 @struct.dataclass
 class NonCausal(TextScore):
-    r"""Attention of all queries of a chunk, times the norm of the value, pooled over neighbours.
+    r"""Attention of all queries of a chunk, times the norm of the value, pooled over neighbors.
 
     .. math:: F(i) = z(\mathrm{pool}_{|j - i| \le 1} \, \lVert v_j \rVert \, \frac 1 G \sum_g \sum_{t \in p} a_{gt}(j))
 

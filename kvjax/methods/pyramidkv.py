@@ -31,7 +31,7 @@ class Pyramid(Plan):
 
     Args:
         beta: the last layer gets 1/beta of the average beyond the window, at least 1.
-        window: slots of every layer, besides those that decrease.
+        window: w, slots that every layer gets in addition to k_l.
     """
 
     beta: float = number(20.0)

@@ -22,12 +22,12 @@ Group = Literal[
     "ranked with arrays calibrated on a text",
     "over another policy",
 ]
-"""Groups of methods by what they choose with, in the order of all lists."""
+"""Groups of methods by the data that rank tokens, in the order of all lists."""
 
 REGISTRY: dict[str, Method] = {}
 """The functions that make policies, by name."""
 PAPERS: dict[str, dict[str, str]] = {group: {} for group in get_args(Group)}
-"""Where the policies come from, in groups by what they choose with."""
+"""Sources of the policies, in groups by the data that rank tokens."""
 PLANS: dict[str, type[Plan]] = {"uniform": Uniform}
 RESIDUALS: dict[str, type[Residual]] = {}
 SELECTIONS: dict[str, type[Selection]] = {}

@@ -16,7 +16,7 @@ from kvjax.policies.policy import Policy
 from kvjax.types import New, View, check, number, setting, wide
 
 BLOCK = 16
-"""Keys that are compared with all keys at a time."""
+"""Number of keys that are compared with all keys at a time."""
 
 
 @struct.dataclass

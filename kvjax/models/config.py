@@ -52,7 +52,7 @@ class ModelConfig:
         mlp_width: inner size of the MLP.
         max_positions: longest sequence that the model was trained for, in tokens.
         value_width: size of one head's values; None for `head_width`.
-        norm: `rms` or `layer` normalisation.
+        norm: `rms` or `layer` normalization.
         norm_eps: constant added to the variance.
         activation: activation function of the MLP.
         mixture: experts in place of MLPs; None for a model without them.
@@ -68,9 +68,9 @@ class ModelConfig:
         position_offset: offset added to positions before they index the table of learned embeddings.
         norm_bias: True if norms add an offset.
         norm_offset: True if norms multiply by 1 + scale (Gemma).
-        pre_norms: True if the inputs of attention and MLP are normalised (not in OLMo 2).
-        post_norms: True if the outputs of attention and MLP are also normalised before they are added (Gemma 2).
-        query_key_norms: True if queries and keys are normalised before RoPE (Qwen3).
+        pre_norms: True if the inputs of attention and MLP are normalized (not in OLMo 2).
+        post_norms: True if the outputs of attention and MLP are also normalized before they are added (Gemma 2).
+        query_key_norms: True if queries and keys are normalized before RoPE (Qwen3).
         query_key_norm_over: what these norms take the mean square of: each head, or all `heads` together (OLMo 2).
         residual_scale: factor of the outputs of attention and MLP where they are added (Granite); None for 1.
         shared_norm: True if the MLP uses the norm of the attention (`parallel` blocks only).

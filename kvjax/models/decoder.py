@@ -70,7 +70,7 @@ class Linear:
 
 @struct.dataclass
 class Norm:
-    """Scale and, for layer normalisation, offset; both [width]."""
+    """Scale and, for layer normalization, offset; both [width]."""
 
     scale: Float[Array, " width"]
     bias: Float[Array, " width"] | None = None
@@ -112,7 +112,7 @@ class DenseMlp:
 class LayerWeights:
     """Weights of one decoder block.
 
-    `attention_norm` is None if only outputs are normalised, and `mlp_norm` also if attention and MLP share one norm.
+    `attention_norm` is None if only outputs are normalized, and `mlp_norm` also if attention and MLP share one norm.
     The last five are None in models without them.
     """
 
@@ -166,7 +166,7 @@ Attention = Callable[[Queries, Keys, Values], Attended]
 
 
 def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
-    """Apply RMS or layer normalisation, computed in at least float32."""
+    """Apply RMS or layer normalization, computed in at least float32."""
     precise = x.astype(wide(x.dtype))
     if config.norm == "layer":
         precise = precise - precise.mean(-1, keepdims=True)
@@ -222,7 +222,7 @@ def block(
 
 
 class Projected(NamedTuple):
-    """A block's input, normalised unless only outputs are, and its queries, keys and values before RoPE."""
+    """A block's input, normalized unless only outputs are, and its queries, keys and values before RoPE."""
 
     normed: Float[Array, "b t width"]
     q: Float[Array, "b h g t d"]
@@ -265,7 +265,7 @@ def sink_logits_of(layer: LayerWeights, shape: LayerConfig) -> Float[Array, "h g
 def _normalise_heads(
     layer: LayerWeights, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t f"]
 ) -> tuple[Float[Array, "b t f"], Float[Array, "b t f"]]:
-    """Apply RMS normalisation to queries and to keys over all heads; one sum over devices serves both."""
+    """Apply RMS normalization to queries and to keys over all heads; one sum over devices serves both."""
     assert layer.query_norm is not None and layer.key_norm is not None
     pairs = [(q, layer.query_norm), (k, layer.key_norm)]
     squares = jnp.stack([jnp.mean(x.astype(wide(x.dtype)) ** 2, -1) for x, _ in pairs])

@@ -17,7 +17,7 @@ from kvjax.types import New, PyTree, View, number
 
 @dataclasses.dataclass(frozen=True)
 class Sizing:
-    """How a plan sets the number of slots of heads.
+    """Properties of the numbers of slots that a plan gives to heads.
 
     Args:
         mode: `budget` if it distributes the user's budget, `unbounded` if no token is evicted, `profiled` if it
@@ -73,7 +73,7 @@ class Plan(Part, interface=True):
 
     @property
     def sizing(self) -> Sizing:
-        """How the plan sets the number of slots of heads."""
+        """Properties of the plan's numbers of slots."""
         return Sizing()
 
     def spread_by(self, other: Plan) -> Plan:

@@ -33,8 +33,8 @@ class Requirements:
         prompt_chunk: prompt tokens read between two compressions; None for the whole prompt, 1 for decode steps.
         min_prompt: tokens that each prompt must have.
         host_memory: True to keep state of slots and heads in host memory from one token to the next.
-        keeps_idle_rows: True if `advance` leaves rows that read nothing unchanged; if not, steps copy state to restore
-            them.
+        keeps_idle_rows: True if `advance` does not change rows without new tokens; otherwise steps copy state to
+            restore them.
     """
 
     shared_slots: str = "none"
@@ -147,7 +147,7 @@ class AccumulatedScore(Score, interface=True):
         return nothing(new)
 
     def retained(self, new: New) -> Float[Array, " b"] | None:
-        """Return the factor that remains of each sum when new tokens attend; None for all of it."""
+        """Return the factor by which sums are multiplied before new attention is added; None for 1."""
         return None
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:

@@ -252,7 +252,7 @@ def generate(
 
 
 def _written(decoder: Decoder, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
-    """Generate one token per active row and a mask of those in their text; rows that go on read their token."""
+    """Generate one token per active row and a mask of those in their text; rows that continue read their token."""
     storage = rows.cache.storage
     # Each device samples for its own rows, so no logits are transferred between devices.
     draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), decoder.mesh, (OF_ROWS,), OF_ROWS)

@@ -94,7 +94,7 @@ def advance(
     """Advance an online softmax by one block.
 
     Args:
-        scratch: its `top` and `total`, and the unnormalised output `acc`.
+        scratch: its `top` and `total`, and the unnormalized output `acc`.
         logits: logits of the block.
         weigh: function from the block's weights to their term of `acc`; None for a softmax without an output.
         of: prefix of the names of `top` and `total`.

@@ -1,6 +1,6 @@
 # Triton compiles these functions itself, and has no types for their arguments.
 # pyright: basic
-"""Decode attention for GPU in Triton itself, through jax-triton: this path outlives Pallas's Triton dialect.
+"""Decode attention for GPU in Triton itself, through jax-triton, without Pallas's deprecated Triton lowering.
 
 It has the same splits as `pallas_gpu`, merged by the same code. Importing this module needs Triton.
 """

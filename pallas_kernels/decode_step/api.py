@@ -70,7 +70,7 @@ def decode_step(
         k: keys [b h c d] of the slots: an array, or codes.
         v: values [b h c e].
         buffers: other contents of the slots, a tree of arrays [b h c ...], without the codes of `standing`.
-        added: the new token's key and value, which are quantised here if the slots' are, and its buffers [b h ...].
+        added: the new token's key and value, which are quantized here if the slots' are, and its buffers [b h ...].
         q: the new token's queries; the g queries of a group share one KV head.
         spec: the layer's scale, soft cap, window and slopes.
         protection: sinks, recent window and limit of each head.

@@ -118,7 +118,7 @@ def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
     with pytest.raises(TypeError, match="Conversation has no keyword 'num_samples'"):
         Conversation(model, num_samples=2)
     talk = Conversation(model, **SMALL)
-    for turn, message in ((" ", "the turn is empty"), ("a\ud800", "no text"), ("a " * 1200, "leaves no room")):
+    for turn, message in ((" ", "the turn is empty"), ("a\ud800", "not valid text"), ("a " * 1200, "leaves no room")):
         with pytest.raises(ValueError, match=message):
             "".join(talk.reply(turn))
     with pytest.raises(ValueError, match="the conversation has no turn yet"):

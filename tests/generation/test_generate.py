@@ -341,8 +341,8 @@ def test_a_policy_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
         chosen("--policy", f"{file}:Old")
     assert chosen("--policy", f"{file}:made") == kvjax.policy("streaming", sinks=2)
     for words, message in (
-        ((f"{file}:none",), "none in .*mine.py is no kvjax.Policy or Score"),
-        ((f"{file}:made", "--set", "rank=3"), "rank is no setting of made"),
+        ((f"{file}:none",), "none in .*mine.py is not a kvjax.Policy or Score"),
+        ((f"{file}:made", "--set", "rank=3"), "rank cannot be set: made in .*mine.py"),
         ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old cannot be constructed .*might"),
     ):
         with pytest.raises(ValueError, match=message):

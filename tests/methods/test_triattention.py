@@ -208,7 +208,7 @@ def test_the_command_writes_what_generate_reads(tmp_path: Path, capsys: pytest.C
     words = ["--text", str(text), "--out", str(out), "--tokens", "96", "--length", "32"]
     assert calibrate.main(words) == 0
     said = capsys.readouterr()
-    assert "means of 96 tokens" in said.out and "[32/96" in said.err
+    assert "mean queries over 96 tokens" in said.out and "[32/96" in said.err
     usual = ["--prompt", "Once upon a time", "--max-new-tokens", "4", "--budget", "12", "--temperature", "0"]
     for checkpoint in (str(out), ""):  # empty for those that are shipped
         settings = [f"checkpoint={checkpoint}", "evict_every=4"]

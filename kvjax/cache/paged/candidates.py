@@ -21,11 +21,11 @@ class Candidates(NamedTuple):
     """Eviction candidates of each head."""
 
     rest: Choice
-    """Lowest-ranked slot that does not compete: an empty one, or one whose token leaves last or never."""
+    """Lowest-ranked slot outside the competition: empty, or with a token that is evicted last or never."""
     weakest: Choice
     """Lowest-ranked slot that competes."""
     surplus: Int[Array, " o"]
-    """Above 0 if the weakest token must leave, and above 1 if others must leave as well."""
+    """Number of tokens over the quota: the lowest-ranked one is evicted if it is above 0, and more if above 1."""
 
 
 def owned(owner: Int[Array, " p"], valid: Bool[Array, " p"], owners: int) -> Bool[Array, "o p"]:

@@ -26,13 +26,11 @@ class RetrievalTask(Task):
         """Add the options of the task."""
         told = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
         parser.add_argument("--families", default=",".join(FAMILIES), help=told)
+        parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens, including the question")
         parser.add_argument(
-            "--lengths", type=int, nargs="+", default=[1024], help="lengths in tokens, including the question"
+            "--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="depths of needles, 0.0 to 1.0"
         )
-        parser.add_argument(
-            "--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="depths of needles, from 0.0 to 1.0"
-        )
-        parser.add_argument("--hay", choices=HAYS, help="text around the needles (default: the family's)")
+        parser.add_argument("--hay", choices=HAYS, help="text around needles (default: the family's)")
         parser.add_argument("--text", type=Path, metavar="FILE", help="text file for --hay essay")
         parser.add_argument("--cases", type=int, default=8, help="cases per family, length and depth")
         parser.add_argument("--seed", type=int, default=0, help="seed of the cases")

@@ -53,7 +53,7 @@ def f1(answer: str, answers: Sequence[str]) -> float:
     """Return the harmonic mean of precision and recall of an answer's words, against the nearest expected text.
 
     This is SQuAD's macro-averaged F1 (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1). Words count as often as
-    they occur, after the normalisation of `exact_match`. A text without words agrees only with another such text.
+    they occur, after the normalization of `exact_match`. A text without words agrees only with another such text.
 
     Args:
         answer: answer of a model.

@@ -14,7 +14,7 @@ class Task(abc.ABC):
     """A measurement that compares policies at budgets: `kvjax evaluate NAME`."""
 
     summary: str
-    """What is measured, for the help."""
+    """One line about the measurement, for the help text."""
 
     @abc.abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

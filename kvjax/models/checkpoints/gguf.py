@@ -1,4 +1,4 @@
-"""GGUF files: headers, and tensors that are dequantised when they are read."""
+"""GGUF files: headers, and tensors that are dequantized when they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.families import LoadError
 
 _AT_ONCE = 1 << 20
-"""Numbers dequantised per block; its temporary arrays take several times the memory of these numbers in float32."""
+"""Numbers dequantized per block; its temporary arrays take several times the memory of these numbers in float32."""
 
 
 def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
@@ -107,7 +107,7 @@ def _stored(
 
 
 def _read(file: Path, name: str, offset: int, size: int, shape: tuple[int, ...], kind: Any, dtype: np.dtype) -> Array:
-    """Read a tensor, dequantising a few rows at a time if it is quantised."""
+    """Read a tensor, dequantizing a few rows at a time if it is quantized."""
     import gguf
 
     plain = {"F64": np.float64, "F32": np.float32, "F16": np.float16}.get(kind.name)

@@ -70,7 +70,11 @@ def _check_keys(header: Header, head_width: int) -> None:
 
 
 def config_settings(header: Header) -> Settings:
-    """Return the settings that a Hugging Face config.json would have."""
+    """Return the settings that a Hugging Face config.json would have.
+
+    Raises:
+        LoadError: metadata is missing or not supported.
+    """
     settings: Settings = {"model_type": ARCHITECTURES[header.name].model_type}
     for key, setting in {**_NEEDED, **_KNOWN}.items():
         value = header.get(key)

@@ -24,7 +24,7 @@ _CODES = ("F8_E4M3", "I8")
 
 
 def decoded(stored: Stored, quantization: Quantization) -> Stored:
-    """Return the tensors of a checkpoint with each quantised one in place of its codes and scales.
+    """Return the tensors of a checkpoint with each quantized one in place of its codes and scales.
 
     Scales of activations are dropped: kvjax computes products with them in floating point.
 

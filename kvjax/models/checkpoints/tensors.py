@@ -35,7 +35,7 @@ class Tensor:
         file: the file that contains it.
         shape: shape in a Hugging Face checkpoint.
         size: bytes in the file.
-        read: function from a dtype to the tensor: in its own dtype, or in the given one if it is quantised. It raises
+        read: function from a dtype to the tensor: in its own dtype, or in the given one if it is quantized. It raises
             LoadError if the type in the file is not supported.
         place: function from a dtype and a sharding to the tensor on devices, reading only the shards needed here;
             None for formats without such reads.

@@ -20,7 +20,11 @@ from kvjax.models.families.settings import (
 
 
 def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
-    """Return the config of a model like Llama; `partial` as in `read_rope`."""
+    """Return the config of a model like Llama; `partial` as in `read_rope`.
+
+    Raises:
+        LoadError: a setting is missing, has the wrong type, or is not supported.
+    """
     width, heads = integer(settings, "hidden_size"), integer(settings, "num_attention_heads")
     if settings.get("head_dim") is None and width % heads:
         raise LoadError(
@@ -52,7 +56,7 @@ def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
 
 
 def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> ModelConfig:
-    """Return the config of a model with layer normalisation, an MLP without a gate, and heads that divide the width.
+    """Return the config of a model with layer normalization, an MLP without a gate, and heads that divide the width.
 
     Args:
         settings: settings of the model.

@@ -17,6 +17,9 @@ def read_mixture(settings: Settings, width: str, renormalised: bool, dense_layer
         width: name of the setting of one expert's inner size.
         renormalised: True if the weights of a token's experts sum to 1.
         dense_layers: numbers of the layers without experts.
+
+    Raises:
+        LoadError: a setting of the experts is missing or invalid.
     """
     count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     experts, used = integer(settings, count), integer(settings, "num_experts_per_tok")

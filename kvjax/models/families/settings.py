@@ -78,7 +78,11 @@ def check_only(name: str, settings: Settings, only: Settings) -> None:
 
 
 def head_width(settings: Settings, width: str, heads: str) -> int:
-    """Return the width of heads that divide the hidden state, given the names of the settings of both."""
+    """Return the width of heads that divide the hidden state, given the names of the settings of both.
+
+    Raises:
+        LoadError: the heads do not divide the hidden state.
+    """
     size, parts = integer(settings, width), integer(settings, heads)
     if size % parts:
         raise LoadError(f"{width} {size} is not a multiple of {heads} {parts}.")
@@ -86,7 +90,11 @@ def head_width(settings: Settings, width: str, heads: str) -> int:
 
 
 def special_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
-    """Return the ids of a special token, which a config gives as null, a number or a list."""
+    """Return the ids of a special token, which a config gives as null, a number or a list.
+
+    Raises:
+        LoadError: the setting has another type.
+    """
     value = settings.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) for i in ids):
@@ -176,7 +184,11 @@ def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None
 
 
 def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
-    """Return the windows of Qwen: with `use_sliding_window`, layers from `max_window_layers` on have one."""
+    """Return the windows of Qwen: with `use_sliding_window`, layers from `max_window_layers` on have one.
+
+    Raises:
+        LoadError: a setting has the wrong type.
+    """
     if not settings["use_sliding_window"] or settings["sliding_window"] is None:
         return None
     layers, first = integer(settings, "num_hidden_layers"), settings["max_window_layers"]

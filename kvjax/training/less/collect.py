@@ -127,7 +127,7 @@ def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed:
         files: UTF-8 texts.
         texts: number of passages.
         length: tokens per passage.
-        seed: seed of the places.
+        seed: seed of the random places.
 
     Raises:
         ValueError: a file is missing, not text, or shorter than a passage.
