@@ -17,13 +17,14 @@ from kvjax.cli.convert import convert
 from kvjax.generation.generate import generate_ids
 from kvjax.models.checkpoints import orbax, tensors
 from kvjax.models.checkpoints.loading import read_checkpoint
+from kvjax.models.checkpoints.tensors import Tensor
 from kvjax.models.decoder import DenseMlp
 from kvjax.models.sharding import weight_shardings
 
 
-def in_shards(*fields: Any) -> tensors.Tensor:
+def in_shards(*fields: Any) -> Tensor:
     """A tensor that cannot be read whole."""
-    return dataclasses.replace(tensors.Tensor(*fields), read=lambda _: sys.exit("a tensor was read whole"))
+    return dataclasses.replace(Tensor(*fields), read=lambda _: sys.exit("a tensor was read whole"))
 
 
 def main(directory: str) -> None:
