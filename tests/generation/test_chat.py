@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -139,7 +140,8 @@ def test_an_interruption_stops_the_answer_alone(
             yield piece
 
     monkeypatch.setattr(Conversation, "reply", interrupted)
-    monkeypatch.setattr(chat, "_lines", lambda: iter([TURNS[0], "", "/help", TURNS[1], "/quit", "never read"]))
+    lines = [TURNS[0], "", "/help", TURNS[1], "/quit", "never read"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     assert chat.main(WORDS) == 0
     out, err = capsys.readouterr()
     assert out.startswith("".join(said[:2]) + "\n") and out.count("\n") >= 2
@@ -165,7 +167,7 @@ def test_an_interruption_stops_the_answer_alone(
 def test_a_mistake_is_one_sentence(
     words: list[str], line: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "_lines", lambda: iter([line]))
+    monkeypatch.setattr("sys.stdin", io.StringIO(line + "\n"))
     assert chat.main(words) == 2
     said = capsys.readouterr().err
     assert message in said and said.startswith("kvjax chat: ") and said.count("\n") == 1

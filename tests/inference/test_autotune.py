@@ -39,8 +39,7 @@ def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine whose races have not been run, and where they are kept."""
     monkeypatch.setattr(race, "LEAST", 0.0)
     monkeypatch.setattr(common, "WINNERS", {})
-    monkeypatch.setattr(autotune, "_loaded", False)
-    monkeypatch.setattr(autotune, "_SURVEY", Survey())
+    monkeypatch.setattr(autotune, "SURVEY", Survey())
     monkeypatch.setattr(autotune, "tuned_device", lambda: DEVICE)
     monkeypatch.delenv(common.VARIABLE, raising=False)
     monkeypatch.setenv("KVJAX_CACHE_DIR", str(tmp_path / "cache"))
@@ -233,7 +232,7 @@ def test_prompts_and_steps_are_surveyed_before_they_run(monkeypatch):
     with pytest.raises(InterruptedError):
         extend.prefill(model, "h2o", [[1, 2, 3]], 16, max_new_tokens=40)
     assert asked == ["prefill_scores"]
-    monkeypatch.setattr(autotune, "_SURVEY", Survey())
+    monkeypatch.setattr(autotune, "SURVEY", Survey())
     state = state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40)
     settle_step(state.decoder, state.cache)
     assert asked == ["prefill_scores", "rotate", "evict", "decode_attention"]

@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.inference.decoder import Decoder
+from tests.cases import core, slow
 
 TOKENS = [[5, 17, 42, 8, 15, 99]]
 
@@ -33,10 +34,14 @@ def four(decoder: Decoder, cache: kvjax.Cache, token: jax.Array) -> Any:
     return cache, logits
 
 
-@pytest.mark.core
 @pytest.mark.compiled_well
-@pytest.mark.parametrize("program", [one, four])
-@pytest.mark.parametrize("policy", ["h2o", "less", "lsh_e"])
+@pytest.mark.parametrize(
+    ("policy", "program"),
+    [
+        *(core("h2o", one), ("less", four), ("lsh_e", one)),
+        *(slow("h2o", four), slow("less", one), slow("lsh_e", four)),
+    ],
+)
 def test_programs_of_ones_own_copy_no_weights(model: kvjax.Model, policy: str, program: Any) -> None:
     decoder = kvjax.decoder(model, policy, budget=16)
     cache, _ = decoder.prefill(TOKENS, max_new_tokens=8)

@@ -15,7 +15,7 @@ import kvjax
 from kvjax.models.config import ModelConfig
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.prefill_scores import Joined, prefill_scores
-from tests.cases import slow
+from tests.cases import pairwise, slow
 from tests.small_models import GQA, LOCAL, SLOPED, random_model
 
 IDS = [[5, 9, 2, 7, 7, 1, 30, 22, 11, 4, 6, 8, 19, 40], [3, 1, 4, 1, 5]]
@@ -46,8 +46,8 @@ def agree(loss: Loss, at: Any, seed: int = 0) -> float:
         ("h2o", {"budget": 6}),
         slow("keyformer", {"budget": 6}),
         ("keyformer", {"budget": 6, "settings": {"noise": "gaussian", "positions": "cache"}}),
-        ("tova", {"budget": 6}),
-        ("streaming", {"budget": 6}),
+        slow("tova", {"budget": 6}),
+        slow("streaming", {"budget": 6}),
         ("l2", {"budget": 6}),
         slow("less", {"budget": 6, "settings": {"kernels": "performer"}}),
         slow("topk_oracle", {}),
@@ -91,9 +91,7 @@ def test_a_prompt_has_the_derivative_of_the_model_without_a_cache(x64: None) -> 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10), ours, plain)
 
 
-@pytest.mark.parametrize("tau", [1.0, 0.7])
-@pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("rows", [None, 3])
+@pytest.mark.parametrize(("tau", "noisy", "rows"), pairwise([1.0, 0.7], [False, True], [None, 3]))
 def test_of_statistics_of_attention(tau: float, noisy: bool, rows: int | None, x64: None) -> None:
     b, h, g, n, d, before = 2, 2, 2, 11, 4, 5
     rng = np.random.default_rng(0)

@@ -134,7 +134,7 @@ def test_chunks_equal_turns(name: str, x64: None) -> None:
         same(one, other)
 
 
-@pytest.mark.parametrize("name", ["full", "fastgen", "baseline_plus", "h2o", "lightkv", "streaming+adakv"])
+@pytest.mark.parametrize("name", ["full", "fastgen", slow("baseline_plus"), "h2o", "lightkv", "streaming+adakv"])
 def test_logits_are_those_of_the_forward_pass_when_there_is_room(name: str, x64: None) -> None:
     case = CASES[name]
     policy = case.make(**case.full)
@@ -205,7 +205,9 @@ def test_fastgen_reads_up_to_its_planned_end(x64: None) -> None:
     assert np.isnan(kvjax.decode_step(after, jnp.zeros(2, jnp.int32))[1]).all()
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "keyformer", "tova", "snapkv", "scissorhands", "h2o+int8"])
+@pytest.mark.parametrize(
+    "name", [*("h2o", "keyformer", "snapkv", "h2o+int8"), *map(slow, ("streaming", "tova", "scissorhands"))]
+)
 @pytest.mark.compiled_well
 def test_a_long_turn_needs_less_than_one_matrix_of_its_length(name: str) -> None:
     n = 8192

@@ -19,7 +19,7 @@ from kvjax.methods.adakv import AdaKV
 from kvjax.methods.less import checkpoint
 from kvjax.models import ModelConfig, Rope
 from kvjax.types import LayerConfig
-from tests.cases import slow
+from tests.cases import in_turns, slow
 from tests.oracles.forward import forward
 from tests.small_models import random_model, small_config
 
@@ -109,26 +109,27 @@ def assert_cached_equals_plain(
         return state
 
 
-in_caches = pytest.mark.parametrize(
-    "changes", [slow(changes) if "slopes" in changes else changes for changes in CONFIGS.values()], ids=CONFIGS
-)
-"""Slopes and scales are those of layers, whoever made them."""
+def in_every_second(first: int) -> Any:
+    """Settings in turns: slots and pages share one attention. Slopes and scales come with layers, whoever made them."""
+    usual = [changes for changes in CONFIGS.values() if "slopes" not in changes][first::2]
+    return pytest.mark.parametrize(
+        "changes", [changes if changes in usual else slow(changes) for changes in CONFIGS.values()], ids=CONFIGS
+    )
 
 
-@in_caches
+@in_every_second(0)
 def test_a_full_cache_honours_every_setting(changes: dict[str, Any]) -> None:
     assert_cached_equals_plain(small_config(4, 2, **changes), kvjax.policy("full"))
 
 
-@in_caches
+@in_every_second(1)
 def test_pages_honour_every_setting(changes: dict[str, Any]) -> None:
     policy = kvjax.policy("h2o", plan=AdaKV(floor=1.0))
     state = assert_cached_equals_plain(small_config(4, 2, **changes), policy)
     assert isinstance(state.storage, Paged)
 
 
-@pytest.mark.parametrize("chunk", [None, 8, 1])
-@pytest.mark.parametrize("policy", ["h2o", "keyformer", "scissorhands", "lsh_e"])
+@pytest.mark.parametrize(("policy", "chunk"), in_turns(["h2o", "keyformer", "scissorhands", "lsh_e"], [None, 8, 1]))
 def test_policies_that_hold_everything_honour_every_setting(policy: str, chunk: int | None) -> None:
     ropes = (Rope(width=8), OTHER, None)
     config = small_config(4, 2, layers=3, windows=(4, None, 7), ropes=ropes, soft_cap=0.4, value_width=3)

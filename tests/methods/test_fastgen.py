@@ -24,7 +24,7 @@ from kvjax.inference.state import State, held_positions, slot_limits
 from kvjax.methods.adakv import AdaKV
 from kvjax.models import Rope
 from kvjax.types import Kernels
-from tests.cases import fastgen_case
+from tests.cases import fastgen_case, in_turns, slow
 from tests.oracles.decoder import Decoder
 from tests.small_models import GQA, MHA, random_model, small_config
 
@@ -63,7 +63,7 @@ def pool(state) -> storage.Paged:
     return state.storage
 
 
-@pytest.mark.parametrize("threshold", [0.2, 0.5, 0.7, 0.8, 0.9])
+@pytest.mark.parametrize("threshold", [0.2, slow(0.5), 0.7, slow(0.8), 0.9])
 def test_every_head_chooses_as_the_oracle_does(threshold, x64):
     model = random_model(GQA, seed=3, dtype=jnp.float64)
     prompts = [TEXT[row, :length].tolist() for row, length in enumerate((57, 18, 40))]
@@ -79,8 +79,7 @@ def test_every_head_chooses_as_the_oracle_does(threshold, x64):
             assert limits[layer][row].tolist() == oracle.slots
 
 
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("threshold", [0.6, 0.9])
+@pytest.mark.parametrize(("rows", "threshold"), in_turns([1, 8], [0.6, 0.9]))
 def test_memory_is_what_the_heads_call_for(tiny, rows, threshold):
     prompts = [tiny.tokenizer(" ".join([text] * 4))["input_ids"][: 60 + 9 * row] for row, text in enumerate(PROMPTS)]
     new_tokens, ratio = 64, 0.3
@@ -255,7 +254,7 @@ def dense_with_limits(model, policy, budget, limits):
 
 @pytest.mark.parametrize(
     "name, floor",
-    [("snapkv", 0.2), ("snapkv", 1.0), ("keyformer", 0.2), ("keyformer", 1.0), ("h2o", 0.2), ("random", 0.2)],
+    [("snapkv", 0.2), slow("snapkv", 1.0), slow("keyformer", 0.2), ("keyformer", 1.0), ("h2o", 0.2), ("random", 0.2)],
 )
 def test_pages_equal_dense_buffers_with_the_same_limits(name, floor):
     model = random_model(GQA, seed=2)

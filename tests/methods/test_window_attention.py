@@ -15,6 +15,7 @@ import kvjax
 from kvjax.cache.empty import empty
 from kvjax.cache.memory import allocated_bytes
 from kvjax.inference.prepare import prepare
+from tests.cases import in_turns
 from tests.held import layers
 from tests.small_models import GQA, random_model
 
@@ -37,8 +38,7 @@ def steps(state, count):
     return state, np.array(seen)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "lightkv"])
-@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize(("name", "chunk"), in_turns(["snapkv", "lightkv"], [1, 16]))
 @pytest.mark.compiled_well
 def test_reading_in_chunks_does_not_depend_on_longer_neighbours(name, chunk):
     policy = kvjax.policy(name, **SETTINGS[name])
@@ -141,8 +141,7 @@ def test_widths_of_the_report():
     assert kvjax.policy("lightkv", omega=4).slots_at(limit, jnp.array([4096])) == 2048  # equation 6
 
 
-@pytest.mark.parametrize("chunk", [None, 1])
-@pytest.mark.parametrize("window", ["exact", "running"])
+@pytest.mark.parametrize(("window", "chunk"), in_turns(["exact", "running"], [None, 1]))
 def test_offloaded_scores_lie_in_host_memory_and_change_nothing(window, chunk):
     def read(**settings):
         policy = kvjax.policy("lightkv", window=window, special=(7, 11), **settings)

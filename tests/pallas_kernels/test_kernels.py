@@ -11,12 +11,25 @@ import pytest
 from pallas_kernels.common import VARIABLE, Unsupported, choose, or_xla
 from pallas_kernels.rotate.api import Rotate
 from tests.kernel_cases import CASES
-from tests.kernels import XLA, Case, Way, check
+from tests.kernels import TPU_WAYS, XLA, Case, Way, check
 
 FIRST = list({case.op: case for case in reversed(CASES)}.values())
+COPYING = ("decode_step", "evict", "less_kernels", "paged_attention")
+"""Operations that write into their arguments or copy by themselves, where interpreters of TPU kernels may differ."""
+
+
+def _marks(number: int, case: Case, way: Way) -> list[pytest.MarkDecorator]:
+    """Interpreters of TPU kernels take turns: the next case of an operation runs in the other one."""
+    if case in FIRST and way == XLA:
+        return [pytest.mark.core]
+    other = TPU_WAYS[number % 2]
+    both = case.op in COPYING or not set(TPU_WAYS) <= set(case.ways)
+    return [pytest.mark.slow] if way == other and not both else []
+
+
 RUNS = [
-    pytest.param(case, way, id=f"{case}-{way}", marks=[pytest.mark.core] if case in FIRST and way == XLA else [])
-    for case in CASES
+    pytest.param(case, way, id=f"{case}-{way}", marks=_marks(number, case, way))
+    for number, case in enumerate(CASES)
     for way in case.ways
 ]
 

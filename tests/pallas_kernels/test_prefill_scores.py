@@ -22,6 +22,7 @@ from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
 from pallas_kernels.prefill_scores import Joined, Own, prefill_scores
+from tests.cases import in_turns
 from tests.kernel_cases.prefill_scores import case, inputs, operand
 from tests.kernels import GPU_WAYS, XLA, Way, check
 
@@ -112,8 +113,10 @@ def test_memory_is_linear_in_the_prompt(rows):
     assert of(4096) < 2.2 * of(2048)
 
 
-@pytest.mark.parametrize("scores", [False, True])
-@pytest.mark.parametrize("kinds", [("int8", "int8"), ("int4", "int4"), ("turned", "array"), ("array", "array")])
+@pytest.mark.parametrize(
+    ("kinds", "scores"),
+    in_turns([("int8", "int8"), ("int4", "int4"), ("turned", "array"), ("array", "array")], [True, False]),
+)
 @pytest.mark.compiled_well
 def test_no_decoded_copy_of_a_cache_exists(kinds, scores):
     made, cached = inputs(1, 4, 1, 16, 64, cached=4000, padding=False), 4000

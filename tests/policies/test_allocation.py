@@ -21,6 +21,7 @@ from kvjax.methods.lightkv import Arithmetic
 from kvjax.methods.pyramidkv import Pyramid
 from kvjax.policies.allocation import Uniform, layer_slots
 from pallas_kernels.attention import slot_block
+from tests.cases import in_turns
 from tests.held import layers
 from tests.oracles import plans
 from tests.small_models import random_model, small_config
@@ -104,8 +105,7 @@ def ranks(kind: str, heads: int, slots: int, rows: int, seed: int) -> np.ndarray
     return made
 
 
-@pytest.mark.parametrize("kind", ["spread", "ties", "one head"])
-@pytest.mark.parametrize("floor", [0.2, 0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("kind", "floor"), in_turns(["spread", "ties", "one head"], [0.2, 0.0, 0.5, 1.0]))
 def test_heads_get_what_ada_kv_allots(kind: str, floor: float) -> None:
     """Algorithm 1 and its safeguard, in rows of several lengths, some too short for all slots."""
     apart = 0
@@ -139,8 +139,7 @@ def test_bad_plans_are_one_sentence(plan, message):
         plan()
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["snapkv", "h2o", "keyformer"])
+@pytest.mark.parametrize(("plan", "name"), in_turns(list(PLANS), ["snapkv", "h2o", "keyformer"]))
 def test_any_plan_works_under_any_score(name, plan):
     state, logits = kvjax.prefill(MODEL, kvjax.policy(name, recent=0.25), TEXT, 80, plan=plan, max_new_tokens=4)
     slots = np.array([(position >= 0).sum(-1) for position in held_positions(state)])

@@ -17,7 +17,8 @@ from kvjax.methods.window import Recency
 from kvjax.policies.codec import Codec
 from kvjax.rope import Rope, rope_frequencies, rotate
 from kvjax.types import New, View
-from tests.small_models import GQA, random_model, small_config
+from tests.cases import pairwise
+from tests.small_models import GQA, SLOPED, random_model
 
 TEXT = np.random.default_rng(0).integers(0, GQA.vocab_size, (3, 60))
 LENGTHS = (41, 3, 33)
@@ -51,9 +52,7 @@ def follow(model, policy, budget=14, lengths=LENGTHS, **arguments):
     return np.stack(seen), held_positions(state)
 
 
-@pytest.mark.parametrize("chunk", [None, 8, 1])
-@pytest.mark.parametrize("sinks", [0, 4])
-@pytest.mark.parametrize("config", [GQA, small_config(4, 2, position="alibi", rope=None)], ids=["rope", "alibi"])
+@pytest.mark.parametrize(("config", "sinks", "chunk"), pairwise([GQA, SLOPED], [0, 4], [None, 8, 1]))
 def test_turning_the_sinks_is_turning_everything(config, sinks, chunk, x64):
     model = random_model(config, dtype=jnp.float64)
     sliding, ranked = both(sinks)

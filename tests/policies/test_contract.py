@@ -42,16 +42,18 @@ WAYS = ("h2o", "snapkv", "lightkv", "fastgen", *MIXED[2:])
 IN_STEPS = ("lsh_e",)
 """Cases that read prompts token by token, and so all layers in one program."""
 AS_USERS_DO = ("h2o", "keyformer", "streaming", "fastgen")
-"""Cases whose programs are compiled as users have them: one for each way to ask, to hold and to remember."""
+"""Cases whose rows are compared in programs as users have them: one for each way to ask and to hold."""
 
 
-def _cases(names: Iterable[str], usual: Iterable[str], in_core: Iterable[str] = ()) -> Any:
+def _cases(
+    names: Iterable[str], usual: Iterable[str], in_core: Iterable[str] = (), as_users_do: Iterable[str] = ()
+) -> Any:
     def marks(name: str) -> Iterator[pytest.MarkDecorator]:
         if name not in usual:
             yield pytest.mark.slow
         if name in in_core:
             yield pytest.mark.core
-        if name in AS_USERS_DO:
+        if name in as_users_do:
             yield pytest.mark.compiled_well
 
     return pytest.mark.parametrize("name", [pytest.param(name, marks=list(marks(name))) for name in names])
@@ -63,6 +65,8 @@ every_first = _cases(FIRST, FIRST)
 every_core_first = _cases(FIRST, FIRST, IN_CORE)
 every_way = _cases(FIRST, WAYS)
 every_mixture = _cases([*FIRST, *MIXED], WAYS)
+every_first_by_rows = _cases(FIRST, FIRST, IN_CORE, AS_USERS_DO)
+every_mixture_by_rows = _cases([*FIRST, *MIXED], WAYS, (), AS_USERS_DO)
 
 
 def read(
@@ -269,7 +273,7 @@ def test_numbers_are_arguments_of_one_program(name: str, sweep: list[dict[str, A
     assert all((logits != found[0]).any() for logits in found[1:])
 
 
-@every_mixture
+@every_mixture_by_rows
 def test_permuting_the_batch_permutes_the_output(name: str) -> None:
     order = np.array([2, 0, 1])
     state, logits = read(CASES[name])
@@ -278,7 +282,7 @@ def test_permuting_the_batch_permutes_the_output(name: str) -> None:
     close(follow(state)[1][0][:, order], follow(permuted)[1][0], 1e-4)
 
 
-@every_core_first
+@every_first_by_rows
 def test_a_row_does_not_know_its_neighbours(name: str) -> None:
     state, logits = read(CASES[name])
     alone, expected = read(CASES[name], rows=[1])
@@ -319,7 +323,11 @@ def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name: str, c
 
 
 @pytest.mark.parametrize(
-    "name", ["window", "streaming", "h2o", "keyformer", "tova", "lsh_e", "l2", "snapkv", "less-performer"]
+    "name",
+    [
+        *("streaming", "h2o", "keyformer", "lsh_e", "snapkv", "less-performer"),
+        *map(slow, ("window", "tova", "l2")),
+    ],
 )
 @pytest.mark.compiled_well
 def test_a_step_needs_no_memory_beside_its_cache(name: str) -> None:
@@ -337,8 +345,15 @@ def test_a_step_needs_no_memory_beside_its_cache(name: str) -> None:
     assert memory.temp_size_in_bytes < 0.05 * cache + 8 * logits
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "fp8"])
-@pytest.mark.parametrize(("name", "plan"), [("h2o", None), ("streaming", None), ("snapkv", None), ("h2o", "adakv")])
+@pytest.mark.parametrize(
+    ("name", "plan", "codec"),
+    [
+        *(("h2o", plan, codec) for plan in (None, "adakv") for codec in ("int8", "int4", "fp8")),
+        *(("streaming", None, "int8"), ("snapkv", None, "int4")),
+        *(slow("streaming", None, codec) for codec in ("int4", "fp8")),
+        *(slow("snapkv", None, codec) for codec in ("int8", "fp8")),
+    ],
+)
 @pytest.mark.compiled_well
 def test_a_step_over_codes_decodes_no_layer(name: str, plan: str | None, codec: str) -> None:
     rows, slots, width = 4, 2048, 64
@@ -361,7 +376,7 @@ def test_a_step_over_codes_decodes_no_layer(name: str, plan: str | None, codec: 
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("streaming", "h2o", "keyformer", "snapkv", "tova", "less") else slow(name)
+        name if name in ("h2o", "keyformer", "less") else slow(name)
         for name in sorted(set(REGISTRY) - {"topk_oracle", "fastgen"})
     ],
 )
@@ -379,7 +394,8 @@ def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name: str, 
 
 
 @pytest.mark.parametrize(
-    "name", ["streaming", "h2o", "keyformer", "tova", "scissorhands", "snapkv", "lightkv", "dropkv", "rkv"]
+    "name",
+    [*("h2o", "keyformer", "scissorhands", "snapkv", "lightkv", "dropkv", "rkv"), *map(slow, ("streaming", "tova"))],
 )
 @pytest.mark.compiled_well
 def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name: str) -> None:
