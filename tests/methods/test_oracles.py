@@ -18,10 +18,11 @@ from kvjax.policies import Policy
 from tests.cases import FIRST, PAIRS, POLICIES, RARE, RECENT, Case, core, slow
 from tests.held import kept, unpacked
 from tests.oracles.decoder import Decoder
-from tests.small_models import GQA, LEARNED, LOCAL, MHA, MQA, PARTIAL, SINKS, SLOPED, random_model
+from tests.small_models import GQA, LEARNED, LOCAL, MHA, MIXED, MQA, PARTIAL, SINKS, SLOPED, random_model
 
 CLASSIC = [name for name in FIRST if name not in RECENT]
 SHAPES = {"mha": (MHA, (301,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
+SHAPES |= {"experts": (MIXED, (41, 9))}
 SHAPES |= {"partial": (PARTIAL, (41, 9)), "alibi": (SLOPED, (41, 9)), "learned": (LEARNED, (41, 9))}
 
 
@@ -112,6 +113,19 @@ def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: 
     """Methods take turns; each is compared with several heads of several queries above."""
     config, lengths = SHAPES[shape]
     compare_with_oracle(POLICIES[name], _random(config), lengths, 40)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("less+h2o+int8", "fastgen"),
+        *(slow(name) for name in FIRST if name != "fastgen"),
+        *(slow(name) for name in ("less+keyformer", "h2o+adakv+int8", "less+snapkv+adakv")),
+    ],
+)
+def test_experts_change_no_cache(name: str, x64: None) -> None:
+    config, lengths = SHAPES["experts"]
+    compare_with_oracle((POLICIES | PAIRS)[name], _random(config), lengths, 40)
 
 
 @pytest.mark.parametrize(

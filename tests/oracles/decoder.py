@@ -410,9 +410,7 @@ class Decoder:
 
     def _finish(self, layer, x, read) -> np.ndarray:
         x = x + linear(layer.output, np.concatenate([out for group in read for out in group]))
-        normed = self._norm(layer.mlp_norm, x)
-        gate = linear(layer.mlp.gate, normed)
-        return x + linear(layer.mlp.down, gate / (1 + np.exp(-gate)) * linear(layer.mlp.up, normed))
+        return x + mlp(layer.mlp, self.config, self._norm(layer.mlp_norm, x))
 
     def _unembed(self, x) -> np.ndarray:
         x = self._norm(self.weights.norm, x)
@@ -463,6 +461,21 @@ def beside_sink(layer, head: int, total: float) -> float:
 def linear(layer, x: np.ndarray) -> np.ndarray:
     y = layer.weight @ x
     return y if layer.bias is None else y + layer.bias
+
+
+def mlp(layer, config, x: np.ndarray) -> np.ndarray:
+    """A gated MLP, or the experts of highest router probability, weighted by their probabilities among each other."""
+    if not hasattr(layer, "router"):
+        gate = linear(layer.gate, x)
+        return linear(layer.down, gate / (1 + np.exp(-gate)) * linear(layer.up, x))
+    probabilities = softmax(layer.router @ x)
+    used = sorted(range(config.mixture.count), key=lambda e: -probabilities[e])[: config.mixture.used]
+    total = np.zeros_like(x)
+    for e in used:
+        up, down = layer.experts.up.weight[e] @ x, layer.experts.down.weight[e]
+        gate = layer.experts.gate.weight[e] @ x
+        total += probabilities[e] / probabilities[used].sum() * (down @ (gate / (1 + np.exp(-gate)) * up))
+    return total
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.models import ModelConfig, Rope
-from tests.oracles.decoder import beside_sink, linear, slope, softmax
+from tests.oracles.decoder import beside_sink, linear, mlp, slope, softmax
 
 Vector = Float[np.ndarray, " n"]
 
@@ -21,7 +21,7 @@ def forward(weights: Any, config: ModelConfig, tokens: Int[np.ndarray, " t"]) ->
     """Logits of every position.
 
     Args:
-        weights: kvjax weights of a gated model with RMS norms, with NumPy float64 leaves.
+        weights: kvjax weights of a gated model with RMS norms, maybe with experts, with NumPy float64 leaves.
         config: the model's shape; its activation is SiLU.
         tokens: ids of one text.
     """
@@ -29,7 +29,7 @@ def forward(weights: Any, config: ModelConfig, tokens: Int[np.ndarray, " t"]) ->
     for index, layer in enumerate(weights.layers):
         read = _attention(layer, config, index, [_norm(layer.attention_norm, config, x) for x in hidden])
         hidden = [x + linear(layer.output, out) for x, out in zip(hidden, read, strict=True)]
-        hidden = [x + _mlp(layer, _norm(layer.mlp_norm, config, x)) for x in hidden]
+        hidden = [x + mlp(layer.mlp, config, _norm(layer.mlp_norm, config, x)) for x in hidden]
     table = weights.embedding if weights.unembedding is None else weights.unembedding.weight
     scale = 1.0 if config.logit_scale is None else config.logit_scale
     return np.array([_capped(scale * (table @ _norm(weights.norm, config, x)), config.logit_soft_cap) for x in hidden])
@@ -78,11 +78,6 @@ def _rotated(rope: Rope | None, x: Vector, position: int) -> Vector:
 
 def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
     return x if cap is None else cap * np.tanh(x / cap)
-
-
-def _mlp(layer: Any, x: Vector) -> Vector:
-    gate = linear(layer.mlp.gate, x)
-    return linear(layer.mlp.down, gate / (1 + np.exp(-gate)) * linear(layer.mlp.up, x))
 
 
 def _norm(norm: Any, config: ModelConfig, x: Vector) -> Vector:
