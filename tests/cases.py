@@ -148,7 +148,9 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
-    known |= {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
+    known |= {"context_limit": limited.context_limit, "middle": limited.middle, "omega": plain(limited.mask)["one_in"]}
+    if known["omega"] is not None:
+        known["omega"] /= 2
     return known
 
 
