@@ -33,6 +33,7 @@ from tests.oracles import (
     fastgen,
     keydiff,
     keyformer,
+    kvzip,
     l2,
     last_queries,
     less,
@@ -105,7 +106,8 @@ class Case:
             recent = max(0, plans.recent_window(of_policy["recent"], slots) - read)
             shape |= {"recents": [recent] * config.kv_heads, "evicts_first": not read}
             if isinstance(policy.plan, AdaKV):
-                kind, shape["text"] = plans.adakv(kind), tokens
+                spread = plans.adakv if policy.plan.over == "layer" else plans.over_all_layers
+                kind, shape["text"] = spread(kind), tokens
             if layer in outgrown:  # a window of its own, and nothing else
                 kind = codecs.coded(basic.Window) if policy.codec.name != "plain" else basic.Window
                 of_policy = {"sinks": 0, "special": (), "positions": "original", "codec": policy.codec.name}
@@ -127,7 +129,7 @@ class Case:
         free = sorted({*range(config.layers)} - layers_outgrown(config, tokens))
         name = next(name for name, kind in PLANS.items() if type(plan) is kind)
         numbers = plain(plan)
-        more, _ = numbers.pop("extra_slots"), numbers.pop("floor", None)
+        more, _, _ = numbers.pop("extra_slots"), numbers.pop("floor", None), numbers.pop("over", None)
         planned = dict(zip(free, plans.layer_budgets(name, self.budget, len(free), **numbers), strict=True))
         return [min(planned[layer] + more, w) if layer in planned else w for layer, w in enumerate(windows)]
 
@@ -319,6 +321,8 @@ POLICIES: dict[str, Case] = {
     "capkv": Case("capkv", prompt_scores.CapKV, {"recent": 4, "future": 24, "tau": 2.5}, inject=_rope),
     "chunkkv": Case("chunkkv", prompt_scores.chunked(snapkv.SnapKV), {"recent": 6, "length": 5}),
     "chunkkv-l2": Case("chunkkv", prompt_scores.chunked(l2.L2), {"base": "l2", "recent": 3, "length": 7}),
+    "kvzip": Case("kvzip", kvzip.KVzip, {"prompt": (3, 5, 8), "chunk": 16, "recent": 4}),
+    "kvzip-plus": Case("kvzip", kvzip.KVzip, {"prompt": (9,), "normalized": True, "recent": 0.2, "sinks": 1}),
     "finch": Case("finch", snapkv.Finch, {"recent": 3, "delimiter": 34}),
     "simlayerkv": simlayerkv_case(0.02),
     "simlayerkv-mixed": simlayerkv_case(0.175),
@@ -347,7 +351,10 @@ POLICIES: dict[str, Case] = {
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }
 
-PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv", "chunkkv", "finch")
+PROMPT_METHODS = (
+    *("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv", "chunkkv", "finch"),
+    "kvzip",
+)
 """Methods that rank a prompt once, from keys, values and queries."""
 
 RECENT = {

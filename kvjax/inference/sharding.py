@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -87,6 +88,12 @@ def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
         return tree
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, _placed(leaves, specs=tuple(jax.tree.leaves(specs)), mesh=mesh))
+
+
+def placed_policy(policy: Policy, mesh: Mesh | None) -> Policy:
+    """Move a bound policy's arrays to the sharding that programs expect; numbers become arrays, too."""
+    arrays = jax.tree.map(jnp.asarray, policy)  # else every step would transfer host numbers
+    return placed_by_program(arrays, policy_specs(arrays), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "mesh"))

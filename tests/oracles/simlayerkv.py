@@ -17,7 +17,7 @@ class SimLayerKV(Window):
     def scores(self, h, new):
         """Special tokens leave last, the oldest of them first: a generated one takes its slot."""
         tokens = self.heads[h].tokens
-        return [1e300 if token in self.special else s for token, s in zip(tokens, super().scores(h, new), strict=True)]
+        return [10**30 if token in self.special else s for token, s in zip(tokens, super().scores(h, new), strict=True)]
 
     def read(self, prompt):
         n, total = prompt.prompt_length, 0.0
