@@ -150,9 +150,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
-    known |= {"context_limit": limited.context_limit, "middle": limited.middle, "omega": plain(limited.mask)["one_in"]}
-    if known["omega"] is not None:
-        known["omega"] /= 2
+    known |= {"context_limit": limited.context_limit, "middle": limited.middle, "omega": policy.protection.omega}
     return known
 
 
@@ -383,7 +381,7 @@ def pair(
     case = POLICIES[name]
     oracle, parts = case.oracle, dict(settings or {})
     if less_over:
-        oracle = less.less(oracle)
+        oracle = less.less(evict_every.every(oracle) if "evict_every" in case.settings else oracle)
         parts |= {"residual": "less", "residual.kernels": "performer"}
     if codec is not None:
         oracle = codecs.coded(oracle)
@@ -400,8 +398,10 @@ PAIRS: dict[str, Case] = {
             *("h2o", "keyformer", "keyformer-fresh", "snapkv", "snapkv-max", "scissorhands", "lsh_e-one-shot"),
             *("l2", "random", "window", "dilated_window", "lightkv-running", "h2o-protected", "dropkv"),
             *("streaming", "h2o-cache-positions", "keyformer-cache-positions", "window-cache-positions"),
+            *("h2o-every-8", "streaming-every-8"),
         )
     },
+    "less+l2-every-8+adakv": pair("l2-every-8", less_over=True, plan="adakv"),
     # LESS over every score, and over every kind of plan.
     **{
         f"less+{name}": pair(name, less_over=True)

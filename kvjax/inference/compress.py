@@ -123,7 +123,7 @@ def compress(
     check_ranked(pressed, bound)
     storage: Any = pressed[0]
     if bound.plan.sizing.per_head:
-        storage = on_pages(storage, page_slots(int(end.max())), before.mesh)
+        storage = on_pages(storage, bound, page_slots(int(end.max())), before.mesh)
     cache = state.cache.replace(storage=storage)
     settle_step(decoder, cache)
     return State(decoder, cache)

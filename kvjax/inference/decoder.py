@@ -116,7 +116,8 @@ class Decoder(struct.PyTreeNode):
         settle_before(lambda kernels: prompt_shapes(self, first, kernels), self.kernels)
         storage, position, seed, logits = read_prompts(self, first, self.kernels)
         if self.policy.plan.sizing.per_head and not late:
-            storage = on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), self.mesh)
+            size = page_slots(prompts.tokens.shape[1] + max_new_tokens)
+            storage = on_pages(storage, self.policy, size, self.mesh)
         cache = Cache(
             storage=storage,
             position=position,
@@ -149,7 +150,8 @@ class Decoder(struct.PyTreeNode):
         check_ranked(pressed, policy)
         storage: Any = pressed[0]
         if policy.plan.sizing.per_head:
-            storage = on_pages(storage, page_slots(int((prompts.lengths + prompts.horizon).max())), self.mesh)
+            size = page_slots(int((prompts.lengths + prompts.horizon).max()))
+            storage = on_pages(storage, policy, size, self.mesh)
         return cache.replace(storage=storage)
 
     def step(self, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:

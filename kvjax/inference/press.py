@@ -170,17 +170,19 @@ def named(policy: Policy) -> str:
     return policy.name or type(policy.score).__name__
 
 
-def on_pages(selected: tuple[build.Selected, ...], page_size: int, mesh: Mesh | None) -> Paged:
+def on_pages(selected: tuple[build.Selected, ...], policy: Policy, page_size: int, mesh: Mesh | None) -> Paged:
     """Pack the selected tokens of all layers into pages."""
     # Read the sizes on the host; one program then moves the tokens.
-    limits = np.stack([on_host(layer.view.limit) for layer in selected])
+    spare = policy.evict_every - 1
+    limits = np.stack([on_host(layer.view.limit) for layer in selected]) + spare
     devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
     *tables, most = table(limits, page_size, devices)
-    return pack_pages(selected, *map(jnp.asarray, tables), page_size=page_size, most=most, devices=devices, mesh=mesh)
+    sizes: dict[str, Any] = dict(page_size=page_size, most=most, spare=spare, devices=devices)
+    return pack_pages(selected, *map(jnp.asarray, tables), **sizes, mesh=mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("page_size", "most", "devices", "mesh"))
+@functools.partial(jax.jit, static_argnames=("page_size", "most", "spare", "devices", "mesh"))
 def pack_pages(selected: tuple[build.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
     given = (OF_SELECTED,) * len(selected), *(OF_POOL,) * 3
-    made = pool_specs(len(selected), sizes["most"], sizes["devices"])
+    made = pool_specs(len(selected), sizes["most"], sizes["spare"], sizes["devices"])
     return on_mesh(functools.partial(build.pack, **sizes), mesh, given, made)(selected, *tables)

@@ -156,14 +156,14 @@ def storage_specs(storage: Dense | Paged) -> Any:
     """Return the specs of caches."""
     if isinstance(storage, Dense):
         return Dense((OF_VIEW,) * len(storage.layers))
-    return pool_specs(len(storage.limit), storage.most, storage.devices)
+    return pool_specs(len(storage.limit), storage.most, storage.spare, storage.devices)
 
 
-def pool_specs(layers: int, most: int, devices: tuple[int, int]) -> Any:
+def pool_specs(layers: int, most: int, spare: int, devices: tuple[int, int]) -> Any:
     """Return the specs of the pages of some layers."""
     of_pages = dict.fromkeys(("kv", "position", "slots", "owner", "first", "start"), OF_POOL)
     of_layers = dict.fromkeys(("state", "limit"), (OF_HEADS,) * layers)
-    return Paged(**of_pages, **of_layers, most=most, devices=devices)
+    return Paged(**of_pages, **of_layers, most=most, spare=spare, devices=devices)
 
 
 def read_specs(policy: Policy, layers: int) -> Any:

@@ -49,9 +49,9 @@ PAIRS = (
         "use window='running', or choose another plan",
     ),
     Pair(
-        lambda policy: policy.evict_every > 1 and policy.plan.sizing != Sizing(),
+        lambda policy: policy.evict_every > 1 and not _of_fixed_budgets(policy.plan.sizing),
         "evict_every lets heads grow beyond a budget between two evictions, which plan {plan} does not allow",
-        "use evict_every=1, or a plan of layers such as uniform or pyramid",
+        "use evict_every=1, or a plan with fixed budgets, such as uniform, pyramid or adakv",
     ),
     Pair(
         lambda policy: isinstance(policy.protection, TokenClasses) and not isinstance(policy.plan, Profiled),
@@ -94,6 +94,10 @@ PAIRS = (
         "use policy lightkv, or middle='rest'",
     ),
 )
+
+
+def _of_fixed_budgets(sizing: Sizing) -> bool:
+    return sizing == Sizing(per_head=sizing.per_head, all_layers=sizing.all_layers)
 
 
 def fitted(policy: Policy) -> Policy:

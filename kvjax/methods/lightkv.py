@@ -86,11 +86,6 @@ class AfterLimit(Plan):
         check(self.middle in ("rest", "mask"), "middle", self.middle, "'rest' or 'mask'")
 
     @property
-    def omega(self) -> float | None:
-        """C_l divided by the width of the whole mask; None without one."""
-        return None if self.mask.one_in is None else self.mask.one_in / 2
-
-    @property
     def sizing(self) -> Sizing:
         """A cache that shrinks when the text exceeds the context limit."""
         return Sizing(may_shrink=self.context_limit is not None)

@@ -80,6 +80,11 @@ class Protection(Part, interface=True):
         wide_enough = self.one_in is None or not written(self.one_in) or self.one_in >= 2
         check(wide_enough, "one_in", self.one_in, "a number from 2, or None")
 
+    @property
+    def omega(self) -> float | None:
+        """Half of `one_in`, LightKV's name for the slots of a head over those of its first and newest tokens."""
+        return None if self.one_in is None else self.one_in / 2
+
     def slot(self, new: New, state: PyTree) -> Bool[Array, "b h t"] | None:
         """Return a mask of the special tokens; None if no token ids are special."""
         if not self.special:

@@ -108,7 +108,8 @@ class _AdaKV(Oracle):
         # The token being read has one of the slots that are shared, as it has everywhere in kvjax.
         read = 0 if self.evicts_first else 1
         average = self.limits[0] + read
-        self.recents = [recent_window(self.recent, average)] * self.kv_heads
+        # Every head competes with its newest token; elsewhere that is the one which is being read.
+        self.recents = [max(1 - read, recent_window(self.recent, average))] * self.kv_heads
         ranks = [self.ranks(h, prompt) for h in range(self.kv_heads)]
         slots = allot(ranks, average, self.floor, self.text)
         self.limits = [each - read for each in slots]
@@ -141,7 +142,7 @@ class _AllLayers(_AdaKV):
         read = 0 if first.evicts_first else 1
         average, ranks = first.limits[0] + read, list[list[float]]()
         for oracle in oracles:
-            oracle.recents = [recent_window(oracle.recent, average)] * oracle.kv_heads
+            oracle.recents = [max(1 - read, recent_window(oracle.recent, average))] * oracle.kv_heads
             ranks += [oracle.ranks(h, oracle.whole) for h in range(oracle.kv_heads)]
         slots = allot(ranks, average, first.floor, first.text)
         for oracle in oracles:
