@@ -45,13 +45,14 @@ if TYPE_CHECKING:
     from kvjax.policies.stats import Damage as Damage
     from kvjax.policies.stats import Near as Near
     from kvjax.policies.stats import Noise as Noise
+    from kvjax.policies.stats import Peak as Peak
     from kvjax.policies.stats import Probs as Probs
     from kvjax.policies.stats import Sums as Sums
     from kvjax.utils.compilation import enable_compilation_cache as enable_compilation_cache
 
 # Modules of the names above, imported on first use: a command starts fast and can be interrupted early.
 _HOMES = {
-    "kvjax.policies.stats": ("Again", "Damage", "Near", "Noise", "Probs", "Sums"),
+    "kvjax.policies.stats": ("Again", "Damage", "Near", "Noise", "Peak", "Probs", "Sums"),
     "kvjax.policies.codec": ("Codec",),
     "kvjax.policies.quantizer": ("Quantizer",),
     "kvjax.utils.compilation": ("enable_compilation_cache",),

@@ -154,6 +154,8 @@ class New(struct.PyTreeNode):
     """Attention of the layer; None stands for a layer without a window."""
     given: bool = setting(True)
     """True if the tokens are given text (a prompt, a turn), False if the model generated them."""
+    replayed: bool = setting(False)
+    """True if the tokens are a text that is read again: they attend to what is held, and get no slots."""
     kernels: Kernels = setting(Kernels())
 
     @property

@@ -34,6 +34,7 @@ from tests.oracles import (
     fastgen,
     keydiff,
     keyformer,
+    kvzip,
     l2,
     last_queries,
     less,
@@ -106,7 +107,8 @@ class Case:
             recent = max(0, plans.recent_window(of_policy["recent"], slots) - read)
             shape |= {"recents": [recent] * config.kv_heads, "evicts_first": not read}
             if isinstance(policy.plan, AdaKV):
-                kind, shape["text"] = plans.adakv(kind), tokens
+                spread = plans.adakv if policy.plan.over == "layer" else plans.over_all_layers
+                kind, shape["text"] = spread(kind), tokens
             if layer in outgrown:  # a window of its own, and nothing else
                 kind = codecs.coded(basic.Window) if policy.codec.name != "plain" else basic.Window
                 of_policy = {"sinks": 0, "special": (), "positions": "original", "codec": policy.codec.name}
@@ -128,7 +130,7 @@ class Case:
         free = sorted({*range(config.layers)} - layers_outgrown(config, tokens))
         name = next(name for name, kind in PLANS.items() if type(plan) is kind)
         numbers = plain(plan)
-        more, _ = numbers.pop("extra_slots"), numbers.pop("floor", None)
+        more, _, _ = numbers.pop("extra_slots"), numbers.pop("floor", None), numbers.pop("over", None)
         planned = dict(zip(free, plans.layer_budgets(name, self.budget, len(free), **numbers), strict=True))
         return [min(planned[layer] + more, w) if layer in planned else w for layer, w in enumerate(windows)]
 
@@ -149,7 +151,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
-    known |= {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
+    known |= {"context_limit": limited.context_limit, "middle": limited.middle, "omega": policy.protection.omega}
     return known
 
 
@@ -338,6 +340,8 @@ POLICIES: dict[str, Case] = {
     "capkv": Case("capkv", prompt_scores.CapKV, {"recent": 4, "future": 24, "tau": 2.5}, inject=_rope),
     "chunkkv": Case("chunkkv", prompt_scores.chunked(snapkv.SnapKV), {"recent": 6, "length": 5}),
     "chunkkv-l2": Case("chunkkv", prompt_scores.chunked(l2.L2), {"base": "l2", "recent": 3, "length": 7}),
+    "kvzip": Case("kvzip", kvzip.KVzip, {"prompt": (3, 5, 8), "chunk": 16, "recent": 4}),
+    "kvzip-plus": Case("kvzip", kvzip.KVzip, {"prompt": (9,), "normalized": True, "recent": 0.2, "sinks": 1}),
     "finch": Case("finch", snapkv.Finch, {"recent": 3, "delimiter": 34}),
     "simlayerkv": simlayerkv_case(0.02),
     "simlayerkv-mixed": simlayerkv_case(0.175),
@@ -366,7 +370,10 @@ POLICIES: dict[str, Case] = {
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }
 
-PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv", "chunkkv", "finch")
+PROMPT_METHODS = (
+    *("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv", "chunkkv", "finch"),
+    "kvzip",
+)
 """Methods that rank a prompt once, from keys, values and queries."""
 
 RECENT = {
@@ -395,7 +402,7 @@ def pair(
     case = POLICIES[name]
     oracle, parts = case.oracle, dict(settings or {})
     if less_over:
-        oracle = less.less(oracle)
+        oracle = less.less(evict_every.every(oracle) if "evict_every" in case.settings else oracle)
         parts |= {"residual": "less", "residual.kernels": "performer"}
     if codec is not None:
         oracle = codecs.coded(oracle)
@@ -412,8 +419,10 @@ PAIRS: dict[str, Case] = {
             *("h2o", "keyformer", "keyformer-fresh", "snapkv", "snapkv-max", "scissorhands", "lsh_e-one-shot"),
             *("l2", "random", "window", "dilated_window", "lightkv-running", "h2o-protected", "dropkv"),
             *("streaming", "h2o-cache-positions", "keyformer-cache-positions", "window-cache-positions"),
+            *("h2o-every-8", "streaming-every-8"),
         )
     },
+    "less+l2-every-8+adakv": pair("l2-every-8", less_over=True, plan="adakv"),
     # LESS over every score, and over every kind of plan.
     **{
         f"less+{name}": pair(name, less_over=True)

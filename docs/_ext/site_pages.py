@@ -164,7 +164,7 @@ def _asks(sources: Iterable[Any]) -> str:
         return "## What it asks of attention\n\nNothing: any kernel of attention will do."
     lines = []
     for source in asking:
-        wanted = re.findall(r"\b(Sums|Near|Probs|Again|Damage)\b", inspect.getsource(source.asks))
+        wanted = re.findall(r"\b(Sums|Near|Probs|Again|Damage|Peak)\b", inspect.getsource(source.asks))
         names = ", ".join(f"{{py:class}}`kvjax.{name}`" for name in dict.fromkeys(wanted))
         lines.append(f"- {names}: {(inspect.getdoc(source.asks) or '').partition(chr(10))[0]}")
     return "\n".join(["## What it asks of attention\n", *lines])

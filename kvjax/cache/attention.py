@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.query_shards import Share
 from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks, whole
-from kvjax.cache.stats import answered, damage, drawn, normalised, over_heads, summed, tempered, weighed
+from kvjax.cache.stats import answered, damage, drawn, highest, normalised, over_heads, summed, tempered, weighed
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
-from kvjax.policies.stats import Ask, Damage, Near, Noise, Probs, Seen, Sums, questions
+from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Seen, Sums, questions
 from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
@@ -165,6 +165,8 @@ def _shared(
             return Seen(probs, new.position, every[..., sums].sum(0)[..., :1].astype(jnp.int32))
         if isinstance(ask, Damage):
             return damage(ask, probs, whole(given.v, probs.dtype), new)
+        if isinstance(ask, Peak):
+            return highest(ask, probs)
         assert isinstance(ask, Sums)
         if i not in powers:
             return over_heads(ask, summed(ask, probs), new)
@@ -223,11 +225,12 @@ def attend_block(
     for i, row in zip(together, rows, strict=True):
         assert sums is not None
         answers[i] = over_heads(leaves[i], sums[:, :, row], new)
-    rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums | Damage) and i not in answers]
+    rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums | Damage | Peak) and i not in answers]
     if rest:
         more = by_blocks(config, share.given, view, share.new, [share.weighed(leaves[i]) for i in rest], partial.lse)
-        more = map(new.spread.over_queries, more)
-        answers |= {i: over_heads(leaves[i], found, new) for i, found in zip(rest, more, strict=True)}
+        for i, part in zip(rest, more, strict=True):
+            together = new.spread.most_of_queries if isinstance(leaves[i], Peak) else new.spread.over_queries
+            answers[i] = over_heads(leaves[i], together(part), new)
     for i, ask in enumerate(leaves):
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:

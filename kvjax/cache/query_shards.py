@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.policies.codec import Operands
-from kvjax.policies.stats import Ask, Damage, Sums
+from kvjax.policies.stats import Ask, Damage, Peak, Sums
 from kvjax.types import New, Spread
 from pallas_kernels.attention import power_below, query_block
 from pallas_kernels.prefill_scores import Own
@@ -50,10 +50,10 @@ class Share(NamedTuple):
 
     def weighed(self, ask: Ask) -> Ask:
         """Restrict a request about a whole block to these queries."""
-        if self.token is None or not isinstance(ask, Sums | Damage):
+        if self.token is None or not isinstance(ask, Sums | Damage | Peak):
             return ask
         weights = None if ask.weights is None else ask.weights[..., self.token]
-        if isinstance(ask, Damage):
+        if not isinstance(ask, Sums):
             return ask.replace(weights=weights)
         tau = jnp.asarray(ask.tau)
         return ask.replace(weights=weights, tau=tau[:, self.token] if tau.ndim else ask.tau)

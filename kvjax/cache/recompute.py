@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.stats import damage, normalised, reduced
+from kvjax.cache.stats import damage, highest, normalised, reduced
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
-from kvjax.policies.stats import Again, Ask, Damage, Probs, Seen, is_ask
+from kvjax.policies.stats import Again, Ask, Damage, Peak, Probs, Seen, is_ask
 from kvjax.types import LayerConfig, New, PyTree, View, wide
 from pallas_kernels import operands
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
@@ -58,8 +58,8 @@ def _blocks(given: Operands, new: New, lse: Float[Array, "b h g t"]) -> tuple[in
 
 def by_blocks(
     config: LayerConfig, given: Operands, view: View, new: New, asks: Sequence[Any], lse: Float[Array, "b h g t"]
-) -> list[Float[Array, "b h c"]]:
-    """Compute sums that kernels do not, by recomputing logits one block of queries at a time."""
+) -> list[Float[Array, "b h *g c"]]:
+    """Compute statistics that kernels do not, by recomputing logits one block of queries at a time."""
     tokens = new.position.shape[1]
     size, blocks = _blocks(given, new, lse)
     every = jnp.ones((new.q.shape[0], 1, tokens), lse.dtype)
@@ -69,6 +69,8 @@ def by_blocks(
     def found(ask: Any, probs: Array, w: Array, tau: Array, part: New) -> Array:
         if isinstance(ask, Damage):
             return damage(ask.replace(weights=w), probs, whole(given.v, probs.dtype), part)
+        if isinstance(ask, Peak):
+            return highest(ask.replace(weights=w), probs)
         return reduced(ask.replace(weights=w, tau=1.0 if ask.plain else tau), probs, view.position, part)
 
     def add(sums: list[Array], block: Any) -> tuple[list[Array], None]:
@@ -78,7 +80,7 @@ def by_blocks(
         def look() -> list[Array]:
             probs = _probabilities(config, given, view, q, lse, position, place)
             return [
-                total + found(ask, probs, w, tau, part)
+                (jnp.maximum if isinstance(ask, Peak) else jnp.add)(total, found(ask, probs, w, tau, part))
                 for total, ask, w, tau in zip(sums, asks, weights, taus, strict=True)
             ]
 
@@ -86,9 +88,11 @@ def by_blocks(
         counts = jnp.stack([(jnp.abs(w) > 0).any() for w in weights]).any()
         return jax.lax.cond(counts, look, lambda: sums), None
 
-    zero = jnp.zeros(view.position.shape, lse.dtype)
+    none = jnp.zeros(view.position.shape, lse.dtype)
+    of_queries = jnp.zeros((*lse.shape[:3], view.capacity), lse.dtype)
+    begun = [of_queries if isinstance(ask, Peak) else none for ask in asks]
     split = [split_queries(w, -1, size) for w in weights], [split_queries(tau, -1, size) for tau in taus]
-    return jax.lax.scan(add, [zero] * len(asks), (blocks, *split))[0]
+    return jax.lax.scan(add, begun, (blocks, *split))[0]
 
 
 Earlier = Callable[[Float[Array, "b h g a d"], Int[Array, "b a"]], tuple[Array, Int[Array, "b h a"]]]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.stats import Ask, Damage, Noise, Probs, Seen, Sums, questions
+from kvjax.policies.stats import Ask, Damage, Noise, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree
 from pallas_kernels import noise as hashed
 from pallas_kernels.attention import tempered as numerators
@@ -39,6 +39,8 @@ def answered(
             return Seen(probs, new.position, (probs > 0).any(2).sum(-1))
         if isinstance(ask, Damage):
             return damage(ask, probs, values(), new)
+        if isinstance(ask, Peak):
+            return highest(ask, probs)
         assert isinstance(ask, Sums)
         return over_heads(ask, reduced(ask, probs, position, new), new)
 
@@ -142,6 +144,13 @@ def damage_to(
         return found.sum(2)
     weights = jnp.broadcast_to(ask.weights, found.shape[:3])
     return jnp.einsum("bhtc,bht->bhc", found, weights.astype(found.dtype))
+
+
+def highest(ask: Peak, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h g c"]:
+    """Return the largest weighted attention over queries."""
+    if ask.weights is not None:
+        probs = probs * ask.weights.astype(probs.dtype)[:, :, None, :, None]
+    return probs.max(3)
 
 
 def summed(ask: Sums, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h c"]:

@@ -122,10 +122,10 @@ def begin(
     """
     config, bound = model.config, ready(model, policy, budget, plan)
     check_prompt(bound, 1)
-    if bound.plan.sizing.per_head:
+    if bound.plan.sizing.per_head or bound.score.requires.replay is not None:
         raise ValueError(
-            f"policy {name_of(bound)!r} with a budget for each head decides on a prompt; give a prefix of "
-            "more than one token."
+            f"policy {name_of(bound)!r} with a budget for each head, or a second reading, decides on a prompt; give a "
+            "prefix of more than one token."
         )
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
     roomy, dtype = bound.sized(lines_of(limits)), model.weights.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,21 +15,30 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty
-from kvjax.cache.evict import foreseen
-from kvjax.cache.paged.build import Selected
 from kvjax.cache.paged.table import page_slots
 from kvjax.cache.step import update_score
 from kvjax.inference.cache import Cache, cache_specs
-from kvjax.inference.decoder import Decoder, decoder_specs, on_pages, settle_step
-from kvjax.inference.layers import keep_best
-from kvjax.inference.prepare import Budget, check_on_host, checked_budget, lines_of, plan_slots, ready
-from kvjax.inference.sharding import OF_HEADS, joined, on_mesh, placed_by_program, policy_specs, read_specs, shared
+from kvjax.inference.decoder import Decoder, decoder_specs, settle_step
+from kvjax.inference.prepare import (
+    Budget,
+    Tokens,
+    check_on_host,
+    check_tokens,
+    checked_budget,
+    lines_of,
+    plan_slots,
+    ready,
+)
+from kvjax.inference.press import Pressed, check_ranked, kept_of_all, named, on_pages, press, pressed_specs
+from kvjax.inference.replay import read_again
+from kvjax.inference.sharding import OF_HEADS, OF_VIEW, joined, on_mesh, placed_policy, shared
 from kvjax.inference.state import State, check_state
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
+from kvjax.models.model import rows_of
 from kvjax.models.sharding import on_device
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
@@ -59,6 +69,7 @@ def compress(
     policy: Policy | str | None = None,
     budget: Budget = 1.0,
     *,
+    text: Tokens | None = None,
     plan: Plan | str | None = None,
     budget_of: str = "text",
 ) -> State:
@@ -73,11 +84,13 @@ def compress(
             by what a cache holds (keys, values, positions), as `keydiff` does, and all heads of a layer must hold the
             same tokens, as under `full`.
         budget: slots per KV head, a fraction, or slots for each layer; it may be larger than before.
+        text: token ids of each row's text, for a policy that reads it again, as `kvzip` does: [b, n], or a list of
+            lists. None if the policy does not, or has done so.
         plan: distribution of the budget over layers or heads; None for the policy's own.
         budget_of: base of a fractional budget, see `kvjax.prefill`.
 
     Raises:
-        ValueError: the policy needs data that a cache does not hold, or the budget does not fit the policy.
+        ValueError: the policy needs data that a cache does not hold, or the budget or the text does not fit the policy.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -87,7 +100,7 @@ def compress(
         [16]
     """
     check_state(state)
-    check_on_host("compress", state.position, budget)
+    check_on_host("compress", state.position, budget, text)
     budget, before = checked_budget(budget), state.decoder
     asked: Any = _Model(before.weights, before.config, before.mesh)
     own = jax.tree.map(_on_host, before.policy)
@@ -104,19 +117,54 @@ def compress(
         _check_same_tokens(state)
     elif jax.tree.structure(bound.sized(lines)) != jax.tree.structure(bound):
         raise ValueError(f"{name_of(bound)} has states whose size is fixed when the text is read; read the text again.")
-    arrays = jax.tree.map(jnp.asarray, bound.sized(lines))
-    decoder = before.replace(policy=placed_by_program(arrays, policy_specs(arrays), before.mesh), asked=None)
-    slots = tuple(map(jnp.asarray, limits))
-    storage: Any = _compress(decoder, state.cache.replace(key=None), slots, renewed, capacities)
+    again = _checked_text(bound, text, state, renewed)
+    decoder = before.replace(policy=placed_policy(bound.sized(lines), before.mesh), asked=None)
+    pressed = _pressed(decoder, state.cache.replace(key=None), limits, capacities, renewed, again)
+    check_ranked(pressed, bound)
+    storage: Any = pressed[0]
     if bound.plan.sizing.per_head:
-        storage = on_pages(storage, page_slots(int(end.max())), before.mesh)
+        storage = on_pages(storage, bound, page_slots(int(end.max())), before.mesh)
     cache = state.cache.replace(storage=storage)
     settle_step(decoder, cache)
     return State(decoder, cache)
 
 
-def _named(policy: Policy) -> str:
-    return policy.name or type(policy.score).__name__
+Text = tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]
+"""Token ids of texts, padded on the right, and the length of each."""
+
+
+def _checked_text(policy: Policy, text: Tokens | None, state: State, renewed: bool) -> Text | None:
+    replays = policy.score.requires.replay is not None
+    if text is None:
+        if replays and renewed:
+            raise ValueError(f"{named(policy)} reads the text again; give its token ids, text=[[...], ...].")
+        return None
+    if not replays:
+        raise ValueError(f"{named(policy)} does not read a text again; leave text out.")
+    tokens, lengths = rows_of(text)
+    if len(tokens) != len(state.position):
+        raise ValueError(f"text has {len(tokens)} rows, the state {len(state.position)}; give a text for each row.")
+    check_tokens(tokens, lengths, state.config, least=0)
+    return tokens, lengths
+
+
+def _pressed(
+    decoder: Decoder,
+    cache: Cache,
+    limits: Sequence[Int[np.ndarray, "b h"]],
+    capacities: tuple[int, ...],
+    renewed: bool,
+    text: Text | None,
+) -> Pressed:
+    slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
+    if renewed and text is None:
+        return _renew(decoder, cache, slots, capacities)
+    programs: dict[str, Any] = dict(config=decoder.config, kernels=decoder.kernels, mesh=decoder.mesh)
+    if text is not None:
+        held = _renew_slots(decoder, cache, slots) if renewed else cache.unpacked(decoder.mesh).storage
+        cache = read_again(decoder.weights, decoder.policy, cache.replace(storage=held), *text, **programs)
+    sizes: dict[str, Any] = dict(dtype=decoder.weights.dtype, capacities=capacities)
+    return press(decoder.policy, cache, slots, **programs, **sizes)
 
 
 def _on_host(leaf: Any) -> Any:
@@ -132,52 +180,48 @@ def _check_same_tokens(state: State) -> None:
             )
 
 
-@functools.partial(jax.jit, static_argnames=("renewed", "capacities"))
-def _compress(
-    decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...], renewed: bool, capacities: tuple[int, ...]
-) -> Dense | tuple[Selected, ...]:
+@functools.partial(jax.jit, static_argnames="capacities")
+def _renew(
+    decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...], capacities: tuple[int, ...]
+) -> Pressed:
+    def here(decoder: Decoder, cache: Cache, limits: tuple[Array, ...]) -> Pressed:
+        policies, views, new = _renewed_layers(decoder, cache, limits)
+        shapes = on_device(decoder.config, decoder.mesh).layer_configs
+        return kept_of_all(policies, shapes, views, new, capacities, decoder.mesh)
+
     given = decoder_specs(decoder), cache_specs(cache), (OF_HEADS,) * len(limits)
-    made = read_specs(decoder.policy, len(limits))
-    run = functools.partial(_compress_on_device, renewed=renewed, capacities=capacities)
-    return on_mesh(run, decoder.mesh, given, made)(decoder, cache, limits)
+    made = pressed_specs(decoder.policy, len(limits))
+    return on_mesh(here, decoder.mesh, given, made)(decoder, cache, limits)
 
 
-def _compress_on_device(
-    decoder: Decoder,
-    cache: Cache,
-    limits: tuple[Int[Array, "b h"], ...],
-    *,
-    renewed: bool,
-    capacities: tuple[int, ...],
-) -> Dense | tuple[Selected, ...]:
+@jax.jit
+def _renew_slots(decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...]) -> Dense:
+    def here(decoder: Decoder, cache: Cache, limits: tuple[Array, ...]) -> Dense:
+        return shared(Dense(tuple(_renewed_layers(decoder, cache, limits)[1])), decoder.mesh)
+
+    given = decoder_specs(decoder), cache_specs(cache), (OF_HEADS,) * len(limits)
+    return on_mesh(here, decoder.mesh, given, Dense((OF_VIEW,) * len(limits)))(decoder, cache, limits)
+
+
+def _renewed_layers(
+    decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...]
+) -> tuple[list[Policy], list[View], list[New]]:
+    # The slots as the policy would have them, had it read the tokens that are there as a prompt.
     config = on_device(decoder.config, decoder.mesh)
     reading = cache.newest.replace(kernels=decoder.kernels)
-    dense: Dense = joined(cache.storage, decoder.mesh).unpack()
     x = jnp.zeros((*reading.token.shape, config.width), decoder.weights.dtype)
-    layers, selected = [], []
-    for index, (shape, view) in enumerate(zip(config.layer_configs, dense.layers, strict=True)):
-        policy, new = decoder.policy.layer(index), reading.ahead(shape, index, x)
-        view = view.replace(limit=limits[index])
-        if renewed:
-            view, new = _renewed(policy, shape, view, new)
-        elif not foreseen([policy], [view], [new]):
-            raise ValueError(
-                f"{_named(policy)} ranks slots by the token that needs one, so it has no ranking before that token."
-            )
-        if questions(policy.plan.asks(view, new))[0]:
-            raise ValueError(
-                f"plan {type(policy.plan).__name__} needs attention of the text, which a cache does not hold."
-            )
-        storage, kept = keep_best(policy, shape, Dense((view,)), 0, (), new, capacities[index], first=True)
-        layers.append(storage.layers[0])
-        selected.append(kept.selected)
-    if decoder.policy.plan.sizing.per_head:
-        return tuple(selected)
-    return shared(Dense(tuple(layers)), decoder.mesh)
+    dense = joined(cache.storage, decoder.mesh).unpack()
+    policies = [decoder.policy.layer(index) for index in range(config.layers)]
+    views, new = list[View](), list[New]()
+    for index, shape in enumerate(config.layer_configs):
+        tokens = reading.ahead(shape, index, x)
+        view, tokens = _renewed(policies[index], shape, dense.layers[index].replace(limit=limits[index]), tokens)
+        views.append(view)
+        new.append(tokens)
+    return policies, views, new
 
 
 def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[View, New]:
-    # The slots as the policy would have them, had it read the tokens that are there as a prompt.
     order = text_order(view.position)
     keys, values = (jnp.take_along_axis(x, order[..., None], axis=2) for x in (view.keys(new), view.values(new)))
     at = jnp.take_along_axis(view.position, order, axis=-1)[:, 0]
@@ -198,12 +242,13 @@ def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[
         known = tokens.replace(**unknown)
         made = empty(policy, shape, new.layer, limit=view.limit, slots=0, dtype=keys.dtype)
         storage = Dense((made,)).append(policy, shape, 0, known)
-        if questions(policy.score.asks(storage.heads(0), known))[0]:
+        asks = policy.score.asks(storage.heads(0), known)
+        if questions(asks)[0]:
             raise ValueError(
-                f"{_named(policy)} ranks by attention of the text, which a cache does not hold; read the text with "
+                f"{named(policy)} ranks by attention of the text, which a cache does not hold; read the text with "
                 "kvjax.prefill."
             )
-        storage = update_score(policy, storage, 0, (), (), known)
+        storage = update_score(policy, storage, 0, asks, asks, known)
         return storage.layers[0]
 
     def ranks(unknown: dict[str, Array]) -> Any:
@@ -216,7 +261,7 @@ def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[
     missing = [UNKNOWN[name] for name, needed in zip(sorted(unknown), used, strict=True) if needed]
     if missing:
         raise ValueError(
-            f"{_named(policy)} needs {missing[0]} of the text, which a cache does not hold; read the text with "
+            f"{named(policy)} needs {missing[0]} of the text, which a cache does not hold; read the text with "
             "kvjax.prefill."
         )
     return read(unknown), tokens

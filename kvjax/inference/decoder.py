@@ -15,15 +15,14 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.paged import build
-from kvjax.cache.paged.storage import Paged
-from kvjax.cache.paged.table import page_slots, table
+from kvjax.cache.paged.table import page_slots
 from kvjax.inference.autotune import settle_before
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
 from kvjax.inference.layers import read_block, read_token
 from kvjax.inference.prefill import prompt_shapes, read_prompts
 from kvjax.inference.prepare import (
     Budget,
+    Prompts,
     Tokens,
     bind,
     bucket,
@@ -32,16 +31,15 @@ from kvjax.inference.prepare import (
     check_tokens,
     prepare_bound,
 )
+from kvjax.inference.press import check_ranked, on_pages, press, reads_all_first, unevicted
+from kvjax.inference.replay import read_again
 from kvjax.inference.sharding import (
-    OF_POOL,
     OF_ROWS,
-    OF_SELECTED,
     joined,
     logits_spec,
     on_mesh,
-    placed_by_program,
+    placed_policy,
     policy_specs,
-    pool_specs,
     shared,
 )
 from kvjax.methods.registry import name_of
@@ -51,7 +49,7 @@ from kvjax.models.model import rows_of
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.types import HEADS, ROWS, Kernels, setting
+from kvjax.types import Kernels, setting
 from kvjax.utils.processes import on_host
 
 if TYPE_CHECKING:
@@ -113,10 +111,13 @@ class Decoder(struct.PyTreeNode):
         prompts = prepare_bound(
             self, self.asked.policy, tokens, self.asked.budget, lengths, budget_of=budget_of, **settings
         )
-        settle_before(lambda kernels: prompt_shapes(self, prompts, kernels), self.kernels)
-        storage, position, seed, logits = read_prompts(self, prompts, self.kernels)
-        if self.policy.plan.sizing.per_head:
-            storage = on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), self.mesh)
+        late = reads_all_first(prompts.policy)
+        first = unevicted(prompts, self.config, self.mesh) if late else prompts
+        settle_before(lambda kernels: prompt_shapes(self, first, kernels), self.kernels)
+        storage, position, seed, logits = read_prompts(self, first, self.kernels)
+        if self.policy.plan.sizing.per_head and not late:
+            size = page_slots(prompts.tokens.shape[1] + max_new_tokens)
+            storage = on_pages(storage, self.policy, size, self.mesh)
         cache = Cache(
             storage=storage,
             position=position,
@@ -128,6 +129,8 @@ class Decoder(struct.PyTreeNode):
             active=jnp.asarray(np.ones(prompts.lengths.shape, bool)),
         )
         cache = placed_rows(cache, self.mesh)
+        if late:
+            cache = self._pressed(cache, prompts)
         settle_step(self, cache)
         if _any_nan(logits):
             raise ValueError(
@@ -135,6 +138,21 @@ class Decoder(struct.PyTreeNode):
                 "score has to give numbers, or -inf, +inf."
             )
         return cache, logits
+
+    def _pressed(self, cache: Cache, prompts: Prompts) -> Cache:
+        # Prompts that all layers have read are read again, if the score needs it, and then compressed.
+        programs: dict[str, Any] = dict(config=self.config, kernels=self.kernels, mesh=self.mesh)
+        policy, held = placed_policy(prompts.policy.sized(prompts.lines), self.mesh), cache.replace(key=None)
+        if policy.score.requires.replay is not None:
+            held = read_again(self.weights, policy, held, prompts.tokens, prompts.lengths, **programs)
+        sizes: dict[str, Any] = dict(dtype=self.weights.dtype, capacities=prompts.capacities)
+        pressed = press(policy, held, tuple(map(jnp.asarray, prompts.limits)), **programs, **sizes)
+        check_ranked(pressed, policy)
+        storage: Any = pressed[0]
+        if policy.plan.sizing.per_head:
+            size = page_slots(int((prompts.lengths + prompts.horizon).max()))
+            storage = on_pages(storage, policy, size, self.mesh)
+        return cache.replace(storage=storage)
 
     def step(self, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read one token per row; call it under `jit` or `scan`. See `kvjax.decode_step`, which compiles it."""
@@ -218,10 +236,9 @@ def decoder(
     """
     bound, budget = bind(model, policy, budget, plan)
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
-    arrays = jax.tree.map(jnp.asarray, bound)  # else every step would transfer host numbers
     return Decoder(
         weights=model.weights,
-        policy=placed_by_program(arrays, policy_specs(arrays), model.mesh),
+        policy=placed_policy(bound, model.mesh),
         asked=Asked(bound, budget),
         config=model.config,
         kernels=kernels,
@@ -238,22 +255,6 @@ def decoder_specs(decoder: Decoder) -> Decoder:
 @jax.jit
 def _any_nan(logits: Float[Array, "b vocab"]) -> Bool[Array, ""]:
     return jnp.isnan(logits).any()
-
-
-def on_pages(selected: tuple[build.Selected, ...], page_size: int, mesh: Mesh | None) -> Paged:
-    """Pack the selected tokens of all layers into pages."""
-    # Read the sizes on the host; one program then moves the tokens.
-    limits = np.stack([on_host(layer.view.limit) for layer in selected])
-    devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
-    *tables, most = table(limits, page_size, devices)
-    return pack_pages(selected, *map(jnp.asarray, tables), page_size=page_size, most=most, devices=devices, mesh=mesh)
-
-
-@functools.partial(jax.jit, static_argnames=("page_size", "most", "devices", "mesh"))
-def pack_pages(selected: tuple[build.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
-    given = (OF_SELECTED,) * len(selected), *(OF_POOL,) * 3
-    made = pool_specs(len(selected), sizes["most"], sizes["devices"])
-    return on_mesh(functools.partial(build.pack, **sizes), mesh, given, made)(selected, *tables)
 
 
 def step(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:

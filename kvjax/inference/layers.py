@@ -17,13 +17,14 @@ from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected, select
 from kvjax.cache.step import Pending, Storage, low_rank_of, step, sum_over_layers, update_score
+from kvjax.inference.allocate import allocated
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, embed, finish_block, project, sink_logits_of
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import of_all_layers, of_devices, questions
 from kvjax.rope import Rope, Turns, turns_of
-from kvjax.types import Kernels, LayerConfig, New, PyTree, setting
+from kvjax.types import Kernels, LayerConfig, New, setting
 from pallas_kernels.attention import with_sink
 
 
@@ -38,6 +39,7 @@ class Reading(struct.PyTreeNode):
     end: Int[Array, " b"]
     seed: UInt32[Array, " b"]
     given: bool = setting(True)
+    replayed: bool = setting(False)
     kernels: Kernels = setting(Kernels())
 
     def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:
@@ -88,6 +90,7 @@ class Reading(struct.PyTreeNode):
             sink_logits=sink_logits,
             config=config,
             given=self.given,
+            replayed=self.replayed,
             kernels=self.kernels,
         )
 
@@ -307,7 +310,9 @@ def _kept(
 ) -> tuple[Dense, Kept]:
     asks, answers, new = told
     storage = update_score(policy, storage, index, asks["score"], answers["score"], new)
-    return keep_best(policy, shape, storage, index, answers["plan"], new, capacity, first=first)
+    if first:
+        storage = storage.replace_layer(index, allocated(policy, storage.layers[index], answers["plan"], new))
+    return keep_best(policy, shape, storage, index, new, capacity, first=first)
 
 
 def keep_best(
@@ -315,7 +320,6 @@ def keep_best(
     shape: LayerConfig,
     storage: Dense,
     index: int,
-    answers: PyTree,
     new: New,
     capacity: int,
     *,
@@ -328,13 +332,10 @@ def keep_best(
         shape: configuration of the layer.
         storage: the cache before, with updated scores.
         index: index of the layer in the storage.
-        answers: attention statistics that the plan requested.
         new: the tokens just read.
         capacity: slots of the layer's buffers afterwards.
-        first: True if the plan allocates slots to heads now.
+        first: True if the plan has just allocated slots to heads.
     """
-    if first:
-        storage = _allocated(policy, storage, index, answers, new)
     view = storage.layers[index]
     ranking = policy.ranking(view, new)
     undefined = (jnp.isnan(ranking) & view.live).any((1, 2)) if isinstance(ranking, jax.Array) else None
@@ -353,23 +354,3 @@ def keep_best(
     if policy.score.requires.host_memory:
         storage = storage.moved(index, jax.memory.Space.Host)
     return storage, Kept(selected, undefined)
-
-
-def _allocated(policy: Policy, storage: Dense, layer: int, answers: PyTree, new: New) -> Dense:
-    # The plan allocates slots to heads.
-    view = storage.layers[layer]
-    ranks = None
-    if policy.plan.sizing.per_head and policy.plan.sizing.mode == "budget":  # each head keeps its newest token
-        ranks = slots.with_newest(slots.rank(policy, view, new), view.position, new)
-    limit, found = policy.plan.head_budgets(answers, view, ranks, new)
-    config = new.config
-    if config is not None and config.window is not None:
-        limit = jnp.minimum(limit, config.window)
-        # Rows whose text exceeds a local layer's window keep that limit.
-        apart = config.bounds(new.end)
-        settled, before = (limit, found), (view.limit, view.state.plan)
-        limit, found = jax.tree.map(
-            lambda after, old: jnp.where(apart.reshape(-1, *(1,) * (old.ndim - 1)), old, after), settled, before
-        )
-    storage = storage.replace_layer(layer, view.replace(limit=limit))
-    return storage if found is None else storage.put_state(layer, plan=found)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -89,6 +90,12 @@ def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
     return jax.tree.unflatten(structure, _placed(leaves, specs=tuple(jax.tree.leaves(specs)), mesh=mesh))
 
 
+def placed_policy(policy: Policy, mesh: Mesh | None) -> Policy:
+    """Move a bound policy's arrays to the sharding that programs expect; numbers become arrays, too."""
+    arrays = jax.tree.map(jnp.asarray, policy)  # else every step would transfer host numbers
+    return placed_by_program(arrays, policy_specs(arrays), mesh)
+
+
 @functools.partial(jax.jit, static_argnames=("specs", "mesh"))
 def _placed(leaves: list[Array], *, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> list[Array]:
     return constrain(leaves, list(specs), mesh)
@@ -149,14 +156,14 @@ def storage_specs(storage: Dense | Paged) -> Any:
     """Return the `PartitionSpec` of each array of a storage."""
     if isinstance(storage, Dense):
         return Dense((OF_VIEW,) * len(storage.layers))
-    return pool_specs(len(storage.limit), storage.most, storage.devices)
+    return pool_specs(len(storage.limit), storage.most, storage.spare, storage.devices)
 
 
-def pool_specs(layers: int, most: int, devices: tuple[int, int]) -> Any:
+def pool_specs(layers: int, most: int, spare: int, devices: tuple[int, int]) -> Any:
     """Return the specs of the pages of some layers."""
     of_pages = dict.fromkeys(("kv", "position", "slots", "owner", "first", "start"), OF_POOL)
     of_layers = dict.fromkeys(("state", "limit"), (OF_HEADS,) * layers)
-    return Paged(**of_pages, **of_layers, most=most, devices=devices)
+    return Paged(**of_pages, **of_layers, most=most, spare=spare, devices=devices)
 
 
 def read_specs(policy: Policy, layers: int) -> Any:

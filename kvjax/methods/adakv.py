@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_part
 from kvjax.policies.allocation import Sizing, Uniform
-from kvjax.types import New, PyTree, View, number, written
+from kvjax.types import Heads, New, PyTree, check, number, setting, written
 
 
 @register_part("adakv")
@@ -21,7 +21,9 @@ class AdaKV(Uniform, interface=True):
 
     n_h counts the tokens of head h among the H C tokens that rank highest in the whole layer. Each head gets a fraction
     f (the setting `floor`) of the average C, and the rest in proportion to its count. Per row and layer, the slots of
-    all heads sum to H C, unless a head would get more slots than the text has tokens.
+    all heads sum to H C, unless a head would get more slots than the text has tokens. With `over="model"` the heads of
+    all layers compete with each other, for scores that compare between layers; the cache then holds the whole prompt
+    until all layers have read it.
 
     From: Ada-KV, Feng et al. 2024, Algorithm 1.
 
@@ -31,23 +33,26 @@ class AdaKV(Uniform, interface=True):
 
     Args:
         floor: fraction of the average that every head gets, in [0, 1]; 0.2 in the published code.
+        over: heads that compete with each other, those of a `layer` or of the whole `model`.
     """
 
     floor: float = number(0.2)
+    over: str = setting("layer")
 
     def __post_init__(self) -> None:
+        check(self.over in ("layer", "model"), "over", self.over, "'layer' or 'model'")
         if written(self.floor) and not 0 <= self.floor <= 1:
             raise ValueError(f"floor={self.floor!r} is not a share of the average budget in [0, 1].")
 
     @property
     def sizing(self) -> Sizing:
         """Slots for each head."""
-        return Sizing(per_head=True)
+        return Sizing(per_head=True, all_layers=self.over == "model")
 
     def head_budgets(
-        self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
+        self, answers: PyTree, view: Heads, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
-        """Return the slots of each head, by the number of its tokens among the layer's highest-ranked ones."""
+        """Return the slots of each head, by the number of its tokens among the highest-ranked ones of all heads."""
         assert ranks is not None
         every, budget = new.spread.all_heads(ranks), new.spread.all_heads(view.limit)
         limit = self.split(every, budget, (new.read + new.horizon)[:, None])
@@ -56,7 +61,7 @@ class AdaKV(Uniform, interface=True):
     def split(
         self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], most: Int[Array, "b 1"]
     ) -> Int[Array, "b h"]:
-        """Return the slots of each KV head of a layer.
+        """Return the slots of each KV head.
 
         Args:
             ranks: ranks of the prompt's slots.

@@ -12,13 +12,12 @@ from jaxtyping import Array, Float
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
-from kvjax.policies.queries import QueryMoments, turned_ahead
-from kvjax.policies.score import PromptScore
-from kvjax.types import Heads, New, View, check, number, setting, wide, written
+from kvjax.policies.queries import Expected, MomentScore
+from kvjax.types import New, View, check, number, written
 
 
 @struct.dataclass
-class Capacity(PromptScore):
+class Capacity(MomentScore):
     r"""Leverage of a value among all values, weighted by how well keys match the mean query.
 
     .. math::
@@ -37,34 +36,23 @@ class Capacity(PromptScore):
 
     paper = "CapKV, arXiv 2604.25975"
 
-    sinks: int = setting(4)
+    covariance = False
+
     tau: float = number(5.0)
-    future: int = setting(512)
 
     def __post_init__(self) -> None:
-        check(self.future >= 1, "future", self.future, "a number of positions from 1")
+        super().__post_init__()
         check(not written(self.tau) or self.tau >= 0, "tau", self.tau, "a number from 0")
 
-    def init(self, shape: New) -> QueryMoments:
-        """Return the mean of no queries."""
-        return QueryMoments.none(shape, covariance=False)
-
-    def advance(self, heads: Heads, new: New) -> QueryMoments:
-        """Return the mean with the new queries included."""
-        return heads.state.score.joined(new, self.sinks)
-
-    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
-        kind = wide(new.k.dtype)
-        keys, values = view.keys(new).astype(kind), view.values(new).astype(kind)
-        mean = turned_ahead(self.advance(view, new).mean, new, self.future)
-        counts = (view.live & (view.position >= self.sinks))[:, :, None]
+        keys, values, mean, counts = of.keys, of.values, of.mean, of.counts[:, :, None]
         match = jnp.where(counts, jnp.einsum("bhcd,bhgd->bhgc", _unit(keys), _unit(mean)), -jnp.inf)
         most = match.max(-1, keepdims=True)
         weights = jnp.where(counts, jnp.exp(self.tau * (match - jnp.where(most > -jnp.inf, most, 0.0))), 0.0)
         inside = jnp.where(counts[:, :, 0, :, None], values, 0.0)
         capacity = jnp.einsum("bhgc,bhce,bhcf->bhgef", weights, inside, inside)
-        root = jnp.linalg.cholesky(capacity + jnp.eye(values.shape[-1], dtype=kind))
+        root = jnp.linalg.cholesky(capacity + jnp.eye(values.shape[-1], dtype=values.dtype))
 
         def leverage(root: Float[Array, "b h e e"]) -> Float[Array, "b h c"]:
             solved = jax.scipy.linalg.solve_triangular(root, jnp.swapaxes(inside, 2, 3), lower=True)
@@ -91,4 +79,4 @@ def capkv(
     When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
     evicts nothing after the prompt. Here generated tokens are evicted first, except the newest `recent` ones.
     """
-    return combine(Capacity(sinks, tau, future), sinks=sinks, recent=recent, **common)
+    return combine(Capacity(sinks, future, tau), sinks=sinks, recent=recent, **common)

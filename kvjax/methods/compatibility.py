@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvjax.methods.fastgen import OF_FREQUENT, Profiled, TokenClasses
-from kvjax.methods.lightkv import AfterLimit, LambdaMask, LastQueries
+from kvjax.methods.lightkv import AfterLimit, LastQueries
 from kvjax.policies.allocation import Sizing
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
@@ -49,9 +49,9 @@ PAIRS = (
         "use window='running', or choose another plan",
     ),
     Pair(
-        lambda policy: policy.evict_every > 1 and policy.plan.sizing != Sizing(),
+        lambda policy: policy.evict_every > 1 and not _of_fixed_budgets(policy.plan.sizing),
         "evict_every lets heads grow beyond a budget between two evictions, which plan {plan} does not allow",
-        "use evict_every=1, or a plan of layers such as uniform or pyramid",
+        "use evict_every=1, or a plan with fixed budgets, such as uniform, pyramid or adakv",
     ),
     Pair(
         lambda policy: isinstance(policy.protection, TokenClasses) and not isinstance(policy.plan, Profiled),
@@ -87,13 +87,17 @@ PAIRS = (
     Pair(
         lambda policy: (
             isinstance(policy.plan, AfterLimit)
-            and policy.plan.mask is not None
-            and not isinstance(policy.protection, LambdaMask)
+            and policy.plan.middle == "mask"
+            and policy.protection.one_in != policy.plan.mask.one_in
         ),
         "middle='mask' is as wide as the mask of lightkv, not as {protection}",
         "use policy lightkv, or middle='rest'",
     ),
 )
+
+
+def _of_fixed_budgets(sizing: Sizing) -> bool:
+    return sizing == Sizing(per_head=sizing.per_head, all_layers=sizing.all_layers)
 
 
 def fitted(policy: Policy) -> Policy:
@@ -102,7 +106,8 @@ def fitted(policy: Policy) -> Policy:
     Raises:
         ValueError: two parts are incompatible; the message names them and suggests a fix.
     """
-    simple = type(policy.protection) is Protection and not policy.protection.special
+    guard = policy.protection
+    simple = type(guard) is Protection and not guard.special and guard.one_in is None
     slides = policy.codec.positions == "cache" and policy.slides and simple and not policy.plan.sizing.per_head
     codec = dataclasses.replace(policy.codec, sliding=slides, sinks=policy.protection.sinks if slides else 0)
     policy = dataclasses.replace(policy, codec=codec)

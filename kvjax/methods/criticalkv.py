@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
+from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy, name_of
 from kvjax.policies.policy import Policy
@@ -59,11 +60,7 @@ class Critical(ScoreOver):
 
     def bind(self, model: LanguageModel) -> Critical:
         """Return a copy with the output weights of a model."""
-        found = []
-        for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
-            weight = layer.output.matrix.astype(wide(model.weights.dtype))
-            found.append(weight.T.reshape(config.kv_heads, config.groups, config.value_width, -1))
-        return dataclasses.replace(super().bind(model), outputs=tuple(found))
+        return dataclasses.replace(super().bind(model), outputs=output_weights(model))
 
     def layer(self, index: int) -> Critical:
         """Return a copy with the output weights of one layer."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
+from kvjax.methods.step_windows import begin, ended, shifted, weights
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import Score
 from kvjax.policies.stats import Damage
-from kvjax.types import Heads, New, View, check, nothing, setting, wide
+from kvjax.types import Heads, New, View, check, nothing, setting
 
 Windows = tuple[Float[Array, "b h c"], Float[Array, "b h c"]]
 
@@ -42,26 +42,17 @@ class DropDamage(Score):
         """Return zeros, the initial damage to the queries of the previous and of the current window."""
         return nothing(new), nothing(new)
 
-    def _since(self, new: New) -> Int[Array, " b"]:
-        # Position of the first query of the window that is being filled.
-        return new.newest // self.window * self.window
-
     def asks(self, heads: Heads, new: New) -> Damage | tuple[Damage, ...]:
         """Request the damage to the new token's output, or in a block the damage to the outputs of both windows."""
         if new.position.shape[1] == 1:
             return Damage()
-        since, position = self._since(new)[:, None], new.position
-        kind = wide(new.q.dtype)
+        since, position = begin(new, self.window)[:, None], new.position
         windows = (position >= since - self.window) & (position < since), position >= since
-        return tuple(Damage((queries & new.valid)[:, None].astype(kind)) for queries in windows)
+        return tuple(Damage(weights(queries, new)) for queries in windows)
 
     def fold(self, answers: Array | tuple[Array, Array], view: View, new: New) -> Windows:
         """Return both sums with the new queries' damage added; a completed window replaces the previous one."""
-        first, since = (x[:, None, None] for x in (new.position[:, 0], self._since(new)))
-        older, newer = view.slots.score
-        # Where the queries before the new ones ended: in the current window, in the one before, or earlier.
-        before = jnp.where(first > since, older, jnp.where(first > since - self.window, newer, 0.0))
-        current = jnp.where(first > since, newer, 0.0)
+        before, current = shifted(view.slots.score, ended(new, self.window))
         added = answers if isinstance(answers, tuple) else (0.0, answers)
         return before + added[0], current + added[1]
 

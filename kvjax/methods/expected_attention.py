@@ -12,13 +12,12 @@ from jaxtyping import Array, Float
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
-from kvjax.policies.queries import QueryMoments, turned_ahead
-from kvjax.policies.score import PromptScore
-from kvjax.types import Heads, New, View, check, number, setting, wide, written
+from kvjax.policies.queries import Expected, MomentScore
+from kvjax.types import New, View, check, number, written
 
 
 @struct.dataclass
-class ExpectedAttention(PromptScore):
+class ExpectedAttention(MomentScore):
     r"""Expected attention to a key by Gaussian queries at the next positions, times the norm of its value.
 
     .. math::
@@ -37,37 +36,22 @@ class ExpectedAttention(PromptScore):
 
     paper = "ExpectedAttention, Devoto et al. 2025"
 
-    sinks: int = setting(4)
-    future: int = setting(512)
     epsilon: float = number(0.0)
 
     def __post_init__(self) -> None:
-        check(self.future >= 1, "future", self.future, "a number of positions from 1")
+        super().__post_init__()
         check(not written(self.epsilon) or self.epsilon >= 0, "epsilon", self.epsilon, "a number from 0")
 
-    def init(self, shape: New) -> QueryMoments:
-        """Return the moments of no queries."""
-        return QueryMoments.none(shape)
-
-    def advance(self, heads: Heads, new: New) -> QueryMoments:
-        """Return the moments with the new queries included."""
-        return heads.state.score.joined(new, self.sinks)
-
-    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
-        moments, kind = self.advance(view, new), wide(new.k.dtype)
-        assert moments.spread is not None
-        keys, values = view.keys(new).astype(kind), view.values(new).astype(kind)
-        mean = turned_ahead(moments.mean, new, self.future)
-        rows = jax.vmap(lambda x: turned_ahead(x, new, self.future), -2, -2)
-        spread = rows(jnp.swapaxes(rows(moments.spread), -1, -2))
-        spread /= jnp.maximum(moments.count, 1.0)[..., None, None, None]
+        assert of.spread is not None
+        keys = of.keys
         scale = keys.shape[-1] ** -0.5 if new.config is None else new.config.scale
-        logits = scale * jnp.einsum("bhcd,bhgd->bhgc", keys, mean)
-        logits += scale**2 / 2 * jnp.einsum("bhcd,bhgde,bhce->bhgc", keys, spread, keys)
-        ranked = (view.live & (view.position >= self.sinks))[:, :, None]
+        logits = scale * jnp.einsum("bhcd,bhgd->bhgc", keys, of.mean)
+        logits += scale**2 / 2 * jnp.einsum("bhcd,bhgde,bhce->bhgc", keys, of.spread, keys)
+        ranked = of.counts[:, :, None]
         attention = jax.nn.softmax(jnp.where(ranked, logits, -jnp.inf), axis=-1, where=ranked).mean(2)
-        return (attention + self.epsilon) * jnp.linalg.norm(values, axis=-1)
+        return (attention + self.epsilon) * jnp.linalg.norm(of.values, axis=-1)
 
 
 @register(paper="Devoto et al. 2025", group="ranked once for each prompt or turn")

@@ -65,8 +65,6 @@ class TokenClasses(Protection):
             for other reasons, which differs from the paper.
     """
 
-    sinks: int = setting(0)
-    recent: int | float = setting(0)
     punctuation: tuple[int, ...] = setting(())
     markers: tuple[tuple[int, ...], ...] = setting(())
     classes: UInt8[Array, " vocab"] | None = None
@@ -75,7 +73,8 @@ class TokenClasses(Protection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(isinstance(self.recent, int), "recent", self.recent, "a number of tokens from 0")
+        whole = isinstance(self.recent, int) or not written(self.recent)
+        check(whole, "recent", self.recent, "a number of tokens from 0")
 
     def bind(self, model: LanguageModel) -> TokenClasses:
         """Return a copy with the classes of the model's tokens.
@@ -125,7 +124,7 @@ class TokenClasses(Protection):
         window = _share(found.local, length_before(new)[:, None])
         kept = (view.slots.protection & found.wanted[..., None]) > 0
         written = view.position >= new.prompt_length[:, None, None]
-        recent = jnp.maximum(window, int(self.recent) - 1) + (not new.given)
+        recent = jnp.maximum(window, self.recent - 1) + (not new.given)
         return Protected(
             jnp.zeros_like(view.limit), recent, kept & ~written, kept & written, self._quota(found.wanted, new)
         )
@@ -136,9 +135,6 @@ class TokenClasses(Protection):
         most = jnp.where((wanted & FREQUENT) > 0, frequent, 0)
         most = jnp.where((wanted & EVERYTHING) > 0, jnp.iinfo(jnp.int32).max, most)
         return Quota(most, self.frequent_among == "all")
-
-    def check_budget(self, smallest: int) -> None:
-        """Do nothing: FastGen has no budget."""
 
 
 @struct.dataclass
@@ -339,6 +335,7 @@ def fastgen(
     When: only close to the full cache. A threshold of 0.95 saves 15% of the bytes for 12% in perplexity, and below 0.8
     perplexity collapses (SmolLM2 on WikiText-2).
     """
-    kept = TokenClasses(sinks, recent, special, punctuation, markers, frequent=frequent, frequent_among=frequent_among)
+    of_frequent: dict[str, Any] = dict(frequent=frequent, frequent_among=frequent_among)
+    kept = TokenClasses(sinks, recent, special, punctuation=punctuation, markers=markers, **of_frequent)
     plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent, frequent_among)
     return combine(Accumulated(), protection=kept, plan=plan, **common)

@@ -14,9 +14,10 @@ from jaxtyping import Array, Float, Int
 from kvjax.methods.combine import combine
 from kvjax.methods.last_queries import no_queries, positions_of_queries, with_newest_queries
 from kvjax.methods.register import register, register_part
+from kvjax.methods.step_windows import shifted
 from kvjax.policies.allocation import Plan, Sizing
 from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protection
+from kvjax.policies.protection import Protection, one_slot_in
 from kvjax.policies.score import Requirements, Score
 from kvjax.policies.stats import Again, Sums
 from kvjax.types import Heads, New, PyTree, View, check, nothing, number, setting, wide, written
@@ -55,33 +56,6 @@ class Arithmetic(Plan):
 
 
 @struct.dataclass
-class LambdaMask(Protection):
-    r"""Protection of sinks and streaming tokens, each a fraction of a head's slots.
-
-    .. math:: C_{sink} = C_{streaming} = \frac{C_l}{2 \omega} \quad \text{(eq. 5)}
-
-    Args:
-        omega: C_l divided by the width of the whole mask, at least 1.
-        sinks: minimum number of sinks.
-        recent: minimum number of streaming tokens.
-    """
-
-    omega: float = number(4.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(not written(self.omega) or self.omega >= 1, "omega", self.omega, "a number from 1")
-
-    def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """Return the larger one of C_sink and `sinks`."""
-        return jnp.maximum(mask_width(limit, self.omega), self.sinks)
-
-    def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """Return the larger one of C_streaming and `recent`."""
-        return jnp.maximum(mask_width(limit, self.omega), super().recent_slots(limit))
-
-
-@struct.dataclass
 class AfterLimit(Plan):
     r"""Cache sizes of LightKV: no eviction up to a context limit, then at most C_l slots per head.
 
@@ -89,28 +63,27 @@ class AfterLimit(Plan):
     buffers have only the slots of the compressed cache. No layer ever holds more tokens than the limit; a limit below
     C_1 raises an error.
 
-    .. math:: C_k = C_l - C_{sink} - C_{streaming} \quad \text{(eq. 6)}
+    .. math::
+        C_{sink} = C_{streaming} = \frac{C_l}{2 \omega}, \quad C_k = C_l - C_{sink} - C_{streaming}
+        \quad \text{(eq. 5, 6)}
 
     Args:
         plan: plan with the C_l (equations 1 and 2).
         context_limit: length in tokens up to which nothing is evicted, at least C_1; buffers have as many slots unless
             the prompt is longer. None for C_l.
-        mask: sinks and streaming tokens, to keep only as many middle tokens as sinks (the example of section 4); None
-            to use all of C_l.
+        mask: sinks and streaming tokens of the policy.
+        middle: `rest` to use all of C_l, `mask` to keep only as many middle tokens as sinks (the example of section 4).
     """
 
     plan: Plan = Arithmetic()
     context_limit: int | None = setting(None)
-    mask: LambdaMask | None = None
+    mask: Protection = Protection()
+    middle: str = setting("rest")
 
     def __post_init__(self) -> None:
         tokens = self.context_limit is None or (isinstance(self.context_limit, int) and self.context_limit >= 1)
         check(tokens, "context_limit", self.context_limit, "a number of tokens from 1, or None")
-
-    @property
-    def middle(self) -> str:
-        """`mask` for as many middle tokens as sinks, `rest` for all remaining slots of C_l."""
-        return "rest" if self.mask is None else "mask"
+        check(self.middle in ("rest", "mask"), "middle", self.middle, "'rest' or 'mask'")
 
     @property
     def sizing(self) -> Sizing:
@@ -127,9 +100,9 @@ class AfterLimit(Plan):
 
     def _left(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
         # What is left of a text beyond the context limit.
-        if self.mask is None:
+        if self.middle == "rest" or self.mask.one_in is None:
             return limit
-        middle = mask_width(limit, self.mask.omega)
+        middle = one_slot_in(self.mask.one_in, limit)
         return jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
 
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
@@ -147,11 +120,6 @@ class AfterLimit(Plan):
                 "layer may hold more than the limit; use a higher limit, a smaller budget or a smaller ratio."
             )
         return jnp.where(length[:, None] <= self.context_limit, self.context_limit, left)
-
-
-def mask_width(limit: Int[Array, "*b"], omega: float) -> Int[Array, "*b"]:
-    """Return the width of equation 5, at least one slot."""
-    return jnp.maximum(1, jnp.floor(limit / (2 * omega) + 1e-6)).astype(jnp.int32)
 
 
 @struct.dataclass
@@ -307,9 +275,8 @@ class RunningQueries(_Observed):
     def fold(self, answers: tuple[Array, Array], view: View, new: New) -> tuple[Array, Array]:
         """Return the sums of the older and the newer window; a completed window replaces the older one."""
         turns = (self._windows(view, new)[0].newest - view.state.score.newest)[..., None]
-        older, newer = view.slots.score
-        older = jnp.where(turns == 0, older, jnp.where(turns == 1, newer, 0.0))
-        return older + answers[0], jnp.where(turns == 0, newer, 0.0) + answers[1]
+        older, newer = shifted(view.slots.score, turns)
+        return older + answers[0], newer + answers[1]
 
     def advance(self, heads: Heads, new: New) -> Windows:
         """Return the boundaries of the windows after the new tokens."""
@@ -326,7 +293,7 @@ WINDOWS: dict[str, type[LastQueries | RunningQueries]] = {"exact": LastQueries, 
 @register(paper="LightKV, eq. 1-6", group="ranked by attention at every token")
 def lightkv(
     *,
-    omega: float = LambdaMask.omega,
+    omega: float = 4.0,
     alpha: int | None = LastQueries.alpha,
     window: str = "exact",
     middle: str = "rest",
@@ -345,13 +312,14 @@ def lightkv(
     every step.
 
     Args:
+        omega: C_l divided by the width of the whole mask, at least 1.
         window: `exact` to recompute the attention of the last alpha queries, which are stored; `running` for two
             running sums.
         middle: `rest` (eq. 6), or `mask` for as many middle tokens as sinks (the example of section 4).
         ratio: slots of the first layer divided by those of the last, at least 1.
     """
     check(window in WINDOWS, "window", window, "'exact' or 'running'")
-    check(middle in ("rest", "mask"), "middle", middle, "'rest' or 'mask'")
-    mask = LambdaMask(sinks, recent, special, omega)
-    plan = AfterLimit(Arithmetic(ratio), context_limit, mask if middle == "mask" else None)
+    check(omega >= 1, "omega", omega, "a number from 1")
+    mask = Protection(sinks, recent, special, one_in=2 * omega)
+    plan = AfterLimit(Arithmetic(ratio), context_limit, mask, middle)
     return combine(WINDOWS[window](alpha, offload), protection=mask, plan=plan, **common)

@@ -6,14 +6,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.methods.window import Recency
 from kvjax.policies.allocation import Plan, Sizing, Uniform
 from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protection
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, PyTree, View, check, number, setting, wide, written
 
@@ -27,7 +26,7 @@ class LazyLayers(Uniform):
 
     with the attention averaged over all query heads of the layer, the s first and w newest tokens, and N = prompt +
     `max_new_tokens`, beyond which logits are NaN. Each row has its own lazy layers, and none if its prompt has at most
-    s + w tokens. Special tokens of the prompt get additional slots.
+    s + w tokens. Special tokens of the prompt get additional slots; a generated one replaces the oldest.
 
     Args:
         threshold: t, in [0, 1]; 1 for no lazy layer. The authors use 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for Mistral
@@ -76,16 +75,6 @@ class LazyLayers(Uniform):
         return jnp.where(lazy, jnp.minimum(few, every), every).astype(jnp.int32), view.state.plan
 
 
-@struct.dataclass
-class OfGivenText(Protection):
-    """Protection of special tokens in prompts and turns only: lazy layers have no slots for generated ones."""
-
-    def slot(self, new: New, state: PyTree) -> Bool[Array, "b h t"] | None:
-        """Return a mask of the special tokens."""
-        found = super().slot(new, state)
-        return found if found is None or new.given else jnp.zeros_like(found)
-
-
 @register(paper="SimLayerKV, 2024", group="ranked once for each prompt or turn")
 def simlayerkv(
     *,
@@ -102,4 +91,4 @@ def simlayerkv(
     """
     check(isinstance(recent, int), "recent", recent, "a number of tokens from 1")
     plan = LazyLayers(threshold, sinks, recent)
-    return combine(Recency(), plan=plan, protection=OfGivenText(sinks, recent, special), **common)
+    return combine(Recency(), plan=plan, sinks=sinks, recent=recent, special=special, **common)

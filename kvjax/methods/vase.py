@@ -12,6 +12,7 @@ from kvjax.methods.combine import combine
 from kvjax.methods.cur import projected
 from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.methods.register import register
+from kvjax.methods.step_windows import begin, ended, shifted, weights
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import recent_slots
 from kvjax.policies.rankings import coarse
@@ -70,25 +71,19 @@ class ValueSpread(Score):
         """Return zeros: attention of the last r queries, and of those since the last multiple of r."""
         return nothing(new), nothing(new)
 
-    def _since(self, new: New) -> Int[Array, " b"]:
-        # The last position before which tokens were evicted.
-        return new.newest // self.every * self.every
-
     def asks(self, heads: Heads, new: New) -> Sums | tuple[Sums, ...]:
         """Request the attention of a new token, or in a prompt or turn that for both sums."""
         if not new.given:
             return Sums()
         last = new.position > (new.newest - self.every)[:, None]
-        after = new.position >= self._since(new)[:, None]
-        kind = wide(new.q.dtype)
-        return tuple(Sums((queries & new.valid)[:, None].astype(kind)) for queries in (last, after))
+        after = new.position >= begin(new, self.every)[:, None]
+        return tuple(Sums(weights(queries, new)) for queries in (last, after))
 
     def fold(
         self, answers: Array | tuple[Array, Array], view: View, new: New
     ) -> tuple[Float[Array, "b h c"], Float[Array, "b h c"]]:
         """Return both sums with the new queries' attention added."""
-        goes_on = new.position[:, 0] > self._since(new)
-        before = jnp.where(goes_on[:, None, None], view.slots.score[1], 0.0)
+        (before,) = shifted(view.slots.score[1:], ended(new, self.every))
         if isinstance(answers, tuple):
             return answers[0], before + answers[1]
         return before + answers, before + answers

@@ -23,6 +23,8 @@ class Sizing:
         mode: `budget` if it distributes the user's budget, `unbounded` if no token is evicted, `profiled` if it
             computes the slots of each head from the prompt. Only `budget` takes a budget.
         per_head: True if `head_budgets` gives the heads of a layer different numbers of slots.
+        all_layers: True if `head_budgets` is called once, with the heads of all layers side by side. No token of a
+            prompt is evicted before all layers have read it.
         fixed_length: True if the slots suffice for the planned text only.
         may_shrink: True if one step may have to evict several tokens, for example because `slots_at` decreases.
         spare_slots: slots of a buffer beyond the budget, if `slots_at` increases again after a decrease.
@@ -30,6 +32,7 @@ class Sizing:
 
     mode: Literal["budget", "unbounded", "profiled"] = "budget"
     per_head: bool = False
+    all_layers: bool = False
     fixed_length: bool = False
     may_shrink: bool = False
     spare_slots: int = 0
@@ -90,8 +93,8 @@ class Plan(Part, interface=True):
         """Return the slots of each head, and the plan's state, once a prompt has been read and ranked.
 
         Args:
-            answers: attention statistics, in the structure of `asks`.
-            view: all slots of the prompt.
+            answers: attention statistics, in the structure of `asks`; () under `Sizing.all_layers`.
+            view: all slots of the prompt; under `Sizing.all_layers` a `Heads` with the limits alone.
             ranks: ranks of these slots, from `kvjax.cache.slots.rank`; empty slots have the lowest finite number. None
                 unless the plan spreads a budget over heads.
             new: the prompt.

@@ -54,6 +54,8 @@ class Protection(Part, interface=True):
         sinks: first tokens of the text that are never evicted.
         recent: newest tokens that are never evicted, the one being read included: slots, or a fraction of the budget.
         special: token ids that are evicted only if no other token can be.
+        one_in: the first tokens get at least one in this many of a head's slots, and the newest as many, each no fewer
+            than one; None for no such bound.
 
     Example:
         >>> kvjax.Protection(sinks=4, recent=0.5).check_budget(6)
@@ -65,6 +67,7 @@ class Protection(Part, interface=True):
     sinks: int = number(0)
     recent: int | float = number(0)
     special: tuple[int, ...] = setting(())
+    one_in: float | None = number(None)
 
     def __post_init__(self) -> None:
         if not written(self.sinks, self.recent):
@@ -74,6 +77,13 @@ class Protection(Part, interface=True):
         whole = isinstance(self.recent, int) and self.recent >= 0
         check(fraction or whole, "recent", self.recent, "a number of slots from 0, or a fraction from 0.0 to 1.0")
         check(all(isinstance(token, int) for token in self.special), "special", self.special, "a list of token ids")
+        wide_enough = self.one_in is None or not written(self.one_in) or self.one_in >= 2
+        check(wide_enough, "one_in", self.one_in, "a number from 2, or None")
+
+    @property
+    def omega(self) -> float | None:
+        """Half of `one_in`, LightKV's name for the slots of a head over those of its first and newest tokens."""
+        return None if self.one_in is None else self.one_in / 2
 
     def slot(self, new: New, state: PyTree) -> Bool[Array, "b h t"] | None:
         """Return a mask of the special tokens; None if no token ids are special."""
@@ -83,11 +93,14 @@ class Protection(Part, interface=True):
 
     def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
         """Return the number of protected first tokens in heads of `limit` slots; a scalar if all heads agree."""
-        return jnp.asarray(self.sinks, jnp.int32)
+        return self._at_least(jnp.asarray(self.sinks, jnp.int32), limit)
 
     def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
         """Return the recent window in slots, for heads of `limit` slots; a scalar if all heads agree."""
-        return recent_slots(self.recent, limit)
+        return self._at_least(recent_slots(self.recent, limit), limit)
+
+    def _at_least(self, slots: Int[Array, ""], limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
+        return slots if self.one_in is None else jnp.maximum(slots, one_slot_in(self.one_in, limit))
 
     def guard(self, view: View, new: New) -> Protected:
         """Return the protected tokens and slots of some heads."""
@@ -127,6 +140,11 @@ class Protection(Part, interface=True):
 @jax.jit
 def _protected(protection: Protection, limit: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
     return protection.sink_slots(limit), protection.recent_slots(limit)
+
+
+def one_slot_in(many: float, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """Return one slot for each `many` slots of heads, and one at least."""
+    return jnp.maximum(1, jnp.floor(limit / many + 1e-6)).astype(jnp.int32)
 
 
 def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:

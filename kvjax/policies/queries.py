@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import abc
+from typing import ClassVar, NamedTuple
+
+import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
+from kvjax.policies.score import PromptScore
 from kvjax.rope import Turns, rotate_by, turns_of
-from kvjax.types import New, wide
+from kvjax.types import Heads, New, View, check, setting, wide
 
 
 class QueryMoments(struct.PyTreeNode):
@@ -47,3 +52,58 @@ def turned_ahead(x: Float[Array, "b h g d"], new: New, future: int) -> Float[Arr
     rope = new.config.rope
     turns = turns_of(rope, new.read[:, None] + jnp.arange(future), x.dtype, new.end)
     return rotate_by(rope, x, Turns(*(each.mean(-2)[:, None, None] for each in turns)))
+
+
+class Expected(NamedTuple):
+    """A head at the end of given text, and the queries that it expects."""
+
+    keys: Float[Array, "b h c d"]
+    values: Float[Array, "b h c e"]
+    counts: Bool[Array, "b h c"]
+    """Mask of the tokens past the first positions."""
+    mean: Float[Array, "b h g d"]
+    """Mean of the queries at the next positions."""
+    spread: Float[Array, "b h g d d"] | None
+    """Their covariance; None if it is not needed."""
+
+
+@struct.dataclass
+class MomentScore(PromptScore, interface=True):
+    """Score of given text by the queries at the next positions, which are expected to be like the given ones.
+
+    Args:
+        sinks: first positions, which count neither as queries nor as keys.
+        future: next positions over which rotations are averaged.
+    """
+
+    covariance: ClassVar[bool] = True
+
+    sinks: int = setting(4)
+    future: int = setting(512)
+
+    def __post_init__(self) -> None:
+        check(self.future >= 1, "future", self.future, "a number of positions from 1")
+
+    def init(self, shape: New) -> QueryMoments:
+        """Return the moments of no queries."""
+        return QueryMoments.none(shape, covariance=self.covariance)
+
+    def advance(self, heads: Heads, new: New) -> QueryMoments:
+        """Return the moments with the given queries."""
+        return heads.state.score.joined(new, self.sinks)
+
+    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+        moments, kind = self.advance(view, new), wide(new.k.dtype)
+        spread = moments.spread
+        if spread is not None:
+            rows = jax.vmap(lambda x: turned_ahead(x, new, self.future), -2, -2)
+            spread = rows(jnp.swapaxes(rows(spread), -1, -2))
+            spread /= jnp.maximum(moments.count, 1.0)[..., None, None, None]
+        counts = view.live & (view.position >= self.sinks)
+        mean = turned_ahead(moments.mean, new, self.future)
+        of = Expected(view.keys(new).astype(kind), view.values(new).astype(kind), counts, mean, spread)
+        return self._expected(of, view, new)
+
+    @abc.abstractmethod
+    def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return the score of each slot at the end of given text."""

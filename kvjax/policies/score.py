@@ -23,6 +23,25 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
+class Replay:
+    """Second reading of a text, over a cache that holds all of it.
+
+    Its tokens attend to the cache and to each other, get no slots and are forgotten. `asks`, `fold` and `advance` are
+    called with `new.replayed`; `fold` sees the slots of the cache alone.
+
+    Args:
+        prompt: ids of the tokens that are read before each chunk.
+        chunk: tokens of the text that are read together; fewer where the model's positions end.
+    """
+
+    prompt: tuple[int, ...] = ()
+    chunk: int = 2048
+
+    def __post_init__(self) -> None:
+        check(self.chunk >= 1, "chunk", self.chunk, "a number of tokens from 1")
+
+
+@dataclasses.dataclass(frozen=True)
 class Requirements:
     """Rare needs of a score.
 
@@ -32,6 +51,7 @@ class Requirements:
         whole_heads: True if `score` compares the slots of a head with each other, so that it must see all of them.
         prompt_chunk: prompt tokens read between two compressions; None for the whole prompt, 1 for decode steps.
         min_prompt: tokens that each prompt must have.
+        replay: how each prompt is read again before any of its tokens is evicted; None if it is not.
         host_memory: True to keep state of slots and heads in host memory from one token to the next.
         keeps_idle_rows: True if `advance` does not change rows without new tokens; otherwise steps copy state to
             restore them.
@@ -41,6 +61,7 @@ class Requirements:
     whole_heads: bool = False
     prompt_chunk: int | None = None
     min_prompt: int = 0
+    replay: Replay | None = None
     host_memory: bool = False
     keeps_idle_rows: bool = False
 

@@ -127,6 +127,20 @@ class Damage(struct.PyTreeNode):
     weights: Float[Array, "b #h t"] | None = None
 
 
+class Peak(struct.PyTreeNode):
+    r"""Largest attention that each slot receives from one of the new queries, for each query head: [b h g c].
+
+    .. math:: s_{gj} = \max_t w_t \, p_{gtj}
+
+    The softmax is that of `Sums`. XLA computes this from the attention.
+
+    Args:
+        weights: w [b #h t], the weight of each query, from 0; None for 1.
+    """
+
+    weights: Float[Array, "b #h t"] | None = None
+
+
 class Seen(NamedTuple):
     """Result of a `Probs` request."""
 
@@ -137,7 +151,7 @@ class Seen(NamedTuple):
     """Number of keys of the whole head that each query attended to."""
 
 
-Ask = Sums | Near | Probs | Again | Damage
+Ask = Sums | Near | Probs | Again | Damage | Peak
 
 
 def is_ask(x: Any) -> bool:
@@ -154,7 +168,7 @@ def questions(asks: Any) -> tuple[list[Ask], Any]:
     leaves, tree = jax.tree.flatten(asks, is_leaf=is_ask)
     for leaf in leaves:
         if not is_ask(leaf):
-            kinds = "kvjax.Sums, kvjax.Near, kvjax.Probs, kvjax.Again and kvjax.Damage"
+            kinds = "kvjax.Sums, kvjax.Near, kvjax.Probs, kvjax.Again, kvjax.Damage and kvjax.Peak"
             raise TypeError(f"asks returned {leaf!r}, which is not an attention statistic; there are {kinds}.")
     return leaves, tree
 

@@ -308,6 +308,8 @@ def _served(policy: Policy, model: Model) -> Policy:
             f"{name} reads prompts {policy.score.requires.prompt_chunk} token at a time, not in chunks; use "
             "prompt='one_shot'."
         )
+    if policy.score.requires.replay is not None:
+        raise ValueError(f"{name} reads prompts twice before it evicts, which a server does not; serve another policy.")
     if policy.score.requires.host_memory:
         raise ValueError(f"{name} keeps scores in host memory and cannot add or remove rows; leave offload out.")
     return policy

@@ -137,6 +137,10 @@ class Spread:
         """Sum over the devices that shard a block's queries."""
         return jax.lax.psum(parts, SLOTS) if self.queries > 1 else parts
 
+    def most_of_queries(self, most: Array) -> Array:
+        """Return the maximum over the devices that shard a block's queries."""
+        return jax.lax.pmax(most, SLOTS) if self.queries > 1 else most
+
     def own_queries(self, tokens: int, block: int) -> Int[Array, "m"] | None:
         """Return the indices of the tokens whose queries this device computes; None for all of them.
 

@@ -119,6 +119,38 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(policy: str, message: s
         kvjax.compress(whole, policy, BUDGET)
 
 
+KVZIP = kvjax.policy("kvzip", prompt=(3, 5), chunk=16, recent=4)
+
+
+@pytest.mark.parametrize("policy", [KVZIP, kvjax.policy(KVZIP, plan="uniform")])
+def test_a_text_is_read_again_over_a_full_cache(policy: kvjax.Policy) -> None:
+    pressed, expected = kvjax.compress(read("full"), policy, BUDGET, text=TEXTS), read(policy, BUDGET)
+    assert [kept(pressed, row) for row in range(2)] == [kept(expected, row) for row in range(2)]
+    np.testing.assert_allclose(follow(pressed), follow(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_text_of_ones_choice_ranks_what_is_left() -> None:
+    state = read(KVZIP, 24)
+    alike, other = (kvjax.compress(state, None, BUDGET, text=text) for text in (None, [[1, 2, 3] * 9, []]))
+    assert kept(alike, 1) == kept(other, 1) and kept(alike, 0) != kept(other, 0)
+    assert sum(len(head) for layer in kept(other, 0) for head in layer) == BUDGET * GQA.kv_heads * GQA.layers
+
+
+@pytest.mark.parametrize(
+    ("policy", "text", "message"),
+    [
+        (KVZIP, None, r"kvzip reads the text again; give its token ids, text=\[\[...\], ...\]"),
+        (KVZIP, TEXTS[:1], "text has 1 rows, the state 2"),
+        (KVZIP, [[GQA.vocab_size], [1]], "is not in the vocabulary"),
+        ("l2", TEXTS, "l2 does not read a text again; leave text out"),
+        ("kvzip", TEXTS, "kvzip needs the token ids of 'Repeat the previous context exactly.' here"),
+    ],
+)
+def test_a_text_that_does_not_fit_is_refused(policy: Any, text: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvjax.compress(read("full"), policy, BUDGET, text=text)
+
+
 def test_heads_with_tokens_of_their_own_keep_their_policy() -> None:
     with pytest.raises(ValueError, match="heads of layer 0 hold different tokens, which a policy other than"):
         kvjax.compress(read("h2o", BUDGET), "keydiff", 8)

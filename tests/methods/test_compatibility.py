@@ -35,7 +35,6 @@ EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
     (lambda: kvjax.policy("lightkv", plan="adakv"),),
     (
         lambda: kvjax.policy("full", evict_every=8),
-        lambda: kvjax.policy("h2o", evict_every=8, plan="adakv"),
         lambda: kvjax.policy("lightkv", evict_every=8, context_limit=64),
     ),
     (lambda: fitted(dataclasses.replace(kvjax.policy("fastgen", special=(7,)), plan=Uniform())),),

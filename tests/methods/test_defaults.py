@@ -32,6 +32,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "noncausal": COMMON | {"recent": 32, "chunk": 256},
     "compactor": COMMON | {"sinks": 8, "recent": 32, "sketch": 48, "seed": 0, "chunk": 256, "blending": None},
     "capkv": COMMON | {"sinks": 4, "recent": 32, "tau": 5.0, "future": 512},
+    "kvzip": COMMON
+    | {"prompt": "\n\nRepeat the previous context exactly.", "chunk": 2048, "normalized": False, "recent": 32},
     "finch": COMMON | {"recent": 32, "delimiter": None},
     "simlayerkv": COMMON | {"threshold": 0.9, "sinks": 4, "recent": 1024},
     "expected_attention": COMMON | {"sinks": 4, "recent": 32, "future": 512, "epsilon": 0.0},
@@ -62,7 +64,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "arithmetic": {"extra_slots": 0, "ratio": 3.0},
     "pyramid": {"extra_slots": 0, "beta": 20.0, "window": 0},
     "interleaved": {"extra_slots": 0, "period": 2, "ratio": 4.0},
-    "adakv": {"extra_slots": 0, "floor": 0.2},
+    "adakv": {"extra_slots": 0, "floor": 0.2, "over": "layer"},
     "topk": {"k": None},
 }
 

@@ -17,7 +17,7 @@ from kvjax import generate
 from kvjax.cache import recompute
 from kvjax.cache.paged import storage
 from kvjax.cache.paged.table import round_pages
-from kvjax.inference import decode, decoder, prefill
+from kvjax.inference import decode, decoder, prefill, press
 from kvjax.inference.cache import Cache
 from kvjax.inference.prepare import prepare, round_slots
 from kvjax.inference.state import State, held_positions, slot_limits
@@ -135,7 +135,7 @@ def test_a_second_prompt_of_the_bucket_compiles_nothing():
             decode.decode_step_in_place(jax.tree.map(jnp.copy, state), jnp.zeros(2, jnp.int32))
             sizes.add(pool(state).position.shape)
             layouts.add(np.asarray(pool(state).owner).tobytes())
-            programs: list[Any] = [prefill.read_together, decoder.pack_pages, decoder.compiled_step_in_place]
+            programs: list[Any] = [prefill.read_together, press.pack_pages, decoder.compiled_step_in_place]
             compiled.append([program._cache_size() for program in programs])
     reads, packs, steps = (after - before for before, after in zip(compiled[0], compiled[-1], strict=True))
     assert reads == 0 and packs == steps == len(sizes) - 1

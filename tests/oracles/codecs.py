@@ -34,7 +34,7 @@ class _Coded(Oracle):
         super().start()
         self.factors: list[Vector | None] = [None] * self.kv_heads
 
-    def keep(self, prompt):
+    def lay(self, prompt):
         # A text attends to its own pairs as they are; then they are rounded, those that leave, too.
         for h, head in enumerate(self.heads):
             if prompt.start == 0:
@@ -42,6 +42,9 @@ class _Coded(Oracle):
             for i, position in enumerate(head.positions):
                 if position >= prompt.start:
                     head.keys[i], head.values[i] = self.store(h, head.keys[i], head.values[i])
+
+    def keep(self, prompt):
+        self.lay(prompt)
         return super().keep(prompt)
 
     def store(self, h, key, value):

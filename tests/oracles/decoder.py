@@ -8,6 +8,10 @@ per cached token, oldest first: `positions`, `tokens`, `keys` (rotated by origin
 Reading a prompt, after plain causal attention over all of it:
 
     read(prompt)         fill self.heads[h].notes, one per prompt token (they are None before)
+    lay(prompt)          only before the next line: store its pairs
+    reread(h, g, probs, hidden)  only with `again = True`: the prompt is read once more, in chunks of `self.chunk` after
+                         the tokens `self.prompt`, over the lists, to which nothing is appended; probs is an array over
+                         the list, hidden the layer's input at the query
     couple(oracles)      static, all layers of the row; for policies whose layers share something
     keep(prompt)         -> for each KV head the indices that stay
 
@@ -138,6 +142,7 @@ class Oracle:
     positions: str
     given = False
     """Whether the tokens are those of a turn."""
+    again = False
     output: np.ndarray
     """Weights of attention's output [width, query heads * d]."""
     alibi = False
@@ -159,6 +164,12 @@ class Oracle:
         raise NotImplementedError
 
     def read(self, prompt: Prompt) -> None:
+        pass
+
+    def lay(self, prompt: Prompt) -> None:
+        """Store the pairs of a prompt as they lie in the lists; unchanged unless overridden."""
+
+    def reread(self, h: int, g: int, probs: np.ndarray, hidden: np.ndarray) -> None:
         pass
 
     def turned(self, turn: Prompt) -> None:
@@ -288,6 +299,10 @@ class Decoder:
             oracle.read(prompt)
             prompts.append(prompt)
             hidden = [self._finish(layer, x, heads) for x, heads in zip(hidden, read, strict=True)]
+        if any(oracle.again for oracle in self.oracles):
+            for oracle, prompt in zip(self.oracles, prompts, strict=True):
+                oracle.lay(prompt)
+            self._read_again([int(token) for token in tokens])
         type(self.oracles[0]).couple(self.oracles)
         for oracle, prompt in zip(self.oracles, prompts, strict=True):
             for head, staying in zip(oracle.heads, oracle.keep(prompt), strict=True):
@@ -328,6 +343,34 @@ class Decoder:
         keys = [np.array(head.keys) for head in oracle.heads]
         values = [np.array(head.values) for head in oracle.heads]
         return Prompt(tokens, queries, keys, values, probs, self.horizon), read
+
+    def _read_again(self, tokens: list[int]) -> None:
+        """Read chunks of the prompt again, each after a request and over the whole prompt; nothing of it stays."""
+        said: Any = next(oracle for oracle in self.oracles if oracle.again)
+        for first in range(0, len(tokens), said.chunk):
+            text, n = [*said.prompt, *tokens[first : first + said.chunk]], len(tokens)
+            hidden = [self._embed(token, n + i) for i, token in enumerate(text)]
+            for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
+                turn, window = functools.partial(self._rotate, oracle.layer), self.config.layer(oracle.layer).window
+                projected, after = [self._project(layer, x) for x in hidden], []
+                for i, x in enumerate(hidden):
+                    read: list[list[np.ndarray]] = []
+                    for h, head in enumerate(oracle.heads):
+                        keys = np.array([*head.keys, *(turn(projected[j][1][h], n + j) for j in range(i + 1))])
+                        values = np.array([*head.values, *(projected[j][2][h] for j in range(i + 1))])
+                        places = [*head.positions, *range(n, n + i + 1)]
+                        unseen = [window is not None and n + i - place >= window for place in places]
+                        read.append([])
+                        for g in range(oracle.groups):
+                            query = turn(projected[i][0][h][g], n + i)
+                            logits = keys @ query / math.sqrt(len(query)) + oracle.bias(h, g, places)
+                            logits = np.where(unseen, -math.inf, logits)
+                            probs = softmax(logits)
+                            oracle.reread(h, g, probs[:n], x)
+                            sink = beside_sink(layer, h * oracle.groups + g, np.exp(logits).sum())
+                            read[h].append(probs @ values * sink)
+                    after.append(self._finish(layer, x, read))
+                hidden = after
 
     def turn(self, tokens: Sequence[int]) -> np.ndarray:
         """Read more text on top of what is held, of which nothing leaves before its end: logits [tokens, vocab]."""

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 from tests.oracles.decoder import Oracle
 
@@ -107,7 +108,8 @@ class _AdaKV(Oracle):
         # The token being read has one of the slots that are shared, as it has everywhere in kvjax.
         read = 0 if self.evicts_first else 1
         average = self.limits[0] + read
-        self.recents = [recent_window(self.recent, average)] * self.kv_heads
+        # Every head competes with its newest token; elsewhere that is the one which is being read.
+        self.recents = [max(1 - read, recent_window(self.recent, average))] * self.kv_heads
         ranks = [self.ranks(h, prompt) for h in range(self.kv_heads)]
         slots = allot(ranks, average, self.floor, self.text)
         self.limits = [each - read for each in slots]
@@ -118,6 +120,47 @@ class _AdaKV(Oracle):
         """LightKV's mask is a share of what a head has got."""
         if hasattr(self, "budgets"):
             self.budgets = list(limits)
+
+
+class _AllLayers(_AdaKV):
+    """Heads of all layers share their slots."""
+
+    shared = False
+
+    def read(self, prompt):
+        super().read(prompt)
+        self.whole = prompt
+
+    def share(self, prompt):
+        assert self.shared
+
+    @staticmethod
+    def share_all(oracles: Sequence[Any]) -> None:
+        first = oracles[0]
+        if first.shared:
+            return
+        read = 0 if first.evicts_first else 1
+        average, ranks = first.limits[0] + read, list[list[float]]()
+        for oracle in oracles:
+            oracle.recents = [max(1 - read, recent_window(oracle.recent, average))] * oracle.kv_heads
+            ranks += [oracle.ranks(h, oracle.whole) for h in range(oracle.kv_heads)]
+        slots = allot(ranks, average, first.floor, first.text)
+        for oracle in oracles:
+            own, slots = slots[: oracle.kv_heads], slots[oracle.kv_heads :]
+            oracle.limits = [each - read for each in own]
+            oracle.recents = [max(0, recent_window(oracle.recent, each) - read) for each in own]
+            oracle.shared = True
+
+
+@functools.cache
+def over_all_layers(base: type[Oracle]) -> type[Oracle]:
+    """An oracle whose heads, those of all layers, get slots by what their tokens are worth."""
+
+    def couple(oracles: Sequence[Any]) -> None:
+        base.couple(oracles)
+        _AllLayers.share_all(oracles)
+
+    return type(f"AllLayers{base.__name__}", (_AllLayers, base), {"couple": staticmethod(couple)})
 
 
 @functools.cache

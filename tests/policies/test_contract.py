@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.cache.paged import storage
-from kvjax.inference import decode, decoder, prefill
+from kvjax.inference import decode, decoder, prefill, press
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.state import held_positions, slot_limits
 from kvjax.methods.lightkv import AfterLimit
@@ -125,7 +125,7 @@ def close(a: Any, b: Any, tolerance: float = 2e-4) -> None:
 
 def programs() -> list[int]:
     """How many programs have been compiled to read prompts and to take steps."""
-    functions: list[Any] = [prefill.read_together, decoder.compiled_step, decoder.pack_pages]
+    functions: list[Any] = [prefill.read_together, decoder.compiled_step, press.pack_pages]
     return [function._cache_size() for function in functions]
 
 

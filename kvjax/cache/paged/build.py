@@ -54,6 +54,7 @@ def pack(
     *,
     page_size: int,
     most: int,
+    spare: int = 0,
     devices: tuple[int, int] = (1, 1),
 ) -> Paged:
     """Pack selected tokens into a pool of pages.
@@ -65,6 +66,7 @@ def pack(
         start: first page of each layer.
         page_size: slots in a page.
         most: upper bound on slots per head.
+        spare: slots that each head has beyond its limit.
         devices: as for `table`.
     """
 
@@ -82,6 +84,7 @@ def pack(
         state=tuple(layer.view.state for layer in selected),
         limit=tuple(layer.view.limit for layer in selected),
         most=most,
+        spare=spare,
         devices=devices,
     )
     for index, layer in enumerate(selected):

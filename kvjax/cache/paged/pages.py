@@ -48,6 +48,8 @@ class Pages(struct.PyTreeNode):
     """Buffer for attention logits during a step, which layers reuse one after another; None between steps."""
     most: int = setting(0)
     """Upper bound on slots per head, rounded to few different sizes because programs depend on it."""
+    spare: int = setting(0)
+    """Slots that each head has beyond its limit, for tokens between two evictions."""
     devices: tuple[int, int] = setting((1, 1))
     """Numbers of devices that shard rows and KV heads; their pools are concatenated, and so are their tables."""
 
@@ -135,10 +137,10 @@ class Pages(struct.PyTreeNode):
         Args:
             stored: `stored_positions` of an earlier step; None for the current ones.
         """
-        pools = int(np.prod(self.devices))
+        pools, size = int(np.prod(self.devices)), self.page_size
         held = self.position if stored is None else stored
         tables = zip(*(np.split(on_host(x), pools) for x in (held, self.owner, self.first, self.start)), strict=True)
-        counts = [-(-int(on_host(limit).max()) // self.page_size) * self.page_size for limit in self.limit]
+        counts = [-(-(int(on_host(limit).max()) + self.spare) // size) * size for limit in self.limit]
         layers = [np.full((*limit.shape, count), -1, np.int32) for limit, count in zip(self.limit, counts, strict=True)]
         for pool, (positions, owner, first, start) in enumerate(tables):
             for layer, dense in enumerate(layers):
@@ -176,4 +178,4 @@ class Pages(struct.PyTreeNode):
         first = jnp.where((self.owner == jnp.arange(owners)[:, None]) & mine, page, len(page)).min(1)
         slot = jnp.arange(self.most)
         flat = (first[:, None] * self.page_size + slot).reshape(-1)
-        return flat, (slot < self.limit[index].reshape(-1)[:, None]).reshape(-1)
+        return flat, (slot < self.limit[index].reshape(-1)[:, None] + self.spare).reshape(-1)

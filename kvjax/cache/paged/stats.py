@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.paged.candidates import owned
 from kvjax.cache.paged.pages import Pages
-from kvjax.cache.stats import Outputs, damage_to, normalised, outputs, summed, tempered
-from kvjax.policies.stats import Damage, Probs, Seen, Sums, questions
+from kvjax.cache.stats import Outputs, damage_to, highest, normalised, outputs, summed, tempered
+from kvjax.policies.stats import Damage, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree, View
 from pallas_kernels.paged_attention.types import Paged as Found
 
@@ -69,6 +69,8 @@ def of_pages(
         if isinstance(ask, Damage):
             values = view.values(seen).astype(probs.dtype)
             return damage_to(ask, probs, values, jax.tree.map(lambda x: x[owner][:, None, :, None], total))
+        if isinstance(ask, Peak):
+            return highest(ask, probs)
         shares = probs
         if total is not None:
             shares = tempered(ask, probs, view.position, seen)
@@ -142,7 +144,7 @@ def _question_of_pages(ask: Any, owner: Int[Array, " p"], new: New) -> Any:
     if weights is not None:
         whole = jnp.broadcast_to(weights, (rows, heads, new.position.shape[1]))
         weights = whole.reshape(-1, 1, whole.shape[-1])[owner]
-    if isinstance(ask, Damage):
+    if not isinstance(ask, Sums):
         return ask.replace(weights=weights)
     tau = ask.tau if isinstance(ask.tau, float) else ask.tau[owner // heads]
     return ask.replace(tau=tau, weights=weights)

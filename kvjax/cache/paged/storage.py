@@ -135,11 +135,16 @@ class Paged(Pages):
         rows, heads = new.k.shape[:2]
         limit = slots.slots_at(policy, self.limit[layer], new).reshape(-1)
         quota = policy.protection.guard(self.without_tokens(layer), new).quota
+        # Heads that grow between two evictions have more slots than they may use at their smallest.
+        grows, allocated = policy.evict_every > 1, self.limit[layer].reshape(-1) + self.spare
+        if grows and quota is not None:
+            raise ValueError(f"{type(policy.protection).__name__} has a quota at each token; use evict_every=1.")
+        bound = allocated if grows else limit
         size = self.page_size
 
         def usable(at: Array, valid: Array, owner: Array) -> Bool[Array, "p s"]:
             slot = jax.lax.dynamic_slice_in_dim(self.first, at, len(valid))[:, None] + jnp.arange(size, dtype=jnp.int32)
-            return valid[:, None] & (slot < limit[owner][:, None])
+            return valid[:, None] & (slot < bound[owner][:, None])
 
         def look(carry: Any, at: Array, valid: Array) -> Any:
             view, seen, owner = self.view(layer, new, at, len(valid))
@@ -147,9 +152,10 @@ class Paged(Pages):
             here = usable(at, valid, owner)
             flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
             members = owned(owner, valid, rows * heads)
-            if quota is None:
+            if quota is None and not grows:
                 return better(carry[0], lowest(here, ranks, position, flat, members)), *carry[1:]
-            competes = here & (position >= 0) & (ranks < slots.last_resort(ranks.dtype))
+            eligible = ranks > -jnp.inf if grows else ranks < slots.last_resort(ranks.dtype)
+            competes = here & (position >= 0) & eligible
             count = jnp.where(members, competes.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
             weakest = better(carry[1], lowest(competes, ranks, position, flat, members))
             rest = better(carry[0], lowest(here & ~competes, ranks, position, flat, members))
@@ -163,6 +169,8 @@ class Paged(Pages):
         )
         none = jnp.zeros(rows * heads, jnp.int32)
         rest, weakest, count = self.over_pages(layer, look, (nobody, nobody, none))
+        if grows:
+            return Candidates(rest, weakest, count - (limit - 1))
         if quota is None:
             return Candidates(rest, weakest, none)
         if not quota.among_all:

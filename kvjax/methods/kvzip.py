@@ -1,0 +1,128 @@
+"""KVzip: the tokens that a model looks at while it reads the text again, ranked over all layers and heads at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.methods.adakv import AdaKV
+from kvjax.methods.combine import combine
+from kvjax.methods.outputs import output_weights
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.policies.score import UNRANKED, Replay, Requirements, Score
+from kvjax.policies.stats import Peak
+from kvjax.types import Heads, New, View, check, nothing, setting, wide
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+REPEAT = "\n\nRepeat the previous context exactly."
+
+
+@struct.dataclass
+class Reconstruction(Score):
+    r"""Largest attention that a token receives while the text is read again after the request to repeat it.
+
+    .. math:: F(i) = \max_{t, g} a_{tg}(i), \quad
+        F^+(i) = \max_{t, g} a_{tg}(i) \frac{\lVert W^O_g v_i \rVert_2}{\lVert h_t \rVert_2}
+
+    over the tokens t of the request and of the text that is read again, and the query heads g of a KV head; h is the
+    input of the layer, and W^O_g are the columns of the output weights that belong to a query head. Nothing is evicted
+    before, so that the cache grows to the whole text for a moment. A chunk attends to the whole cache; the authors'
+    code normalises over the same chunk of the cache alone. Generated tokens and later turns are not read again: they
+    leave first, the oldest before the others.
+
+    Args:
+        prompt: the request, a text or its token ids.
+        chunk: tokens that are read again together, each time after the request; fewer where positions end.
+        normalized: True for F+.
+        gram: products of the columns of W^O, made by `bind`; in a layer its own.
+    """
+
+    paper = "KVzip, arXiv 2505.23416"
+    of_heads = ("gram",)
+
+    prompt: str | tuple[int, ...] = setting(REPEAT)
+    chunk: int = setting(2048)
+    normalized: bool = setting(False)
+    gram: tuple[Float[Array, "h g e e"], ...] | Float[Array, "h g e e"] | None = None
+
+    def __post_init__(self) -> None:
+        check(self.chunk >= 1, "chunk", self.chunk, "a number of tokens from 1")
+
+    @property
+    def requires(self) -> Requirements:
+        """A second reading of each prompt."""
+        return Requirements(replay=Replay(() if isinstance(self.prompt, str) else self.prompt, self.chunk))
+
+    def bind(self, model: LanguageModel) -> Reconstruction:
+        """Return a copy with the request's token ids and the output weights of a model."""
+        prompt, gram = self.prompt, self.gram
+        if isinstance(prompt, str):
+            try:
+                prompt = tuple(model.tokenizer.encode(prompt, add_special_tokens=False))
+            except (ValueError, AttributeError):  # a state's model has none
+                raise ValueError(
+                    f"kvzip needs the token ids of {prompt.strip()!r} here, because the model {model.name!r} comes "
+                    "without a tokenizer; give prompt=[...]."
+                ) from None
+        if self.normalized:
+            columns = output_weights(model)
+            gram = tuple(jnp.einsum("hgew,hgfw->hgef", each, each) for each in columns)
+        return dataclasses.replace(self, prompt=prompt, gram=gram)
+
+    def layer(self, index: int) -> Reconstruction:
+        """Return a copy with the output weights of one layer."""
+        return self if self.gram is None else dataclasses.replace(self, gram=self.gram[index])
+
+    def slot(self, new: New, state: object) -> Float[Array, "b h t"]:
+        """Return the lowest score, that of tokens that have not been read again."""
+        return jnp.full_like(nothing(new), UNRANKED)
+
+    def asks(self, heads: Heads, new: New) -> Peak | None:
+        """Request the largest attention from tokens that are read again, over the norm of h."""
+        if not new.replayed:
+            return None
+        if not self.normalized:
+            return Peak()
+        norm = jnp.linalg.norm(new.hidden.astype(wide(new.q.dtype)), axis=-1)
+        return Peak(jnp.where(new.valid, 1 / jnp.maximum(norm, 1e-30), 0.0)[:, None])
+
+    def fold(self, answers: Float[Array, "b h g c"], view: View, new: New) -> Float[Array, "b h c"]:
+        """Return the larger one of the score and the new attention."""
+        if self.gram is not None:
+            values = view.values(new).astype(answers.dtype)
+            squares = jnp.einsum("bhce,hgef,bhcf->bhgc", values, self.gram, values)
+            answers = answers * jnp.sqrt(jnp.maximum(squares, 0.0))
+        return jnp.maximum(view.slots.score, answers.max(2))
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return F."""
+        return view.slots.score
+
+
+@register(paper="KVzip, 2025", group="ranked once for each prompt or turn")
+def kvzip(
+    *,
+    prompt: str | tuple[int, ...] = Reconstruction.prompt,
+    chunk: int = Reconstruction.chunk,
+    normalized: bool = Reconstruction.normalized,
+    recent: int | float = 32,
+    **common: Any,
+) -> Policy:
+    """Attention while the prompt is read a second time, with the slots of all layers and heads given out together.
+
+    When: where a prompt is compressed once and read often, since the second reading takes more than twice the time of
+    the first. It has not been measured on many models yet. The paper evicts nothing after the prompt; here generated
+    tokens leave first, so that `recent` of them stay.
+
+    Args:
+        normalized: True for KVzip+, whose attention is scaled by what the value adds to the layer's output.
+    """
+    plan = AdaKV(floor=0.0, over="model")
+    return combine(Reconstruction(prompt, chunk, normalized), recent=recent, plan=plan, **common)
