@@ -10,20 +10,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from experiments.recall import recall
+from experiments.runs import Run, Runs
+from experiments.store import Store
 from kvjax import methods
 from kvjax.cache.empty import empty
 from kvjax.cache.memory import slot_bytes
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.claims import markdown_table
-from kvjax.evaluation.recall import recall
-from kvjax.evaluation.runs import Run, Runs, describe
-from kvjax.evaluation.store import Store
+from kvjax.evaluation.grid import describe
 from kvjax.evaluation.texts import passages
 from kvjax.inference.prepare import round_slots
 from kvjax.methods.notation import compared
 from kvjax.model import Model, load
 from kvjax.policies import Policy
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 
 CODES = {"plain": "16 bits", "int8": "8 bits", "int4": "4 bits"}
 

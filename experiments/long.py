@@ -7,15 +7,15 @@ import sys
 
 import numpy as np
 
+from experiments.store import Store
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.perplexity import perplexity
-from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 from kvjax.utils.settings import parse_budget
 
 

@@ -7,17 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.recall import recall
+from experiments.runs import Runs
+from experiments.store import Store
 from kvjax import methods
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
-from kvjax.evaluation.recall import recall
-from kvjax.evaluation.runs import Runs, describe
-from kvjax.evaluation.store import Store
+from kvjax.evaluation.grid import describe
 from kvjax.evaluation.texts import passages
 from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 from kvjax.utils.settings import parse_budget
 
 Choice = tuple[str, Policy, int | float]

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.evaluation.claims import markdown_table
-from kvjax.evaluation.store import Store
+from experiments.store import Store
 from kvjax.evaluation.texts import Passages, passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.model import Model, load
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 
 
 class Variant(NamedTuple):

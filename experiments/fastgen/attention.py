@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from experiments.claims import Claim
 from experiments.fastgen.measurements import Report, Section
-from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.evaluation.figures import legend_beside, new_figure, save_figure
 from kvjax.methods.fastgen import PARTS, Profiled
+from kvjax.utils.markdown import markdown_table
 
 STEPS = (0, 10, 20, 30)
 """Numbers of tokens after the prompt."""

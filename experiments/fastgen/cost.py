@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import jax
 
+from experiments.claims import Claim
 from experiments.fastgen.measurements import Report, Section
 from kvjax import methods
 from kvjax.evaluation.bench.race import decoder, race, reader
-from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.model import Model
 from kvjax.types import HEADS, ROWS, SLOTS
+from kvjax.utils.markdown import markdown_table
 
 GENERATED = (128, 256, 512, 1024)
 """Lengths in tokens of the generations whose time the share refers to."""

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from experiments.claims import Claim
+from experiments.runs import Run, Runs
 from kvjax import methods
 from kvjax.cache.empty import empty
 from kvjax.cache.paged.storage import Paged
-from kvjax.evaluation.claims import Claim
-from kvjax.evaluation.runs import Run, Runs, describe
+from kvjax.evaluation.grid import describe
 from kvjax.inference.extend import prefill
 from kvjax.methods.fastgen import PARTS
 from kvjax.model import Model

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from experiments.claims import Claim
 from experiments.fastgen.measurements import Report, Section
+from experiments.recall import recall
 from kvjax import methods
-from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
-from kvjax.evaluation.recall import recall
-from kvjax.evaluation.runs import describe
+from kvjax.evaluation.grid import describe
 from kvjax.evaluation.summary import paired
 from kvjax.methods.fastgen import PARTS
 from kvjax.policies.policy import Policy
+from kvjax.utils.markdown import markdown_table
 
 FIXED = {
     "local": methods.policy("window"),

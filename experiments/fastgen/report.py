@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.claims import SHOWS, claims_table
 from experiments.fastgen.attention import STEPS, choices, stability
 from experiments.fastgen.cost import cost, profiling
 from experiments.fastgen.measurements import Report, Section
 from experiments.fastgen.quality import ablations, quality, recalled
-from kvjax.evaluation.claims import SHOWS, claims_table
-from kvjax.evaluation.runs import Runs
-from kvjax.evaluation.store import Store
+from experiments.runs import Runs
+from experiments.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.methods.fastgen import PARTS
 from kvjax.types import ROWS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from experiments.claims import Claim
 from experiments.less.checkpoints import Kernels, Shelf
+from experiments.runs import Run, Runs
 from kvjax import methods
-from kvjax.evaluation.claims import Claim
 from kvjax.evaluation.figures import save_figure
-from kvjax.evaluation.runs import Run, Runs
 
 
 @dataclasses.dataclass(frozen=True)

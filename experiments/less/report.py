@@ -6,15 +6,16 @@ import argparse
 import sys
 from collections.abc import Callable
 
+from experiments.claims import claims_table
 from experiments.less.attention import hellinger, residual_rank
 from experiments.less.checkpoints import Kernels, Shelf, even_slots, open_shelf
 from experiments.less.measurements import Less, Section
 from experiments.less.tables import bases, features, performer, perplexities, transfer
-from kvjax.evaluation.claims import claims_table, markdown_table
-from kvjax.evaluation.runs import Runs
-from kvjax.evaluation.store import Store
+from experiments.runs import Runs
+from experiments.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 
 PIECES: dict[str, Callable[[Less], Section]] = {
     "perplexity": perplexities,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import json
 import re
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax import methods
-from kvjax.evaluation.runs import describe
-from kvjax.evaluation.store import json_round_trip
 from kvjax.evaluation.summary import result_line
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import compared
 from kvjax.model import Model
+from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
+from kvjax.policies.quantizer import Int4, Int8
+from kvjax.types import setting_names
 from kvjax.utils.compilation import drop_programs
 from kvjax.utils.files import append_line, write_text, written_aside
 from kvjax.utils.progress import Bar
@@ -54,6 +56,42 @@ class Entry(NamedTuple):
 def _digest(file: Path) -> str:
     """Return twelve hex digits of a file's hash; its rows are measured again when it changes."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """Return a policy's name and settings, JSON-serializable; with a residual, `base` has those of the base policy.
+
+    Parts that differ from those of the name and its settings are included.
+    """
+    base = dataclasses.replace(policy, residual=None)
+    name, own = methods.name_of(base), methods.settings_in(base)
+    made: dict[str, Any] = {"name": name} | _plain(own)
+    if name in methods.REGISTRY:
+        usual = methods.policy(name, **own)
+        for part in ("plan", "codec", "selection"):
+            if getattr(base, part) != getattr(usual, part):
+                made[part] = _described(getattr(base, part))
+    if policy.residual is None:
+        return made
+    return {"name": methods.name_of(policy)} | _settings(policy.residual) | {"base": made}
+
+
+def _described(part: Any) -> dict[str, Any]:
+    # Rows measured before there were other quantizers have the bits of integer codes.
+    found = {"kind": type(part).__name__} | _settings(part)
+    if isinstance(part, Codec) and part.quantized:
+        has_bits = type(part.quantizer) in (Int8, Int4)
+        found |= {"bits": part.bits} if has_bits else {"quantizer": _described(part.quantizer)}
+    return found
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    return _plain({name: getattr(part, name) for name in setting_names(part)})
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, tuple, list))}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def entries(
@@ -107,13 +145,15 @@ class RowFile:
 
     def of(self, cell: Cell) -> dict[str, Any] | None:
         """Return the row of a cell, or None."""
-        return next((row for row in self.rows if all(row.get(name) == value for name, value in cell.items())), None)
+        stored = json.loads(json.dumps(cell))
+        return next((row for row in self.rows if all(row.get(name) == value for name, value in stored.items())), None)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append a row to the file and return it as stored."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.rows.append(json_round_trip(row))
-        append_line(self.file, json.dumps(self.rows[-1]))
+        line = json.dumps(row)
+        self.rows.append(json.loads(line))
+        append_line(self.file, line)
         return self.rows[-1]
 
     def write_csv(self) -> Path:
@@ -144,7 +184,7 @@ def fill(rows: RowFile, model: Model, compared: Sequence[Entry], cells: Iterable
         The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).
     """
     named = [(entry, entry.cell(model)) for entry in compared]
-    wanted = [(entry, cell, json_round_trip(of_entry | cell)) for cell in cells for entry, of_entry in named]
+    wanted = [(entry, cell, of_entry | cell) for cell in cells for entry, of_entry in named]
     made: list[Any] = []
     full: dict[str, Any] | None = None
     task, before = rows.file.stem, ""

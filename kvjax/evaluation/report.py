@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.figures import (
     Point,
     legend_beside,
@@ -25,6 +24,7 @@ from kvjax.evaluation.figures import (
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
 from kvjax.utils.files import read_text, write_text
+from kvjax.utils.markdown import markdown_table
 
 Row = dict[str, Any]
 

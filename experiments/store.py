@@ -1,4 +1,4 @@
-"""Measurements stored on disk, so that each is made once."""
+"""Measurements outside of grids, each made once and kept in a JSON file."""
 
 from __future__ import annotations
 

@@ -10,16 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import methods
+from experiments.store import Store
+from kvjax.evaluation.grid import describe
 from kvjax.evaluation.perplexity import perplexity
-from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import Passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.model import Model
-from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
-from kvjax.policies.quantizer import Int4, Int8
-from kvjax.types import setting_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,42 +121,6 @@ class Runs:
             "cache_bytes": streamed.cache_bytes,
             "full_cache_bytes": streamed.full_cache_bytes,
         }
-
-
-def describe(policy: Policy) -> dict[str, Any]:
-    """Return a policy's name and settings, JSON-serializable; with a residual, `base` has those of the base policy.
-
-    Parts that differ from those of the name and its settings are included.
-    """
-    base = dataclasses.replace(policy, residual=None)
-    name, own = methods.name_of(base), methods.settings_in(base)
-    made: dict[str, Any] = {"name": name} | _plain(own)
-    if name in methods.REGISTRY:
-        usual = methods.policy(name, **own)
-        for part in ("plan", "codec", "selection"):
-            if getattr(base, part) != getattr(usual, part):
-                made[part] = _described(getattr(base, part))
-    if policy.residual is None:
-        return made
-    return {"name": methods.name_of(policy)} | _settings(policy.residual) | {"base": made}
-
-
-def _described(part: Any) -> dict[str, Any]:
-    # Rows measured before there were other quantizers have the bits of integer codes.
-    found = {"kind": type(part).__name__} | _settings(part)
-    if isinstance(part, Codec) and part.quantized:
-        has_bits = type(part.quantizer) in (Int8, Int4)
-        found |= {"bits": part.bits} if has_bits else {"quantizer": _described(part.quantizer)}
-    return found
-
-
-def _settings(part: Any) -> dict[str, Any]:
-    return _plain({name: getattr(part, name) for name in setting_names(part)})
-
-
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, tuple, list))}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def _rounded(values: Any) -> list[float]:
