@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, module_exists
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.grid import RowFile, entries, fill
 from kvjax.evaluation.summary import print_table
@@ -20,7 +20,6 @@ from kvjax.evaluation.tasks import texts
 from kvjax.evaluation.tasks.registry import TASKS
 from kvjax.evaluation.texts import SAMPLE, check_texts
 from kvjax.model import load
-from kvjax.utils.compilation import enable_compilation_cache
 
 COMPARE = ("compare", "compare policies, including your own: perplexity, and agreement with the full cache")
 COMPARED = ("perplexity", "fidelity")
@@ -87,8 +86,6 @@ def main(argv: list[str] | None = None) -> int:
         )
     options = made.parse_args(words)
     options.command = quoted(words)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-    enable_compilation_cache()
 
     def run() -> None:
         if options.report == "report":
@@ -100,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             check_report(options)
             importlib.import_module(REPORTS[options.report][0]).run(options)
 
-    return finish("evaluate", run, vars(options).get("distributed"))
+    return finish_with_model("evaluate", run, vars(options).get("distributed"))
 
 
 def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
