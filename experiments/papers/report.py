@@ -28,7 +28,7 @@ from experiments.papers.subject import (
     learned,
 )
 from experiments.store import Store
-from kvjax.evaluation.grid import Entry, RowFile, fill
+from kvjax.evaluation.grid import Entry, RowFile
 from kvjax.evaluation.tasks import registry as tasks
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
@@ -154,8 +154,7 @@ def _fill(
             budget, policy = subject.budget(each), _policy(each.policy, shelf, subject)
             if budget is not None and policy is not None:
                 compared.append(Entry(each.policy, policy, budget))
-        rows, task = RowFile(directory / f"{name}.jsonl"), tasks.TASKS[name]
-        fill(rows, model, compared, task.cells(model, namespace), functools.partial(task.measure, model, namespace))
+        tasks.TASKS[name].fill(RowFile(directory / f"{name}.jsonl"), model, namespace, compared)
 
 
 def _policy(text: str, shelf: Shelf, subject: Subject) -> Policy | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import os
 import shlex
@@ -14,7 +13,7 @@ from typing import Any
 
 from kvjax.cli.commands import Parser, add_model_options, finish_with_model, module_exists
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.grid import RowFile, entries, fill
+from kvjax.evaluation.grid import RowFile, entries
 from kvjax.evaluation.summary import print_table
 from kvjax.evaluation.tasks import texts
 from kvjax.evaluation.tasks.registry import TASKS
@@ -113,14 +112,10 @@ def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
     check_directory(options.out)
     files = {name: RowFile(options.out / f"{name}.jsonl") for name in tasks}
     model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
-    made: dict[str, list[Any]] = {}
-    cases: dict[str, list[Any]] = {}
-    for name, task in tasks.items():
-        cases[name] = task.cells(model, options)
-        made[name] = fill(files[name], model, compared, cases[name], functools.partial(task.measure, model, options))
-    print_table(made, cases)
-    for name, rows in files.items():
-        print(f"{rows.file}: {len(made[name])} rows, new or from earlier runs, by {options.command}")
+    measured = {name: task.fill(files[name], model, options, compared) for name, task in tasks.items()}
+    print_table(measured.values())
+    for name, found in measured.items():
+        print(f"{files[name].file}: {len(found.rows)} rows, new or from earlier runs, by {options.command}")
 
 
 def check_report(options: argparse.Namespace) -> None:

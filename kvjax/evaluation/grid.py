@@ -1,4 +1,4 @@
-"""Grids of measurements over policies, budgets and cases, each measured once and stored as a line of JSON."""
+"""Policies at budgets that are compared, and files of rows: a measurement of each on a case, as a line of JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax import methods
-from kvjax.evaluation.summary import result_line
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import compared
 from kvjax.model import Model
@@ -20,16 +19,11 @@ from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import Int4, Int8
 from kvjax.types import setting_names
-from kvjax.utils.compilation import drop_programs
 from kvjax.utils.files import append_line, write_text, written_aside
-from kvjax.utils.progress import Bar
 from kvjax.utils.settings import parse_budget
 
 Cell = dict[str, Any]
 """Fields that identify a row, fit for JSON; all rows of a file have the same field names."""
-
-DIGESTS = ("passages", "content")
-"""Fields of a cell that identify its text and are of no use to readers."""
 
 
 class Entry(NamedTuple):
@@ -165,49 +159,3 @@ class RowFile:
             table.writeheader()
             table.writerows(shown)
         return file
-
-
-Measure = Callable[[Entry, Cell], dict[str, Any]]
-
-
-def fill(rows: RowFile, model: Model, compared: Sequence[Entry], cells: Iterable[Cell], measure: Measure) -> list[Any]:
-    """Measure the missing cells; print each result as it comes, and the time left.
-
-    Args:
-        rows: stores the results; an interrupted grid resumes from them.
-        model: model to measure.
-        compared: policies and budgets.
-        cells: cases to measure each of them on.
-        measure: returns the other fields of a cell's row, JSON-serializable.
-
-    Returns:
-        The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).
-    """
-    named = [(entry, entry.cell(model)) for entry in compared]
-    wanted = [(entry, cell, of_entry | cell) for cell in cells for entry, of_entry in named]
-    made: list[Any] = []
-    full: dict[str, Any] | None = None
-    task, before = rows.file.stem, ""
-    with Bar("cells", total=len(wanted)) as bar:
-        for entry, cell, whole in wanted:
-            told = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
-            said = ", ".join(f"{name} {value}" for name, value in told.items())
-            if said != before:
-                bar.say(f"{task}: {said}")
-            row = rows.of(whole)
-            new = row is None
-            if row is None:
-                drop_programs()
-                try:
-                    found = measure(entry, cell)
-                except ValueError as error:
-                    found = {"refused": str(error)}
-                row = rows.add(whole | found)
-            if entry.label == "full":
-                full = row
-            made.append(row)
-            bar.advance(new)
-            bar.say(result_line(task, row, full if full is not None and before == said else None))
-            before = said
-    rows.write_csv()
-    return made
