@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvjax.utils.markdown import markdown_table
 
@@ -27,6 +28,27 @@ class Claim:
     @property
     def verdict(self) -> str:
         return UNKNOWN if self.shown is None else SHOWS if self.shown else NOT
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One section of a report.
+
+    Args:
+        title: heading of the section.
+        claims: claims to test.
+        body: tables and figures, Markdown.
+    """
+
+    title: str
+    claims: list[Claim]
+    body: str
+
+
+def verdicts(claims: Sequence[Claim]) -> str:
+    """Return how many claims have each verdict."""
+    counts = collections.Counter(claim.verdict for claim in claims)
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
 
 def claims_table(claims: Iterable[Claim]) -> str:

@@ -1,4 +1,4 @@
-"""Perplexity runs that reports share, each measured once, stored on disk and compared row by row."""
+"""Perplexity and recall that reports share, each measured once, kept on disk and compared row by row."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.recall import recall
 from experiments.store import Store
 from kvjax.evaluation.grid import describe
 from kvjax.evaluation.perplexity import perplexity
@@ -112,6 +113,13 @@ class Runs:
         name += " slots" if isinstance(budget, int) else ""
         made = self.keep(name, self.settings(**described, **identity), lambda: self._make(policy, budget))
         return None if made is None else Run(made, self.passages)
+
+    def recall(self, label: str, policy: Policy, budget: int | float, distance: int, **identity: Any) -> float | None:
+        """Return the share of facts recalled over a distance, planted in the passages; see `run`."""
+        text = self.passages.tokens[: 2 + distance // self.passages.tokens.shape[1]].reshape(-1)
+        settings = self.settings(policy=describe(policy), budget=budget, distance=distance, **identity)
+        name = f"recall: {label}, {budget:g}, distance {distance}"
+        return self.keep(name, settings, lambda: recall(self.model, policy, budget, distance, text=text).mean)
 
     def _make(self, policy: Policy, budget: int | float) -> dict[str, Any]:
         streamed = perplexity(self.model, policy, self.passages.tokens, budget, prefix=self.prefix)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from experiments.claims import Claim
 from experiments.runs import Run, Runs
 from kvjax import methods
 from kvjax.cache.empty import empty
@@ -129,6 +128,3 @@ def slots_within(model: Model, held: int, tokens: int, policy: Policy) -> int:
 
     slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(one)))
     return max(2, held // (tokens * slot))
-
-
-Section = tuple[str, list[Claim], str]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.claims import Claim
+from experiments.claims import Claim, Section
 from experiments.less.low_rank import residuals
-from experiments.less.measurements import Less, Section
+from experiments.less.measurements import Less
 from kvjax.evaluation.fidelity import fidelity
 from kvjax.evaluation.figures import legend_beside, new_figure, plot_lines
 from kvjax.policies.policy import Policy

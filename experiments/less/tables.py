@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from experiments.claims import Claim
+from experiments.claims import Claim, Section
 from experiments.less.checkpoints import LENT, matches
-from experiments.less.measurements import Less, Section
+from experiments.less.measurements import Less
 from experiments.runs import Run
 from kvjax.evaluation.figures import Point, new_figure, plot_quality
 from kvjax.evaluation.summary import paired
