@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from benchmarks.footprint import footprint
+from benchmarks.models import SHAPES
 from benchmarks.targets import GIB, MEMORY, devices_of
+from experiments.store import Store
 from kvjax.cache.memory import device_bytes
 from kvjax.cli.bench_entries import say
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.bench.models import SHAPES, shaped_model
-from kvjax.evaluation.claims import markdown_table
-from kvjax.evaluation.store import Store
+from kvjax.evaluation.bench.models import shaped_model
 from kvjax.inference.decode import lower_step
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.prepare import full_slots, round_slots
@@ -33,6 +33,7 @@ from kvjax.models.weights import rounded_shapes, weight_shapes
 from kvjax.types import HEADS, SLOTS
 from kvjax.types import ROWS as SHARED_ROWS
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 
 FEW, MORE = 2, 4
 """Numbers of layers of the small models that represent whole ones."""

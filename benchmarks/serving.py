@@ -15,16 +15,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from experiments.store import Store
 from kvjax.cli.bench_entries import say
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.claims import markdown_table
-from kvjax.evaluation.store import Store
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.model import Model, load
 from kvjax.serving.engine import Engine
 from kvjax.serving.requests import Finished, Piece, Request, Ticket
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 from kvjax.utils.progress import progress
 from kvjax.utils.settings import whole_number
 

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from experiments.runs import Run, Runs
+from experiments.store import open_store
 from kvjax import methods
 from kvjax.cache.empty import empty
 from kvjax.cache.memory import slot_bytes
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.claims import markdown_table
-from kvjax.evaluation.recall import recall
-from kvjax.evaluation.runs import Run, Runs, describe
-from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.inference.prepare import round_slots
 from kvjax.methods.notation import compared
 from kvjax.model import Model, load
 from kvjax.policies import Policy
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 
 CODES = {"plain": "16 bits", "int8": "8 bits", "int4": "4 bits"}
 
@@ -61,15 +59,7 @@ def measure(runs: Runs, name: str, policy: Policy, codec: str, slots: int, dista
     run = runs.run(label, coded, slots, codec=codec)
     if run is None:
         return None
-    recalled = None
-    if distance is not None:
-        text = runs.passages.tokens[: 2 + distance // runs.passages.tokens.shape[1]].reshape(-1)
-        settings = runs.settings(policy=describe(coded), codec=codec, budget=slots, distance=distance)
-
-        def ask() -> Any:
-            return recall(runs.model, coded, slots, distance, text=text).mean
-
-        recalled = runs.keep(f"recall: {label}, {slots}, distance {distance}", settings, ask)
+    recalled = None if distance is None else runs.recall(label, coded, slots, distance, codec=codec)
     return Row(name, codec, slots, bytes_of_slot(runs.model, coded), run, recalled)
 
 
@@ -90,9 +80,7 @@ def run(options: argparse.Namespace) -> None:
     made = compared(options.policies, *parts_of(options))
     model = load(options.model, "bfloat16", options.revision, mesh=options.mesh)
     read = passages(model, options.text, options.rows, options.length)
-    file = options.out / "codecs" / "measurements.json"
-    store = Store(file, options.redo, lambda line: print(line, file=sys.stderr))
-    runs = Runs(model, read, store, (), options.out, options.prefix)
+    runs = Runs(model, read, open_store(options, "codecs"), (), options.out, options.prefix)
     shown = []
     for slots in options.slots:
         rows = []

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 import numpy as np
 
+from experiments.store import open_store
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.perplexity import perplexity
-from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 from kvjax.utils.settings import parse_budget
 
 
@@ -40,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     chosen, budget = compared(options.policies, *parts_of(options)), parse_budget(options.budget)
     model = load(options.model, "float32", options.revision, mesh=options.mesh)
     read = passages(model, options.text, options.rows, options.length)
-    store = Store(options.out / "long" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr))
+    store = open_store(options, "long")
     settings = {"model": fingerprint(model), "text": read.digest, "budget": budget, "window": options.window}
     text = [
         "# Beyond the trained length",

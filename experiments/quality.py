@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.runs import Runs
+from experiments.store import open_store
 from kvjax import methods
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
-from kvjax.evaluation.recall import recall
-from kvjax.evaluation.runs import Runs, describe
-from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 from kvjax.utils.settings import parse_budget
 
 Choice = tuple[str, Policy, int | float]
@@ -44,7 +42,7 @@ def against_bytes(runs: Runs, choices: Sequence[Choice], distances: Sequence[int
     for label, policy, budget in [("full", methods.policy("full"), 1.0), *choices]:
         try:
             run = runs.run(label, policy, budget)
-            recalled = [_recalled(runs, label, policy, budget, distance) for distance in distances]
+            recalled = [runs.recall(label, policy, budget, distance) for distance in distances]
         except ValueError as error:
             left_out.append(f"\n{label} at {budget:g} is left out: {error}\n")
             continue
@@ -68,13 +66,6 @@ def against_bytes(runs: Runs, choices: Sequence[Choice], distances: Sequence[int
     return markdown_table(["policy", "budget", "bytes / full", *headings], rows) + "".join(left_out), file
 
 
-def _recalled(runs: Runs, label: str, policy: Policy, budget: int | float, distance: int) -> float | None:
-    text = runs.passages.tokens[: 2 + distance // runs.passages.tokens.shape[1]].reshape(-1)
-    settings = runs.settings(policy=describe(policy), budget=budget, distance=distance)
-    name = f"recall: {label}, {budget:g}, distance {distance}"
-    return runs.keep(name, settings, lambda: recall(runs.model, policy, budget, distance, text=text).mean)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command-line options of the report."""
     add_policies(parser, "streaming,h2o,tova,keyformer")
@@ -95,9 +86,7 @@ def run(options: argparse.Namespace) -> None:
     budgets = [parse_budget(text) for text in options.budgets.split(",")]
     model = load(options.model, "float32", options.revision, mesh=options.mesh)
     read = passages(model, options.text, options.rows, options.length)
-    store = Store(
-        options.out / "quality" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr)
-    )
+    store = open_store(options, "quality")
     runs = Runs(model, read, store, (), options.out, options.prefix)
     # A policy that sets its own slots has no budget.
     choices = [

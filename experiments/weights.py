@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -13,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.evaluation.claims import markdown_table
-from kvjax.evaluation.store import Store
+from experiments.store import open_store
 from kvjax.evaluation.texts import Passages, passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.model import Model, load
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 
 
 class Variant(NamedTuple):
@@ -50,9 +49,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: a text does not fit, or a model cannot be loaded.
     """
-    store = Store(
-        options.out / "weights" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr)
-    )
+    store = open_store(options, "weights")
     text = [
         "# Rounded weights",
         "Linear maps in 8 bits have a scale for each output channel; embeddings and norms keep the dtype behind int8, "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cli.batch_files import Work, answer_lines, continue_lines
-from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
 from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
@@ -23,7 +22,6 @@ from kvjax.cli.output import report, samples, summary, text_fields
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.inference.prepare import WHOLES
-from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.files import JSON_LINES, read_text
 from kvjax.utils.settings import Messages, conversation, whole_number
 
@@ -250,9 +248,7 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-    enable_compilation_cache()
-    return finish("generate", lambda: run(options), options.distributed)
+    return finish_with_model("generate", lambda: run(options), options.distributed)
 
 
 if __name__ == "__main__":

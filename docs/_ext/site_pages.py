@@ -23,13 +23,13 @@ import kvjax
 import site_figures
 from kvjax.cache.empty import empty
 from kvjax.cache.memory import allocated_bytes, slot_bytes
-from kvjax.evaluation.claims import markdown_table
 from kvjax.inference.decode import trace_step
 from kvjax.inference.shapes import state_shapes
 from kvjax.methods import describe
 from kvjax.methods.describe import Description
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
+from kvjax.utils.markdown import markdown_table
 
 DOCS = Path(__file__).parent.parent
 HERE = DOCS.parent

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.fastgen.measurements import Report, Section
-from kvjax.evaluation.claims import Claim, markdown_table
+from experiments.claims import Claim, Section
+from experiments.fastgen.measurements import Report
 from kvjax.evaluation.figures import legend_beside, new_figure, save_figure
 from kvjax.methods.fastgen import PARTS, Profiled
+from kvjax.utils.markdown import markdown_table
 
 STEPS = (0, 10, 20, 30)
 """Numbers of tokens after the prompt."""
@@ -50,7 +51,7 @@ def choices(report: Report) -> Section:
     rows += [[f"T = {t:g}, all", *(f"{s:.1%}" for s in share(t).mean(0))] for t in report.thresholds]
     body = f"Prompts of {prompt} tokens, {len(report.runs.passages.tokens)} of them.\n\n"
     body += markdown_table(["heads", *short], rows)
-    return "Choices (Figure 3)", claims, body + f"\n![choices](fastgen/choices{report.suffix}.png)\n"
+    return Section("Choices (Figure 3)", claims, body + f"\n![choices](fastgen/choices{report.suffix}.png)\n")
 
 
 def stability(report: Report) -> Section:
@@ -94,4 +95,4 @@ def stability(report: Report) -> Section:
         f"30% of the current length each.\n\n{markdown_table(['step', *parts, 'moved, points', 'same choice'], rows)}"
         f"\n![stability](fastgen/stability{report.suffix}.png)\n"
     )
-    return "Stability (Figure 4)", claims, body
+    return Section("Stability (Figure 4)", claims, body)

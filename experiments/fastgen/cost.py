@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import jax
 
-from experiments.fastgen.measurements import Report, Section
+from experiments.claims import Claim, Section
+from experiments.fastgen.measurements import Report
 from kvjax import methods
 from kvjax.evaluation.bench.race import decoder, race, reader
-from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.model import Model
 from kvjax.types import HEADS, ROWS, SLOTS
+from kvjax.utils.markdown import markdown_table
 
 GENERATED = (128, 256, 512, 1024)
 """Lengths in tokens of the generations whose time the share refers to."""
@@ -44,7 +45,7 @@ def profiling(report: Report) -> Section:
         "a prompt takes longer than with the full cache: summing attention, choosing, moving what stays into pages. "
         f"The paper's 0.07% to 0.35% are of a 65B model.\n\n{markdown_table(headings, rows)}"
     )
-    return "Profiling time (Table 3)", claims, body
+    return Section("Profiling time (Table 3)", claims, body)
 
 
 def cost(report: Report) -> Section:
@@ -88,7 +89,7 @@ def cost(report: Report) -> Section:
         "`kvjax bench decode --policies fastgen,h2o --budgets same --set special=[1]` asks a larger one.\n\n"
         + markdown_table(["what", "slots", "cache, KB", "ms", "tokens/s"], rows)
     )
-    return "Cost", claims, body
+    return Section("Cost", claims, body)
 
 
 def _device(model: Model) -> str:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from experiments.runs import Run, Runs
 from kvjax import methods
 from kvjax.cache.empty import empty
 from kvjax.cache.paged.storage import Paged
-from kvjax.evaluation.claims import Claim
-from kvjax.evaluation.runs import Run, Runs, describe
+from kvjax.evaluation.grid import describe
 from kvjax.inference.extend import prefill
 from kvjax.methods.fastgen import PARTS
 from kvjax.model import Model
@@ -128,6 +128,3 @@ def slots_within(model: Model, held: int, tokens: int, policy: Policy) -> int:
 
     slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(one)))
     return max(2, held // (tokens * slot))
-
-
-Section = tuple[str, list[Claim], str]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.fastgen.measurements import Report, Section
+from experiments.claims import Claim, Section
+from experiments.fastgen.measurements import Report
+from experiments.recall import recall
 from kvjax import methods
-from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
-from kvjax.evaluation.recall import recall
-from kvjax.evaluation.runs import describe
+from kvjax.evaluation.grid import describe
 from kvjax.evaluation.summary import paired
 from kvjax.methods.fastgen import PARTS
 from kvjax.policies.policy import Policy
+from kvjax.utils.markdown import markdown_table
 
 FIXED = {
     "local": methods.policy("window"),
@@ -97,7 +98,7 @@ def quality(report: Report) -> Section:
         f"equation 1, too.\n\n{markdown_table(headings, rows)}"
         f"\n![quality](fastgen/quality{report.suffix}.png)\n"
     )
-    return "Quality against bytes (Figures 2 and 5)", claims, body
+    return Section("Quality against bytes (Figures 2 and 5)", claims, body)
 
 
 def recalled(report: Report) -> Section:
@@ -136,7 +137,9 @@ def recalled(report: Report) -> Section:
                     f"{ours['mean']:.0%} against {other['mean']:.0%}",
                 )
             )
-    return "Recall", claims, markdown_table(["distance", "policy", "slots", "bytes / full", "facts recalled"], rows)
+    return Section(
+        "Recall", claims, markdown_table(["distance", "policy", "slots", "bytes / full", "facts recalled"], rows)
+    )
 
 
 def ablations(report: Report) -> Section:
@@ -158,4 +161,4 @@ def ablations(report: Report) -> Section:
             Claim(f"T = {threshold:g}: without frequent tokens least is pruned", least == "without frequent", least)
         )
     headings = ["T", "parts", "pruned", *(f"{text}, nats per token" for text in runs.texts)]
-    return "Ablations (Tables 4 and 5)", claims, markdown_table(headings, rows)
+    return Section("Ablations (Tables 4 and 5)", claims, markdown_table(headings, rows))

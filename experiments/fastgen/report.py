@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from experiments.claims import SHOWS, Section, claims_table, verdicts
 from experiments.fastgen.attention import STEPS, choices, stability
 from experiments.fastgen.cost import cost, profiling
-from experiments.fastgen.measurements import Report, Section
+from experiments.fastgen.measurements import Report
 from experiments.fastgen.quality import ablations, quality, recalled
-from kvjax.evaluation.claims import SHOWS, claims_table
-from kvjax.evaluation.runs import Runs
-from kvjax.evaluation.store import Store
+from experiments.runs import Runs
+from experiments.store import open_store
 from kvjax.evaluation.texts import passages
 from kvjax.methods.fastgen import PARTS
 from kvjax.types import ROWS
@@ -66,9 +65,7 @@ def run(options: argparse.Namespace) -> None:
             "section with --only."
         )
     read = passages(model, options.text, options.rows, options.length)
-    store = Store(
-        options.out / "fastgen" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr)
-    )
+    store = open_store(options, "fastgen")
     runs = Runs(model, read, store, (), options.out, options.prefix)
     report = Report(runs, tuple(sorted(options.thresholds)), tuple(options.ablated), tuple(options.recall))
     reports = {among: dataclasses.replace(report, among=among) for among in options.among}
@@ -85,23 +82,20 @@ def run(options: argparse.Namespace) -> None:
         f"{options.rows} passages of {options.length} tokens of each text, in float32.\n\n"
     ]
     for index, among in enumerate(reports):
-        claims = [claim for made in sections.values() for claim in made[index][1]]
-        counts = (f"{sum(c.verdict == v for c in claims)} {v}" for v in dict.fromkeys(c.verdict for c in claims))
-        lines.append(
-            f"- {READINGS[among]} (`frequent_among={among!r}`): of {len(claims)} claims {', '.join(counts)}.\n"
-        )
+        claims = [claim for made in sections.values() for claim in made[index].claims]
+        lines.append(f"- {READINGS[among]} (`frequent_among={among!r}`): of {len(claims)} claims {verdicts(claims)}.\n")
     lines.append("\nVerdicts are computed from the numbers, rules are in `experiments/fastgen/`.\n")
     for made in sections.values():
-        lines.append(f"\n## {made[0][0]}\n")
-        for among, (_, claims, body) in zip(reports, made, strict=True):
-            lines.append(f"\n### {READINGS[among]}\n\n{claims_table(claims)}\n{body}")
+        lines.append(f"\n## {made[0].title}\n")
+        for among, section in zip(reports, made, strict=True):
+            lines.append(f"\n### {READINGS[among]}\n\n{claims_table(section.claims)}\n{section.body}")
     write_text(options.out / "fastgen.md", "".join(lines))
     print(options.out / "fastgen.md")
 
 
 def _opening(report: Report, sections: list[list[Section]]) -> str:
     """Explain the results in relation to the paper, as far as the numbers allow."""
-    claims = [claim for made in sections for _, some, _ in made for claim in some]
+    claims = [claim for made in sections for section in made for claim in section.claims]
     shown, threshold = sum(claim.verdict == SHOWS for claim in claims), 0.95
     runs, profile, slots = report.runs, report.profile(threshold, report.runs.prefix), report.slots_set_aside(threshold)
     recovered, chosen = np.asarray(profile["recovered"]), np.asarray(profile["choice"])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from experiments.claims import Claim, Section
 from experiments.less.low_rank import residuals
-from experiments.less.measurements import Less, Section
-from kvjax.evaluation.claims import Claim, markdown_table
+from experiments.less.measurements import Less
 from kvjax.evaluation.fidelity import fidelity
 from kvjax.evaluation.figures import legend_beside, new_figure, plot_lines
 from kvjax.policies.policy import Policy
+from kvjax.utils.markdown import markdown_table
 
 MATRIX_ROWS = 4
 """Passages of each text for n x n attention, or for two models in parallel."""

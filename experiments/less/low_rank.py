@@ -12,12 +12,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from experiments import lowrank_oracle
-from kvjax.evaluation.claims import Claim, markdown_table
+from experiments.claims import Claim
+from experiments.runs import Runs
 from kvjax.evaluation.figures import legend_beside, log_scale, new_figure, plot_lines
-from kvjax.evaluation.runs import Runs
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.types import LayerConfig
+from kvjax.utils.markdown import markdown_table
 
 RANKS = (0, 1, 4, 8)
 

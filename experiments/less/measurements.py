@@ -6,25 +6,9 @@ import dataclasses
 from typing import Any
 
 from experiments.less.checkpoints import Kernels, Shelf
+from experiments.runs import Run, Runs
 from kvjax import methods
-from kvjax.evaluation.claims import Claim
 from kvjax.evaluation.figures import save_figure
-from kvjax.evaluation.runs import Run, Runs
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """One section of the report.
-
-    Args:
-        title: heading of the section.
-        claims: claims to test.
-        body: tables and figures, Markdown.
-    """
-
-    title: str
-    claims: list[Claim]
-    body: str
 
 
 @dataclasses.dataclass

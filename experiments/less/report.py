@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 
+from experiments.claims import Section, claims_table, verdicts
 from experiments.less.attention import hellinger, residual_rank
 from experiments.less.checkpoints import Kernels, Shelf, even_slots, open_shelf
-from experiments.less.measurements import Less, Section
+from experiments.less.measurements import Less
 from experiments.less.tables import bases, features, performer, perplexities, transfer
-from kvjax.evaluation.claims import claims_table, markdown_table
-from kvjax.evaluation.runs import Runs
-from kvjax.evaluation.store import Store
+from experiments.runs import Runs
+from experiments.store import open_store
 from kvjax.evaluation.texts import passages
 from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 
 PIECES: dict[str, Callable[[Less], Section]] = {
     "perplexity": perplexities,
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     shelf = open_shelf(model, options.checkpoints)
     sweep = open_shelf(model, options.sweep) if options.sweep else Shelf(())
     read = passages(model, options.text, options.rows, options.length)
-    store = Store(options.out / "less" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr))
+    store = open_store(options, "less")
     beyond = tuple(sorted({*budgets.values(), 2 * max(budgets.values())}))
     less = Less(Runs(model, read, store, beyond, options.out), shelf, sweep, budgets)
     sections = []
@@ -88,7 +88,6 @@ def _share(text: str) -> float:
 def _document(less: Less, sections: list[Section], options: argparse.Namespace) -> str:
     runs, config = less.runs, less.runs.model.config
     claims = [claim for section in sections for claim in section.claims]
-    counts = ", ".join(f"{sum(c.verdict == v for c in claims)} {v}" for v in dict.fromkeys(c.verdict for c in claims))
     return (
         f"# LESS on {runs.model.name}\n\n"
         f"Made by `{options.command}`; figures and raw numbers are in `less/`.\n\n"
@@ -96,8 +95,8 @@ def _document(less: Less, sections: list[Section], options: argparse.Namespace) 
         "eviction from the first token on, in float32. "
         f"Budgets are shares of the model's {config.max_positions} positions: "
         + ", ".join(f"{share} = {slots} slots" for share, slots in less.budgets.items())
-        + f" per KV head.\n\nOf {len(claims)} claims: {counts}. Verdicts are computed from the numbers, rules are in "
-        "`experiments/less/`.\n\n## Kernels\n\n"
+        + f" per KV head.\n\nOf {len(claims)} claims: {verdicts(claims)}. "
+        "Verdicts are computed from the numbers, rules are in `experiments/less/`.\n\n## Kernels\n\n"
         + _kernels((*less.shelf.kernels, *less.sweep.kernels))
         + "".join(f"\n## {s.title}\n\n{claims_table(s.claims)}{s.body}" for s in sections)
     )

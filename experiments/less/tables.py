@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from experiments.claims import Claim, Section
 from experiments.less.checkpoints import LENT, matches
-from experiments.less.measurements import Less, Section
-from kvjax.evaluation.claims import Claim, markdown_table
+from experiments.less.measurements import Less
+from experiments.runs import Run
 from kvjax.evaluation.figures import Point, new_figure, plot_quality
-from kvjax.evaluation.runs import Run
 from kvjax.evaluation.summary import paired
+from kvjax.utils.markdown import markdown_table
 
 GAP = 0.2
 """Share of the gap between baseline and full that LESS should close if the budgets match."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.evaluation.claims import Claim
+from experiments.claims import Claim
 from kvjax.evaluation.summary import paired
 
 FULL = "full"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from experiments.claims import SHOWS, UNKNOWN, Claim
 from experiments.fastgen.measurements import slots_within
 from experiments.less.checkpoints import Shelf, open_shelf
 from experiments.papers import attention, fastgen, keyformer, less, lightkv, lsh_e
@@ -26,9 +27,8 @@ from experiments.papers.subject import (
     grouped,
     learned,
 )
-from kvjax.evaluation.claims import SHOWS, UNKNOWN, Claim, markdown_table
-from kvjax.evaluation.grid import Entry, RowFile, fill
-from kvjax.evaluation.store import Store
+from experiments.store import Store
+from kvjax.evaluation.grid import Entry, RowFile
 from kvjax.evaluation.tasks import registry as tasks
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
@@ -36,6 +36,7 @@ from kvjax.methods.notation import combination
 from kvjax.model import Model, load
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import read_text, write_text
+from kvjax.utils.markdown import markdown_table
 
 
 class Paper(NamedTuple):
@@ -153,8 +154,7 @@ def _fill(
             budget, policy = subject.budget(each), _policy(each.policy, shelf, subject)
             if budget is not None and policy is not None:
                 compared.append(Entry(each.policy, policy, budget))
-        rows, task = RowFile(directory / f"{name}.jsonl"), tasks.TASKS[name]
-        fill(rows, model, compared, task.cells(model, namespace), functools.partial(task.measure, model, namespace))
+        tasks.TASKS[name].fill(RowFile(directory / f"{name}.jsonl"), model, namespace, compared)
 
 
 def _policy(text: str, shelf: Shelf, subject: Subject) -> Policy | None:

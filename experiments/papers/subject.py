@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from experiments.papers.paper import FULL, EqualBytes, Measured, Trained, Wanted
+from experiments.store import Store
 from kvjax.evaluation.grid import RowFile
-from kvjax.evaluation.store import Store
 from kvjax.utils.files import write_text
 
 FAMILY = "pass_key"

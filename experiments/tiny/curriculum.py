@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.tiny.planted_facts import SPECIAL, USER, Fact, Facts, load_tokenizer
 from experiments.tiny.tokenizer import read_prepared
-from kvjax.evaluation.planted_facts import SPECIAL, USER, Fact, Facts, load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

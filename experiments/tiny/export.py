@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from experiments.tiny import network, recall
 from experiments.tiny.curriculum import Lessons
+from experiments.tiny.planted_facts import load_tokenizer
 from experiments.tiny.recipe import llama, name_of
 from experiments.tiny.tokenizer import read_prepared, write_tokenizer
 from kvjax.cli.commands import finish, leave
-from kvjax.evaluation.planted_facts import load_tokenizer
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights

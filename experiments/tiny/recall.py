@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from experiments.tiny.network import forward, negative_log_likelihood
-from kvjax.evaluation.planted_facts import FORMS, Facts
+from experiments.tiny.planted_facts import FORMS, Facts
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.evaluation.planted_facts import ASSISTANT, END, PAD, SPECIAL, USER
+from experiments.tiny.planted_facts import ASSISTANT, END, PAD, SPECIAL, USER
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.cli.commands import Parser, add_model_options, finish, leave
-from kvjax.utils.compilation import enable_compilation_cache
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
 from kvjax.utils.files import read_text
 from kvjax.utils.progress import Bar
 
@@ -78,9 +76,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-    enable_compilation_cache()
-    return finish("calibrate", lambda: run(options))
+    return finish_with_model("calibrate", lambda: run(options))
 
 
 if __name__ == "__main__":

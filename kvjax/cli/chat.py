@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvjax.cli.commands import Help, Parser, add_model_options, finish, leave
+from kvjax.cli.commands import Help, Parser, add_model_options, finish_with_model, leave
 from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
@@ -22,7 +21,6 @@ from kvjax.cli.options import (
     sampling_settings,
 )
 from kvjax.generation.chat import Conversation, check_devices
-from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.settings import whole_number
 
 POLICY, BUDGET, WHOLE = "h2o", 512, "context"
@@ -208,9 +206,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-    enable_compilation_cache()
-    return finish("chat", lambda: run(options), options.distributed)
+    return finish_with_model("chat", lambda: run(options), options.distributed)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NoReturn, TypeVar, overload
 
+from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.processes import join
 from kvjax.utils.suggest import alike, choices, meant
 from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
@@ -228,6 +229,13 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def finish_with_model(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
+    """Run a command that loads a model, with compiled programs kept on disk; see `finish`."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
+    enable_compilation_cache()
+    return finish(command, run, distributed)
 
 
 def _formatted(message: Warning | str, *_: Any) -> str:

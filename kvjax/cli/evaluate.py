@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
 import os
 import shlex
@@ -12,15 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, module_exists
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.grid import RowFile, entries, fill
+from kvjax.evaluation.grid import RowFile, entries
 from kvjax.evaluation.summary import print_table
 from kvjax.evaluation.tasks import texts
 from kvjax.evaluation.tasks.registry import TASKS
 from kvjax.evaluation.texts import SAMPLE, check_texts
 from kvjax.model import load
-from kvjax.utils.compilation import enable_compilation_cache
 
 COMPARE = ("compare", "compare policies, including your own: perplexity, and agreement with the full cache")
 COMPARED = ("perplexity", "fidelity")
@@ -85,8 +83,6 @@ def main(argv: list[str] | None = None) -> int:
         )
     options = made.parse_args(words)
     options.command = quoted(words)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-    enable_compilation_cache()
 
     def run() -> None:
         if options.report == "report":
@@ -98,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
             check_report(options)
             importlib.import_module(REPORTS[options.report][0]).run(options)
 
-    return finish("evaluate", run, vars(options).get("distributed"))
+    return finish_with_model("evaluate", run, vars(options).get("distributed"))
 
 
 def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
@@ -114,14 +110,10 @@ def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
     check_directory(options.out)
     files = {name: RowFile(options.out / f"{name}.jsonl") for name in tasks}
     model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
-    made: dict[str, list[Any]] = {}
-    cases: dict[str, list[Any]] = {}
-    for name, task in tasks.items():
-        cases[name] = task.cells(model, options)
-        made[name] = fill(files[name], model, compared, cases[name], functools.partial(task.measure, model, options))
-    print_table(made, cases)
-    for name, rows in files.items():
-        print(f"{rows.file}: {len(made[name])} rows, new or from earlier runs, by {options.command}")
+    measured = {name: task.fill(files[name], model, options, compared) for name, task in tasks.items()}
+    print_table(measured.values())
+    for name, found in measured.items():
+        print(f"{files[name].file}: {len(found.rows)} rows, new or from earlier runs, by {options.command}")
 
 
 def check_report(options: argparse.Namespace) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import re
 import socket
 import sys
 from pathlib import Path
 
-from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
 from kvjax.cli.options import add_policy, named, print_policy_help
 from kvjax.policies.policy import Policy
-from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.files import read_text
 from kvjax.utils.settings import whole_number
 
@@ -193,9 +191,7 @@ def _bound(host: str, port: int) -> socket.socket:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-    enable_compilation_cache()
-    return finish("serve", lambda: run(options))
+    return finish_with_model("serve", lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
 from kvjax.cli.options import add_policy, named, parts_of
 from kvjax.methods.notation import both, parse_policy
-from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.settings import parse_budget
 
 if TYPE_CHECKING:
@@ -134,9 +132,7 @@ def serving_line(options: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-    enable_compilation_cache()
-    return finish("train_less", lambda: run(options))
+    return finish_with_model("train_less", lambda: run(options))
 
 
 if __name__ == "__main__":

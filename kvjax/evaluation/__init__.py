@@ -1,7 +1,5 @@
-"""Quality under a policy and a budget: perplexity, recall, fidelity of attention, and reports of all three."""
+"""Quality under a policy and a budget: perplexity, fidelity of attention, and the tasks of `kvjax evaluate`."""
 
 from kvjax.evaluation.fidelity import fidelity as fidelity
 from kvjax.evaluation.perplexity import Streamed as Streamed
 from kvjax.evaluation.perplexity import perplexity as perplexity
-from kvjax.evaluation.recall import Recalled as Recalled
-from kvjax.evaluation.recall import recall as recall

@@ -1,33 +1,29 @@
-"""Grids of measurements over policies, budgets and cases, each measured once and stored as a line of JSON."""
+"""Policies at budgets that are compared, and files of rows: a measurement of each on a case, as a line of JSON."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax import methods
-from kvjax.evaluation.runs import describe
-from kvjax.evaluation.store import json_round_trip
-from kvjax.evaluation.summary import result_line
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import compared
 from kvjax.model import Model
+from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
-from kvjax.utils.compilation import drop_programs
+from kvjax.policies.quantizer import Int4, Int8
+from kvjax.types import setting_names
 from kvjax.utils.files import append_line, write_text, written_aside
-from kvjax.utils.progress import Bar
 from kvjax.utils.settings import parse_budget
 
 Cell = dict[str, Any]
 """Fields that identify a row, fit for JSON; all rows of a file have the same field names."""
-
-DIGESTS = ("passages", "content")
-"""Fields of a cell that identify its text and are of no use to readers."""
 
 
 class Entry(NamedTuple):
@@ -54,6 +50,42 @@ class Entry(NamedTuple):
 def _digest(file: Path) -> str:
     """Return twelve hex digits of a file's hash; its rows are measured again when it changes."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """Return a policy's name and settings, JSON-serializable; with a residual, `base` has those of the base policy.
+
+    Parts that differ from those of the name and its settings are included.
+    """
+    base = dataclasses.replace(policy, residual=None)
+    name, own = methods.name_of(base), methods.settings_in(base)
+    made: dict[str, Any] = {"name": name} | _plain(own)
+    if name in methods.REGISTRY:
+        usual = methods.policy(name, **own)
+        for part in ("plan", "codec", "selection"):
+            if getattr(base, part) != getattr(usual, part):
+                made[part] = _described(getattr(base, part))
+    if policy.residual is None:
+        return made
+    return {"name": methods.name_of(policy)} | _settings(policy.residual) | {"base": made}
+
+
+def _described(part: Any) -> dict[str, Any]:
+    # Rows measured before there were other quantizers have the bits of integer codes.
+    found = {"kind": type(part).__name__} | _settings(part)
+    if isinstance(part, Codec) and part.quantized:
+        has_bits = type(part.quantizer) in (Int8, Int4)
+        found |= {"bits": part.bits} if has_bits else {"quantizer": _described(part.quantizer)}
+    return found
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    return _plain({name: getattr(part, name) for name in setting_names(part)})
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, tuple, list))}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def entries(
@@ -107,13 +139,15 @@ class RowFile:
 
     def of(self, cell: Cell) -> dict[str, Any] | None:
         """Return the row of a cell, or None."""
-        return next((row for row in self.rows if all(row.get(name) == value for name, value in cell.items())), None)
+        stored = json.loads(json.dumps(cell))
+        return next((row for row in self.rows if all(row.get(name) == value for name, value in stored.items())), None)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append a row to the file and return it as stored."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.rows.append(json_round_trip(row))
-        append_line(self.file, json.dumps(self.rows[-1]))
+        line = json.dumps(row)
+        self.rows.append(json.loads(line))
+        append_line(self.file, line)
         return self.rows[-1]
 
     def write_csv(self) -> Path:
@@ -125,49 +159,3 @@ class RowFile:
             table.writeheader()
             table.writerows(shown)
         return file
-
-
-Measure = Callable[[Entry, Cell], dict[str, Any]]
-
-
-def fill(rows: RowFile, model: Model, compared: Sequence[Entry], cells: Iterable[Cell], measure: Measure) -> list[Any]:
-    """Measure the missing cells; print each result as it comes, and the time left.
-
-    Args:
-        rows: stores the results; an interrupted grid resumes from them.
-        model: model to measure.
-        compared: policies and budgets.
-        cells: cases to measure each of them on.
-        measure: returns the other fields of a cell's row, JSON-serializable.
-
-    Returns:
-        The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).
-    """
-    named = [(entry, entry.cell(model)) for entry in compared]
-    wanted = [(entry, cell, json_round_trip(of_entry | cell)) for cell in cells for entry, of_entry in named]
-    made: list[Any] = []
-    full: dict[str, Any] | None = None
-    task, before = rows.file.stem, ""
-    with Bar("cells", total=len(wanted)) as bar:
-        for entry, cell, whole in wanted:
-            told = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
-            said = ", ".join(f"{name} {value}" for name, value in told.items())
-            if said != before:
-                bar.say(f"{task}: {said}")
-            row = rows.of(whole)
-            new = row is None
-            if row is None:
-                drop_programs()
-                try:
-                    found = measure(entry, cell)
-                except ValueError as error:
-                    found = {"refused": str(error)}
-                row = rows.add(whole | found)
-            if entry.label == "full":
-                full = row
-            made.append(row)
-            bar.advance(new)
-            bar.say(result_line(task, row, full if full is not None and before == said else None))
-            before = said
-    rows.write_csv()
-    return made

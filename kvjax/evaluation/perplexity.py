@@ -70,10 +70,6 @@ class Streamed:
         """Return the mean nats per token of all rows; see `rows`."""
         return float(self.rows(beyond).mean())
 
-    def nats_per_byte(self, bytes_per_row: Int[np.ndarray, " b"]) -> float:
-        """Return the sum of nats over the bytes of the predicted tokens' text."""
-        return float(self.nats.sum() / np.sum(bytes_per_row))
-
 
 def judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
     """Return the negative log-likelihood of each token, and whether it was the likeliest."""

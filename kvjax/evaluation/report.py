@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.figures import (
     Point,
     legend_beside,
@@ -24,41 +23,14 @@ from kvjax.evaluation.figures import (
 )
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
+from kvjax.evaluation.tasks.registry import TASKS
 from kvjax.utils.files import read_text, write_text
+from kvjax.utils.markdown import markdown_table
 
 Row = dict[str, Any]
 
-MEASURES = {
-    "perplexity": ("nats_per_token", "nats per token"),
-    "fidelity": ("divergence", "divergence from the full cache, nats"),
-    "retrieval": ("string_match", "string match"),
-    "generation": ("f1", "F1"),
-}
-"""Measure of each task that figures show; for the harness, the first metric of its rows."""
-ALSO = {
-    "perplexity": ("perplexity", "nats_per_word", "nats_per_byte"),
-    "fidelity": ("agreement", "attention_kept", "hellinger", "attention_loss_ratio", "score_correlation"),
-    "retrieval": (),
-    "generation": ("exact_match", "rouge-1", "rouge-2", "rouge-l"),
-}
-"""Further measures that tables show."""
-CASES = {
-    "perplexity": "of_cases",
-    "fidelity": "divergence_of_cases",
-    "retrieval": "string_match_of_cases",
-    "generation": "f1_of_cases",
-}
-"""Fields with the measure of each case, which is compared with the full cache case by case."""
 PEAK = "peak_temporary_bytes"
 SPEED = ("prefill_seconds", "decode_tokens_per_second")
-SUBJECTS = {
-    "perplexity": ("model", "dtype", "text", "length", "prefix", "masked"),
-    "fidelity": ("model", "dtype", "text", "length", "prefix"),
-    "retrieval": ("model", "dtype", "chat", "query_aware", "length"),
-    "generation": ("model", "dtype", "file", "chat", "query_aware"),
-    "harness": ("model", "dtype", "task", "limit", "num_fewshot", "chat"),
-}
-"""Fields that group rows: rows are compared only within a group, and each group has a section."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,17 +70,17 @@ def run(options: argparse.Namespace) -> None:
     found: dict[str, list[Row]] = {}
     directories: list[Path] = options.runs
     notes = "" if options.notes is None else read_text(options.notes)
-    for task, directory in itertools.product(SUBJECTS, directories):
+    for task, directory in itertools.product(TASKS, directories):
         rows = [row for row in RowFile(directory / f"{task}.jsonl").rows if "refused" not in row]
         found.setdefault(task, []).extend(rows)
     if not any(found.values()):
         where = ", ".join(map(str, options.runs))
-        raise ValueError(f"{where}: there are no rows; make some with kvjax evaluate {'|'.join(SUBJECTS)}.")
+        raise ValueError(f"{where}: there are no rows; make some with kvjax evaluate {'|'.join(TASKS)}.")
     figures = options.out / options.name
     sections = [
         _section(task, subject, rows, figures)
         for task, all_rows in found.items()
-        for subject, rows in _groups(all_rows, SUBJECTS[task])
+        for subject, rows in _groups(all_rows, TASKS[task].subject)
     ]
     sections += _needles(found["retrieval"], figures)
     file = options.out / f"{options.name}.md"
@@ -125,12 +97,10 @@ def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, 
 
 
 def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Path) -> Section:
-    metrics = [name.removesuffix("_standard_error") for name in rows[0] if name.endswith("_standard_error")]
-    measure, label = MEASURES[task] if task in MEASURES else (metrics[0], metrics[0])
-    also = ALSO.get(task, metrics[1:])
-    said = ", ".join(f"{n} {v}" for n, v in zip(SUBJECTS[task], subject, strict=True) if v not in (None, False))
+    _, (measure, label, _), also, of_cases = TASKS[task].columns_of(rows)
+    said = ", ".join(f"{n} {v}" for n, v in zip(TASKS[task].subject, subject, strict=True) if v not in (None, False))
     lines, points, full = [], list[Point](), None
-    full_cases = _cases(task, [row for row in rows if row["policy"] == "full"])
+    full_cases = _cases(of_cases, [row for row in rows if row["policy"] == "full"])
     for (policy, budget), of_choice in _groups(rows, ("policy", "budget")):
         weights = [row["cases"] for row in of_choice]
 
@@ -142,10 +112,10 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
         quality = mean(measure)
         if quality is None:
             continue
-        cases = _cases(task, of_choice)
+        cases = _cases(of_cases, of_choice)
         common = [(value, full_cases[case]) for case, value in cases.items() if case in full_cases]
         difference, error = paired(*zip(*common, strict=True)) if common and policy != "full" else (None, None)
-        beside = [difference, None if error is None or np.isnan(error) else error] if task in CASES else []
+        beside = [difference, None if error is None or np.isnan(error) else error] if of_cases else []
         peaks = [row[PEAK] for row in of_choice if row.get(PEAK) is not None]
         rest = [*map(mean, also), max(peaks, default=None), *map(mean, SPEED)]
         lines.append([policy, f"{budget:g}", f"{share:.1%}", sum(weights), quality, *beside, *rest])
@@ -154,7 +124,7 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
         else:  # if policies choose their bytes, settings make the curve
             points.append(Point(policy if budget != 1 else policy.partition("[")[0], share, quality))
     headings = ["policy", "budget", "bytes / full", "cases", label]
-    headings += ["less the full cache's", "standard error of that"] if task in CASES else []
+    headings += ["less the full cache's", "standard error of that"] if of_cases else []
     headings += [name.replace("_", " ") for name in (*also, PEAK, *SPEED)]
     name = "_".join([task, *(str(value).replace("/", "-") for value in subject if value not in (None, False))])
     figures = []
@@ -167,13 +137,12 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
     return Section(f"{task}: {said}", headings, lines, figures + _curves(rows, directory / f"{name}_layers.png"))
 
 
-def _cases(task: str, rows: Iterable[Row]) -> dict[tuple[Any, ...], float]:
+def _cases(name: str | None, rows: Iterable[Row]) -> dict[tuple[Any, ...], float]:
     """Return the measure of each case by the fields that identify it."""
-    name = CASES.get(task, "")
     return {
         (row.get("family"), row.get("depth"), row.get("passages"), row.get("seed"), index): value
         for row in rows
-        for index, value in enumerate(row.get(name, ()))
+        for index, value in enumerate(row.get(name, ()) if name else ())
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,39 +23,37 @@ class Measure(NamedTuple):
     """True if its change against the full cache is a ratio."""
 
 
-MEASURES = {
-    "perplexity": Measure("perplexity", "perplexity", relative=True),
-    "fidelity": Measure("agreement", "agreement"),
-    "retrieval": Measure("string_match", "string match"),
-    "generation": Measure("f1", "F1"),
-}
-"""The measure of each task; for the harness, the first metric of a row."""
+class Columns(NamedTuple):
+    """Fields of a task's rows that tables and figures show."""
+
+    printed: Measure
+    """In the terminal."""
+    drawn: Measure
+    """On pages and in figures."""
+    also: tuple[str, ...] = ()
+    """Further measures on pages."""
+    of_cases: str | None = None
+    """The drawn measure of each case, which is compared with the full cache case by case."""
+
+
 WIDE = 1000
 """Width of the table in a file or pipe, in characters, so that no cell is folded."""
 MOST_COLUMNS = 4
 """Maximum number of cases with a column each in the table at the end; for more, it shows their mean."""
 
 
-def measure_of(task: str, row: Row) -> Measure:
-    """Return the measure by which rows of a task are compared."""
-    if task in MEASURES:
-        return MEASURES[task]
-    metrics = [name.removesuffix("_standard_error") for name in row if name.endswith("_standard_error")]
-    return Measure(metrics[0], metrics[0]) if metrics else Measure("", "result")
-
-
-def result_line(task: str, row: Row, full: Row | None) -> str:
+def result_line(columns: Columns, row: Row, full: Row | None) -> str:
     """Format one row as a line of text.
 
     Args:
-        task: name of the task.
+        columns: of the task.
         row: row of the grid.
         full: the full cache's row of the same case; None if there is none.
     """
     name = f"{row['policy']} at {row['budget']:g}"
     if "refused" in row:
         return f"{name}: left out: {row['refused']}"
-    measure = measure_of(task, row)
+    measure = columns.printed
     shown = _with_change(measure, row, full)
     change = " against the full cache" if "(" in shown else ""
     kept, whole = row["cache_bytes"], row["full_cache_bytes"]
@@ -69,21 +67,25 @@ def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
     return float(difference.mean()), float(spread)
 
 
-def print_table(tasks: Mapping[str, Sequence[Row]], cases: Mapping[str, Sequence[Row]]) -> None:
-    """Print a line for each policy and budget, with its numbers, their change against the full cache, and its bytes.
+class Measured(NamedTuple):
+    """Rows of a task, with its cases in the order of their columns."""
 
-    Args:
-        tasks: rows by task.
-        cases: cases of each task, in the order of its columns.
-    """
+    columns: Columns
+    cases: Sequence[Row]
+    rows: Sequence[Row]
+
+
+def print_table(tasks: Iterable[Measured]) -> None:
+    """Print a line for each policy and budget, with its numbers, their change against the full cache, and its bytes."""
+    tasks = list(tasks)
     shown = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
     shown.add_column("policy", no_wrap=True)
     shown.add_column("budget", justify="right")
-    columns = [column for task, rows in tasks.items() for column in _columns(task, rows, cases[task])]
+    columns = [column for task in tasks for column in _columns(task)]
     for heading, _ in columns:
         shown.add_column(heading, justify="right")
     shown.add_column("bytes", justify="right")
-    everything = [row for rows in tasks.values() for row in rows]
+    everything = [row for task in tasks for row in task.rows]
     for policy, budget in dict.fromkeys((row["policy"], row["budget"]) for row in everything):
         mine = [
             row for row in everything if (row["policy"], row["budget"]) == (policy, budget) and "refused" not in row
@@ -95,13 +97,12 @@ def print_table(tasks: Mapping[str, Sequence[Row]], cases: Mapping[str, Sequence
     Console(highlight=False, markup=False, width=None if terminal else WIDE).print(shown)
 
 
-def _columns(task: str, rows: Sequence[Row], cases: Sequence[Row]) -> list[tuple[str, dict[tuple[str, float], str]]]:
+def _columns(task: Measured) -> list[tuple[str, dict[tuple[str, float], str]]]:
     """Return the headings, and the cells below them for each policy and budget."""
+    (measure, *_), cases, rows = task
     groups = [(case, [row for row in rows if _is_of(row, case)]) for case in cases]
-    known = [row for row in rows if "refused" not in row]
-    if not known:
+    if all("refused" in row for row in rows):
         return []
-    measure = measure_of(task, known[0])
     if len(cases) > MOST_COLUMNS:
         return [(f"{measure.label}\nmean of {len(cases)}", _of_entries(measure, rows, len(cases)))]
     differ = [name for name in cases[0] if len({str(case.get(name)) for case in cases}) > 1]

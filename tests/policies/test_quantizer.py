@@ -14,7 +14,7 @@ from flax import struct
 import kvjax
 from kvjax import generate
 from kvjax.cli import options
-from kvjax.evaluation.runs import describe
+from kvjax.evaluation.grid import describe
 from kvjax.generation.chat import Conversation
 from kvjax.inference.state import held_positions
 from kvjax.methods import CODECS

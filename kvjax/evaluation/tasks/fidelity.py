@@ -11,6 +11,7 @@ from jaxtyping import Int
 from kvjax.evaluation.fidelity import fidelity
 from kvjax.evaluation.grid import Cell, Entry
 from kvjax.evaluation.ordering import ordering
+from kvjax.evaluation.summary import Columns, Measure
 from kvjax.evaluation.tasks import qa, texts
 from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
@@ -20,6 +21,13 @@ class FidelityTask(Task):
     """Fidelity of attention and next tokens to those of the full cache."""
 
     summary = "how far attention and next tokens are from the full cache's"
+    subject = ("model", "dtype", "text", "length", "prefix")
+    columns = Columns(
+        Measure("agreement", "agreement"),
+        Measure("divergence", "divergence from the full cache, nats"),
+        ("agreement", "attention_kept", "hellinger", "attention_loss_ratio", "score_correlation"),
+        "divergence_of_cases",
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of the task."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.evaluation.grid import Cell, Entry
+from kvjax.evaluation.summary import Columns, Measure
 from kvjax.evaluation.tasks import qa
 from kvjax.evaluation.tasks.cases import Case, read_cases
 from kvjax.evaluation.tasks.scoring import exact_match, f1, rouge
@@ -16,12 +17,15 @@ from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
 
 NEW_TOKENS = 64
+F1 = Measure("f1", "F1")
 
 
 class GenerationTask(Task):
     """Scores of answers to the questions of a file."""
 
     summary = "questions of a file, by ROUGE, exact match and F1"
+    subject = ("model", "dtype", "file", "chat", "query_aware")
+    columns = Columns(F1, F1, ("exact_match", "rouge-1", "rouge-2", "rouge-l"), "f1_of_cases")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of the task."""

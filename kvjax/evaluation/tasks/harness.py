@@ -19,6 +19,8 @@ class HarnessTask(Task):
     """Tasks of lm-evaluation-harness."""
 
     summary = "tasks of lm-evaluation-harness, scored through real eviction"
+    subject = ("model", "dtype", "task", "limit", "num_fewshot", "chat")
+    columns = None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of the task."""

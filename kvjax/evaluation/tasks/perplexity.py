@@ -12,6 +12,7 @@ from jaxtyping import Float
 from kvjax.evaluation.grid import Cell, Entry
 from kvjax.evaluation.masked import masked_perplexity
 from kvjax.evaluation.perplexity import perplexity
+from kvjax.evaluation.summary import Columns, Measure
 from kvjax.evaluation.tasks import texts
 from kvjax.evaluation.tasks.task import Task
 from kvjax.evaluation.texts import Passages
@@ -23,6 +24,13 @@ class PerplexityTask(Task):
     """Perplexity of text after a prompt."""
 
     summary = "how surprising text is after a prompt, through real eviction"
+    subject = ("model", "dtype", "text", "length", "prefix", "masked")
+    columns = Columns(
+        Measure("perplexity", "perplexity", relative=True),
+        Measure("nats_per_token", "nats per token"),
+        ("perplexity", "nats_per_word", "nats_per_byte"),
+        "of_cases",
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of the task."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.evaluation.grid import Cell, Entry
+from kvjax.evaluation.summary import Columns, Measure
 from kvjax.evaluation.tasks import qa
 from kvjax.evaluation.tasks.cases import Case
 from kvjax.evaluation.tasks.ruler import FAMILIES, HAYS, cases
@@ -16,11 +17,15 @@ from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
 from kvjax.utils.files import read_text
 
+MATCH = Measure("string_match", "string match")
+
 
 class RetrievalTask(Task):
     """Answers to questions about a long text, whose cache is compressed before the question is read."""
 
     summary = "questions about what stands in a long text, made here"
+    subject = ("model", "dtype", "chat", "query_aware", "length")
+    columns = Columns(MATCH, MATCH, of_cases="string_match_of_cases")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of the task."""

@@ -1,13 +1,20 @@
-"""The interface of a task of `kvjax evaluate`."""
+"""The interface of a task of `kvjax evaluate`, and the loop over its measurements."""
 
 from __future__ import annotations
 
 import abc
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
-from kvjax.evaluation.grid import Cell, Entry
+from kvjax.evaluation.grid import Cell, Entry, RowFile
+from kvjax.evaluation.summary import Columns, Measure, Measured, result_line
 from kvjax.model import Model
+from kvjax.utils.compilation import drop_programs
+from kvjax.utils.progress import Bar
+
+DIGESTS = ("passages", "content")
+"""Fields of a cell that identify its text and are of no use to readers."""
 
 
 class Task(abc.ABC):
@@ -15,6 +22,10 @@ class Task(abc.ABC):
 
     summary: str
     """One line about the measurement, for the help text."""
+    subject: tuple[str, ...]
+    """Fields of rows that are compared only with each other; a page has a section for each group of them."""
+    columns: Columns | None
+    """Fields of rows to show; None for all that have a standard error."""
 
     @abc.abstractmethod
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -39,3 +50,54 @@ class Task(abc.ABC):
         Raises:
             ValueError: the policy or the model does not support the cell; the message says why.
         """
+
+    def columns_of(self, rows: Sequence[dict[str, Any]]) -> Columns:
+        """Return the fields of some rows to show."""
+        if self.columns is not None:
+            return self.columns
+        known = next((row for row in rows if "refused" not in row), {})
+        metrics = [name.removesuffix("_standard_error") for name in known if name.endswith("_standard_error")]
+        first = Measure(metrics[0], metrics[0]) if metrics else Measure("", "result")
+        return Columns(first, first, tuple(metrics[1:]))
+
+    def fill(self, rows: RowFile, model: Model, options: argparse.Namespace, compared: Sequence[Entry]) -> Measured:
+        """Measure the missing cells; print each result as it comes, and the time left.
+
+        Args:
+            rows: stores the results; an interrupted grid resumes from them.
+            model: model to measure.
+            options: of the task.
+            compared: policies and budgets.
+
+        Returns:
+            The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).
+        """
+        cells, named = self.cells(model, options), [(entry, entry.cell(model)) for entry in compared]
+        wanted = [(entry, cell, ours | cell) for cell in cells for entry, ours in named]
+        made: list[dict[str, Any]] = []
+        full: dict[str, Any] | None = None
+        before = ""
+        with Bar("cells", total=len(wanted)) as bar:
+            for entry, cell, whole in wanted:
+                shown = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
+                said = ", ".join(f"{name} {value}" for name, value in shown.items())
+                if said != before:
+                    bar.say(f"{rows.file.stem}: {said}")
+                row = rows.of(whole)
+                new = row is None
+                if row is None:
+                    drop_programs()
+                    try:
+                        found = self.measure(model, options, entry, cell)
+                    except ValueError as error:
+                        found = {"refused": str(error)}
+                    row = rows.add(whole | found)
+                if entry.label == "full":
+                    full = row
+                made.append(row)
+                bar.advance(new)
+                beside = full if full is not None and before == said else None
+                bar.say(result_line(self.columns_of([row]), row, beside))
+                before = said
+        rows.write_csv()
+        return Measured(self.columns_of(made), cells, made)

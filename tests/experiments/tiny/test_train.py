@@ -13,10 +13,10 @@ import pytest
 from experiments.tiny import export, train
 from experiments.tiny.curriculum import Lessons, Stage
 from experiments.tiny.network import forward, start
+from experiments.tiny.planted_facts import FORMS
 from experiments.tiny.recipe import RECIPES, Recipe
 from experiments.tiny.tokenizer import prepare, read_prepared
 from experiments.tiny.train import train as run
-from kvjax.evaluation.planted_facts import FORMS
 
 NAMES = ["Anna", "Bruno", "Carla", "Dora", "Emil", "Fritz", "Greta", "Hanna", "Igor", "Jonas"]
 THINGS = [

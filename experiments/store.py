@@ -1,9 +1,11 @@
-"""Measurements stored on disk, so that each is made once."""
+"""Measurements outside of grids, each made once and kept in a JSON file."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,12 @@ class Store:
         self._fresh.add(name)
         write_text(self.file, json.dumps(dict(sorted(self._kept.items())), indent=1) + "\n")
         return self._kept[name]["result"]
+
+
+def open_store(options: argparse.Namespace, report: str) -> Store:
+    """Return the measurements of a report, which are told on standard error as they are made."""
+    file = options.out / report / "measurements.json"
+    return Store(file, options.redo, lambda line: print(line, file=sys.stderr))
 
 
 def brief(result: Any) -> str:

@@ -1,4 +1,4 @@
-"""Perplexity runs that reports share, each measured once, stored on disk and compared row by row."""
+"""Perplexity and recall that reports share, each measured once, kept on disk and compared row by row."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import methods
+from experiments.recall import recall
+from experiments.store import Store
+from kvjax.evaluation.grid import describe
 from kvjax.evaluation.perplexity import perplexity
-from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import Passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.model import Model
-from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
-from kvjax.policies.quantizer import Int4, Int8
-from kvjax.types import setting_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +114,13 @@ class Runs:
         made = self.keep(name, self.settings(**described, **identity), lambda: self._make(policy, budget))
         return None if made is None else Run(made, self.passages)
 
+    def recall(self, label: str, policy: Policy, budget: int | float, distance: int, **identity: Any) -> float | None:
+        """Return the share of facts recalled over a distance, planted in the passages; see `run`."""
+        text = self.passages.tokens[: 2 + distance // self.passages.tokens.shape[1]].reshape(-1)
+        settings = self.settings(policy=describe(policy), budget=budget, distance=distance, **identity)
+        name = f"recall: {label}, {budget:g}, distance {distance}"
+        return self.keep(name, settings, lambda: recall(self.model, policy, budget, distance, text=text).mean)
+
     def _make(self, policy: Policy, budget: int | float) -> dict[str, Any]:
         streamed = perplexity(self.model, policy, self.passages.tokens, budget, prefix=self.prefix)
         return {
@@ -124,42 +129,6 @@ class Runs:
             "cache_bytes": streamed.cache_bytes,
             "full_cache_bytes": streamed.full_cache_bytes,
         }
-
-
-def describe(policy: Policy) -> dict[str, Any]:
-    """Return a policy's name and settings, JSON-serializable; with a residual, `base` has those of the base policy.
-
-    Parts that differ from those of the name and its settings are included.
-    """
-    base = dataclasses.replace(policy, residual=None)
-    name, own = methods.name_of(base), methods.settings_in(base)
-    made: dict[str, Any] = {"name": name} | _plain(own)
-    if name in methods.REGISTRY:
-        usual = methods.policy(name, **own)
-        for part in ("plan", "codec", "selection"):
-            if getattr(base, part) != getattr(usual, part):
-                made[part] = _described(getattr(base, part))
-    if policy.residual is None:
-        return made
-    return {"name": methods.name_of(policy)} | _settings(policy.residual) | {"base": made}
-
-
-def _described(part: Any) -> dict[str, Any]:
-    # Rows measured before there were other quantizers have the bits of integer codes.
-    found = {"kind": type(part).__name__} | _settings(part)
-    if isinstance(part, Codec) and part.quantized:
-        has_bits = type(part.quantizer) in (Int8, Int4)
-        found |= {"bits": part.bits} if has_bits else {"quantizer": _described(part.quantizer)}
-    return found
-
-
-def _settings(part: Any) -> dict[str, Any]:
-    return _plain({name: getattr(part, name) for name in setting_names(part)})
-
-
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, tuple, list))}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def _rounded(values: Any) -> list[float]:

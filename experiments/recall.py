@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from experiments.tiny.planted_facts import FORMS, SPECIAL, Facts, load_tokenizer
 from kvjax.evaluation.perplexity import stream
-from kvjax.evaluation.planted_facts import FORMS, SPECIAL, Facts, load_tokenizer
 from kvjax.inference.extend import prefill
 from kvjax.inference.state import cache_bytes, full_cache_bytes
 from kvjax.model import Model
@@ -27,7 +27,7 @@ class Recalled:
     """Share of questions answered exactly, and bytes of the cache.
 
     Args:
-        share: by form, see `kvjax.evaluation.planted_facts.FORMS`.
+        share: by form, see `experiments.tiny.planted_facts.FORMS`.
         cases: questions of each form.
         cache_bytes: bytes allocated for all questions.
         full_cache_bytes: bytes that `full` allocates for them.
