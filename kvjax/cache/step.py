@@ -1,4 +1,4 @@
-"""One token per row in the cache of a layer, whatever its storage: evict, write, attend and update the score."""
+"""One token per row in the cache of a layer, for any storage: evict, write, attend and update the score."""
 
 from __future__ import annotations
 

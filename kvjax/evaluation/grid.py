@@ -1,4 +1,4 @@
-"""Policies at budgets that are compared, and files of rows: a measurement of each on a case, as a line of JSON."""
+"""Policies and budgets to compare, and files of rows: one measurement on one case as a line of JSON."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class _Text(NamedTuple):
     """A context and its continuation."""
 
     read: tuple[int, ...]
-    """Tokens that are prefilled at once, and compressed."""
+    """Tokens of the prefill, which are then compressed."""
     rest: tuple[int, ...]
     """Tokens that decode steps read."""
     scored: int

@@ -1,4 +1,4 @@
-"""Masked perplexity: whole texts at once, with the tokens that a policy evicts masked out of attention."""
+"""Masked perplexity: whole texts in one pass, with the tokens that a policy evicts masked out of attention."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def result_line(columns: Columns, row: Row, full: Row | None) -> str:
     """Format one row as a line of text.
 
     Args:
-        columns: of the task.
+        columns: columns of the task.
         row: row of the grid.
         full: the full cache's row of the same case; None if there is none.
     """

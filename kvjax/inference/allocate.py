@@ -1,4 +1,4 @@
-"""Slots of heads, which a plan allocates once a prompt has been read."""
+"""Allocation of slots to heads by a plan, after a prompt has been read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def allocated(policy: Policy, view: View, answers: PyTree, new: New) -> View:
 def allocated_together(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> list[View]:
     """Return all layers with the slots that their plan gives each head, under `Sizing.all_layers`.
 
-    Layers whose own window is shorter than a row's text keep that window, and take no part.
+    Layers with a window shorter than a row's text keep that window and are not part of the allocation.
     """
     widest, ranks, limits = max(view.capacity for view in views), list[Array](), list[Array]()
     for policy, view, tokens in zip(policies, views, new, strict=True):

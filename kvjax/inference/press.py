@@ -1,4 +1,4 @@
-"""Eviction in all layers of a cache that is there, after the text has been read."""
+"""Eviction in all layers of a filled cache, after the text has been read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def reads_all_first(policy: Policy) -> bool:
 
 
 def unevicted(prompts: Prompts, config: ModelConfig, mesh: Mesh | None) -> Prompts:
-    """Return the same prompts with a slot for each token, except those that a layer's window excludes."""
+    """Return the same prompts with a slot for each token, except for tokens that a layer's window excludes."""
     policy = dataclasses.replace(prompts.policy, plan=Uniform(), evict_every=1)
     size = prompts.tokens.shape[1]
     windows = [size if layer.window is None else min(size, round_slots(layer.window)) for layer in config.layer_configs]
@@ -67,7 +67,7 @@ def check_ranked(ranked: Pressed, policy: Policy) -> None:
     """Refuse scores of NaN.
 
     Raises:
-        ValueError: the score gives any.
+        ValueError: the score returned NaN.
     """
     if on_host(ranked[1]).any():
         raise ValueError(
@@ -88,16 +88,16 @@ def press(
     dtype: DTypeLike,
     capacities: tuple[int, ...],
 ) -> Pressed:
-    """Evict the lowest-ranked slots of all heads, by the policy that the cache was read under.
+    """Evict the lowest-ranked slots of all heads, by the policy under which the cache was filled.
 
     Args:
-        policy: bound to the model.
-        cache: without a random key, see `Cache.key`.
+        policy: policy, bound to the model.
+        cache: cache without a random key, see `Cache.key`.
         limits: slots that each head may use, by layer.
-        config: of the model.
+        config: configuration of the model.
         kernels: implementation of every operation.
         mesh: devices that shard the cache; None for one device.
-        dtype: of the model's activations.
+        dtype: dtype of the model's activations.
         capacities: slots of the buffers, by layer.
     """
 

@@ -1,4 +1,4 @@
-"""A text that is read again over a cache: it attends and updates scores, and gets no slots."""
+"""Second reading of a text over a cache: its tokens attend and update scores, and get no slots."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def read_again(
     kernels: Kernels,
     mesh: Mesh | None,
 ) -> Cache:
-    """Read texts again over a dense cache, as the score's `Requirements.replay` says.
+    """Read texts again over a dense cache, with the settings in the score's `Requirements.replay`.
 
-    Each chunk of a text comes after the replay's prompt, at the positions that follow the cache's own text. Neither
-    stays for the next chunk.
+    Each chunk of a text comes after the replay's prompt, at the positions that follow the cache's own text. Neither is
+    kept for the next chunk.
 
     Args:
-        weights: of the model.
-        policy: bound to the model.
-        cache: without a random key, see `Cache.key`.
+        weights: weights of the model.
+        policy: policy, bound to the model.
+        cache: cache without a random key, see `Cache.key`.
         tokens: the texts, padded on the right.
         lengths: tokens of each text.
-        config: of the model.
+        config: configuration of the model.
         kernels: implementation of every operation.
         mesh: devices that shard the cache; None for one device.
 

@@ -1,4 +1,4 @@
-"""KVzip: the tokens that a model looks at while it reads the text again, ranked over all layers and heads at once."""
+"""KVzip: tokens with the most attention in a second reading of the text, ranked over all layers and heads together."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ REPEAT = "\n\nRepeat the previous context exactly."
 
 @struct.dataclass
 class Reconstruction(Score):
-    r"""Largest attention that a token receives while the text is read again after the request to repeat it.
+    r"""Largest attention that a token receives when the text is read again, after a request to repeat it.
 
     .. math:: F(i) = \max_{t, g} a_{tg}(i), \quad
         F^+(i) = \max_{t, g} a_{tg}(i) \frac{\lVert W^O_g v_i \rVert_2}{\lVert h_t \rVert_2}
 
     over the tokens t of the request and of the text that is read again, and the query heads g of a KV head; h is the
     input of the layer, and W^O_g are the columns of the output weights that belong to a query head. Nothing is evicted
-    before, so that the cache grows to the whole text for a moment. A chunk attends to the whole cache; the authors'
-    code normalises over the same chunk of the cache alone. Generated tokens and later turns are not read again: they
-    leave first, the oldest before the others.
+    before the second reading, so the cache temporarily holds the whole text. A chunk attends to the whole cache; the
+    authors' code normalizes only over the same chunk of the cache. Generated tokens and later turns are not read again
+    and are evicted first, the oldest before the others.
 
     Args:
         prompt: the request, a text or its token ids.
-        chunk: tokens that are read again together, each time after the request; fewer where positions end.
+        chunk: number of tokens per chunk of the second reading, each read after the request; fewer at the end of the
+            model's positions.
         normalized: True for F+.
-        gram: products of the columns of W^O, made by `bind`; in a layer its own.
+        gram: products of the columns of W^O of each layer, set by `bind`; after `layer`, those of one layer.
     """
 
     paper = "KVzip, arXiv 2505.23416"
@@ -85,7 +86,7 @@ class Reconstruction(Score):
         return jnp.full_like(nothing(new), UNRANKED)
 
     def asks(self, heads: Heads, new: New) -> Peak | None:
-        """Request the largest attention from tokens that are read again, over the norm of h."""
+        """Request the largest attention from tokens that are read again, divided by the norm of h for F+."""
         if not new.replayed:
             return None
         if not self.normalized:
@@ -115,14 +116,15 @@ def kvzip(
     recent: int | float = 32,
     **common: Any,
 ) -> Policy:
-    """Attention while the prompt is read a second time, with the slots of all layers and heads given out together.
+    """Attention in a second reading of the prompt, with one ranking for the slots of all layers and heads.
 
-    When: where a prompt is compressed once and read often, since the second reading takes more than twice the time of
-    the first. It has not been measured on many models yet. The paper evicts nothing after the prompt; here generated
-    tokens leave first, so that `recent` of them stay.
+    When: if a prompt is compressed once and used often, because the second reading takes more than twice the time of
+    the first. It has not been measured on many models yet. The paper evicts nothing after the prompt. Here generated
+    tokens are evicted first, except the newest `recent` ones.
 
     Args:
-        normalized: True for KVzip+, whose attention is scaled by what the value adds to the layer's output.
+        normalized: True for KVzip+, which scales attention by the norm of the value's contribution to the layer's
+            output.
     """
     plan = AdaKV(floor=0.0, over="model")
     return combine(Reconstruction(prompt, chunk, normalized), recent=recent, plan=plan, **common)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def output_weights(model: LanguageModel) -> tuple[Float[Array, "h g e width"], ...]:
-    """Return the output weights of each layer, those of each query head by itself."""
+    """Return the output weights of each layer, split by query head."""
     found = []
     for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
         weight = layer.output.matrix.astype(wide(model.weights.dtype))

@@ -1,4 +1,4 @@
-"""Sums over windows of queries, of which the newest begins anew every few tokens."""
+"""Sums over windows of queries; a new window begins every few tokens."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class Replay:
     """Second reading of a text, over a cache that holds all of it.
 
-    Its tokens attend to the cache and to each other, get no slots and are forgotten. `asks`, `fold` and `advance` are
-    called with `new.replayed`; `fold` sees the slots of the cache alone.
+    Its tokens attend to the cache and to each other, and get no slots. `asks`, `fold` and `advance` are called with
+    `new.replayed`; `fold` sees only the slots of the cache.
 
     Args:
         prompt: ids of the tokens that are read before each chunk.
-        chunk: tokens of the text that are read together; fewer where the model's positions end.
+        chunk: number of tokens of the text that are read together; fewer at the end of the model's positions.
     """
 
     prompt: tuple[int, ...] = ()

@@ -135,7 +135,7 @@ class Peak(struct.PyTreeNode):
     The softmax is that of `Sums`. XLA computes this from the attention.
 
     Args:
-        weights: w [b #h t], the weight of each query, from 0; None for 1.
+        weights: w [b #h t], the nonnegative weight of each query; None for 1.
     """
 
     weights: Float[Array, "b #h t"] | None = None

@@ -31,7 +31,7 @@ def select(policy: Policy, config: LayerConfig, view: View, new: New) -> tuple[S
     """Select the tokens of a prompt that stay, head by head, before pages are allocated.
 
     Returns:
-        The selection, and a mask of the slots that leave.
+        The selection, and a mask of the slots that are evicted.
     """
     order, count = slots.chosen(policy, view, new)
     leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])

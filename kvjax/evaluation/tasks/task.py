@@ -52,7 +52,7 @@ class Task(abc.ABC):
         """
 
     def columns_of(self, rows: Sequence[dict[str, Any]]) -> Columns:
-        """Return the fields of some rows to show."""
+        """Return the fields to show of some rows."""
         if self.columns is not None:
             return self.columns
         known = next((row for row in rows if "refused" not in row), {})
@@ -66,7 +66,7 @@ class Task(abc.ABC):
         Args:
             rows: stores the results; an interrupted grid resumes from them.
             model: model to measure.
-            options: of the task.
+            options: options of the task.
             compared: policies and budgets.
 
         Returns:

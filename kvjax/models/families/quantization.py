@@ -40,7 +40,7 @@ class Quantization:
     Args:
         block: rows and columns that share a scale, in weights with more than one scale along an axis; None if each
             scale belongs to a row or to a whole weight.
-        packing: layout of integers that share words of 32 bits; None if every number has bytes of its own.
+        packing: layout of integers that share words of 32 bits; None if every number has separate bytes.
     """
 
     block: tuple[int, int] | None = None
@@ -108,7 +108,7 @@ def _block(given: Any) -> tuple[int, int] | None:
 
 
 def _block_of_groups(given: Any) -> tuple[int, int] | None:
-    """Return the block size of a config of compressed-tensors, after a look at all groups of linear maps."""
+    """Return the block size of a config of compressed-tensors, which all groups of linear maps must share."""
     groups = given.get("config_groups")
     if given.get("format") not in _FORMATS or not isinstance(groups, dict) or not groups:
         raise _refused(f"compressed-tensors format {given.get('format')!r}")
