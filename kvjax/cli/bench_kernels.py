@@ -15,7 +15,18 @@ import jax.numpy as jnp
 from kvjax.cli.commands import Parser, finish
 from kvjax.utils.files import write_text
 from kvjax.utils.settings import whole_number
-from pallas_kernels.programs import Program, decode, eviction, features, hashes, paged, prefill, rotating, stepping
+from pallas_kernels.programs import (
+    Program,
+    Sizes,
+    decode,
+    eviction,
+    features,
+    hashes,
+    paged,
+    prefill,
+    rotating,
+    stepping,
+)
 from pallas_kernels.race import Runner, race, ways
 
 OPS = ("decode", "paged", "evict", "step", "hamming", "prefill", "rotate", "less")
@@ -83,13 +94,15 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
     b, c, h, g, d = (options.batch, options.slots, options.kv_heads, options.groups, options.head_width)
     n, dtype, heads = options.prompt_tokens, jnp.dtype(options.dtype), f"{options.kv_heads} x {options.groups} heads"
     size = f"{b} rows, {c} slots, {heads}, d {d}, {dtype.name}"
-    variants = {"plain": {}, "sum of probabilities": dict(scores="sum"), "Gumbel scores": dict(noisy=True)}
-    variants |= {"rank 8": dict(rank=8), "Gumbel scores, rank 8": dict(noisy=True, rank=8)}
-    plain = decode("plain", b, h, g, c, d, dtype)
+    sizes = Sizes(b, h, g, c, d, dtype)
+    plain = decode("plain", sizes)
     if "decode" in options.ops.split(","):
         runners = [copy(plain.bytes)]
-        for label, settings in variants.items():
-            program = decode(label, b, h, g, c, d, dtype, **settings)
+        variants = {"plain": sizes, "sum of probabilities": sizes._replace(scores="sum")}
+        variants |= {"Gumbel scores": sizes._replace(noisy=True), "rank 8": sizes}
+        variants |= {"Gumbel scores, rank 8": sizes._replace(noisy=True)}
+        for label, each in variants.items():
+            program = decode(label, each, rank=8 if "rank 8" in label else 0)
             runners += [*ways(program), *(peers(program, False) if label == "plain" else ())]
         yield f"decode_attention: {size}", runners
     if "paged" in options.ops.split(","):
@@ -99,7 +112,7 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
     if "evict" in options.ops.split(","):
         yield f"evict: {size}", [copy(plain.bytes), *ways(eviction("a pair and its score", b, h, c, d, dtype))]
     if "step" in options.ops.split(","):
-        yield f"decode_step: {size}", [copy(plain.bytes), *ways(stepping("sums", b, h, g, c, d, dtype, scores="sum"))]
+        yield f"decode_step: {size}", [copy(plain.bytes), *ways(stepping("sums", sizes._replace(scores="sum")))]
     if "hamming" in options.ops.split(","):
         yield f"hamming: {size}", [copy(plain.bytes), *ways(hashes("16 bits", b, h, g, c, 16))]
     if "prefill" in options.ops.split(","):
@@ -109,7 +122,7 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
             ("column sums", (), {}),
             ("Gumbel column sums", ("noise",), {}),
         ):
-            program = prefill(label, 1, h, g, n, d, dtype, *extra, **settings)
+            program = prefill(label, sizes._replace(b=1, c=n), *extra, **settings)
             runners += [*ways(program), *(peers(program, True) if label == "plain" else ())]
         yield f"prefill_scores: 1 row, {n} tokens, {heads}, d {d}, {dtype.name}", runners
     if "rotate" in options.ops.split(","):

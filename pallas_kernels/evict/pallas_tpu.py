@@ -19,9 +19,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.common import SUBLANES, over_cores, row_and_block, slots_lie_along_lanes, tpu_params
+from pallas_kernels.evict.types import EvictInputs
 from pallas_kernels.ranking import Protection, victim
 
 UNIT = 16
@@ -29,23 +30,12 @@ UNIT = 16
 VMEM_BYTES = 14 << 20
 
 
-def evict(
-    scores: Float[Array, "b h c"] | None,
-    position: Int[Array, "b h c"],
-    new_position: Int[Array, " b"],
-    buffers: Any,
-    added: Any,
-    *,
-    protection: Protection,
-    keep: Bool[Array, "b h c"] | None,
-    shrinks: bool,
-    interpret: Any,
-) -> tuple[Array, Array, Any, Array, Any]:
+def evict(x: EvictInputs, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
     """See `api.evict`."""
-    b, h, c = position.shape
+    position, (b, h, c) = x.position, x.position.shape
     heads = SUBLANES if h % SUBLANES == 0 else h
-    leaves, tree = jax.tree.flatten(buffers)
-    values = [value.astype(leaf.dtype) for leaf, value in zip(leaves, jax.tree.leaves(added), strict=True)]
+    leaves, tree = jax.tree.flatten(x.buffers)
+    values = [value.astype(leaf.dtype) for leaf, value in zip(leaves, jax.tree.leaves(x.added), strict=True)]
     planes = [i for i, leaf in enumerate(leaves) if leaf.ndim == 4 and in_planes(leaf)]
     wide = [i for i, leaf in enumerate(leaves) if leaf.ndim == 4 and i not in planes]
     narrow = [i for i, leaf in enumerate(leaves) if leaf.ndim == 3]
@@ -63,8 +53,8 @@ def evict(
         return pl.BlockSpec((1, heads, *tail), index)
 
     inputs = {
-        "new_position": (new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        **{name: (x[..., None], block(1)) for name, x in protection.of_heads()._asdict().items()},
+        "new_position": (x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        **{name: (bound[..., None], block(1)) for name, bound in x.protection.of_heads()._asdict().items()},
         "position": (position, block(c)),
         "narrow": ([_word(leaves[i]) for i in narrow], [block(c)] * len(narrow)),
         "narrow_new": ([_word(values[i])[..., None] for i in narrow], [block(1)] * len(narrow)),
@@ -74,10 +64,10 @@ def evict(
         "wide": ([leaves[i] for i in wide], [pl.BlockSpec(memory_space=pl.ANY)] * len(wide)),
         "wide_new": ([_whole(values[i]) for i in wide], [block(leaves[i].shape[-1], late=1) for i in wide]),
     }
-    if scores is not None:
-        inputs["scores"] = (scores.astype(jnp.float32), block(c))
-    if keep is not None:
-        inputs["keep"] = (keep.astype(jnp.int32), block(c))
+    if x.scores is not None:
+        inputs["scores"] = (x.scores.astype(jnp.float32), block(c))
+    if x.keep is not None:
+        inputs["keep"] = (x.keep.astype(jnp.int32), block(c))
     arrays = {name: array for name, (array, _) in inputs.items()}
     specs = {name: spec for name, (_, spec) in inputs.items()}
     out_specs = {
@@ -102,7 +92,7 @@ def evict(
         "wide": [shaped(x, *x.shape[2:]) for x in arrays["wide"]],
     }
     found = pl.pallas_call(
-        functools.partial(_kernel, units=units, blocks=blocks, shrinks=shrinks),
+        functools.partial(_kernel, units=units, blocks=blocks, shrinks=x.shrinks),
         grid=(cores, units + 2 * bool(wide)),
         in_specs=[specs],
         out_specs=out_specs,
@@ -118,14 +108,15 @@ def evict(
         name="evict",
     )(arrays)
     old, new = {}, {}
-    for i, x, y in zip(wide, found["taken"], found["wide"], strict=True):
-        old[i], new[i] = x.astype(leaves[i].dtype), y
-    for i, x, y in zip(planes, found["taken_planes"], found["planes"], strict=True):
-        old[i], new[i] = x[..., 0], y.swapaxes(2, 3)
-    for i, x, y in zip(narrow, found["taken_narrow"][1:], found["narrow"], strict=True):
-        old[i], new[i] = x[..., 0].astype(leaves[i].dtype), y.astype(leaves[i].dtype)
-    taken, written = (jax.tree.unflatten(tree, [x[i] for i in range(len(leaves))]) for x in (old, new))
-    return found["slot"][..., 0], found["taken_narrow"][0][..., 0], taken, found["position"], written
+    for i, gone, leaf in zip(wide, found["taken"], found["wide"], strict=True):
+        old[i], new[i] = gone.astype(leaves[i].dtype), leaf
+    for i, gone, leaf in zip(planes, found["taken_planes"], found["planes"], strict=True):
+        old[i], new[i] = gone[..., 0], leaf.swapaxes(2, 3)
+    for i, gone, leaf in zip(narrow, found["taken_narrow"][1:], found["narrow"], strict=True):
+        old[i], new[i] = gone[..., 0].astype(leaves[i].dtype), leaf.astype(leaves[i].dtype)
+    taken, written = (jax.tree.unflatten(tree, [some[i] for i in range(len(leaves))]) for some in (old, new))
+    slot, left = found["slot"][..., 0], found["taken_narrow"][0][..., 0]
+    return slot, left, taken if x.pairs else None, found["position"], written
 
 
 def in_planes(leaf: Array) -> bool:

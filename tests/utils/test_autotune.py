@@ -29,7 +29,7 @@ from pallas_kernels import common, race
 from pallas_kernels.common import Asked, Survey, Task, Tuned, bucket, choose
 from pallas_kernels.decode_attention import Decoded, decode_attention
 from pallas_kernels.decode_step import one_pass
-from pallas_kernels.programs import decode
+from pallas_kernels.programs import Sizes, decode
 from pallas_kernels.race import Runner, Verdict
 
 DEVICE = "Chip 9"
@@ -198,7 +198,7 @@ def test_races_are_left_out_where_a_variable_decides(monkeypatch):
 
 
 def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
-    program = decode("tiny", 2, 2, 2, 32, 16, jnp.float32, scores="sum")
+    program = decode("tiny", Sizes(2, 2, 2, 32, 16, jnp.float32, scores="sum"))
     raced: list[Asked] = []
 
     def by(each: Asked) -> Verdict:
@@ -255,17 +255,17 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     assert [first, *others] == [(op, both) for op in ("prefill_scores", "decode_step", "evict", "decode_attention")]
     asked = survey.asked[next(bucket for bucket in survey.asked if bucket.startswith("decode_step"))]
     arguments = asked.task.arguments
-    names = "q", "k", "v", "spec", "sinks", "scores"
-    fits = functools.partial(one_pass, *(arguments[name] for name in names), platform="tpu")
+    slots = arguments["slots"]
+    fits = functools.partial(one_pass, arguments["query"], slots.k, slots.v, platform="tpu")
     lost = Tuned(DEVICE, {asked.task.bucket: ("xla",)})
     monkeypatch.setattr(common, "kind_of_device", lambda _: DEVICE)
     assert fits()
     assert not fits(implementation=lost)
-    assert race.program_of(asked).donated == ("position", "k", "v")  # slots hold nothing else but scores
+    assert race.program_of(asked).donated == ("slots",)  # slots hold nothing else but scores
 
 
 def test_random_inputs_tell_right_from_wrong(monkeypatch):
-    program = decode("tiny", 1, 2, 2, 32, 16, jnp.float32, scores="sum")
+    program = decode("tiny", Sizes(1, 2, 2, 32, 16, jnp.float32, scores="sum"))
     survey = Survey()
     jax.eval_shape(lambda arrays: program.run(**arrays, implementation=survey, platform="gpu"), program.shapes)
     (each,) = survey.asked.values()
