@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar, Unpack
 
@@ -18,7 +18,11 @@ Limit = tuple[bool, str]
 
 
 class How(TypedDict, total=False):
-    """Keywords of every operation: how a call runs."""
+    """Keywords of every operation: how a call runs.
+
+    An operation raises `Unsupported` if the requested implementation cannot run its arguments here, and `ValueError` if
+    there is no such implementation.
+    """
 
     implementation: str
     """`auto`, `xla`, `pallas`, `triton` or `mosaic`, or several; see `pallas_kernels.common.choose`."""
@@ -98,10 +102,9 @@ class Op(abc.ABC, Generic[Result]):
             return self.reference(options)
         return self.kernel(backend_of(implementation, options.platform), options)
 
-    def arguments(self, without: Collection[str] = ()) -> dict[str, Any]:
-        """Return the arguments by name, without those that an implementation does not take."""
-        names = (field.name for field in dataclasses.fields(self))
-        return {name: getattr(self, name) for name in names if name not in without}
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def implementations(self) -> tuple[str, ...]:
         """Return the implementations that have a kernel for some platform."""

@@ -63,8 +63,7 @@ def decode_attention(
             interpreters, none on a chip.
 
     Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: `scores` or `implementation` is unknown, or values are `Turned`.
+        ValueError: `scores` is unknown, or values are `Turned`.
     """
     if isinstance(scores, Gumbel):
         if scores.noise not in noise.KINDS:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.attention import LowRank as LowRank
 from pallas_kernels.operands import Operand
 
@@ -38,9 +38,7 @@ class Sinks:
         return position + jnp.where(sinks, self.gap[:, None, None], 0)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["seed", "tau", "first"], meta_fields=["layer", "noise"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gumbel:
     """Noise and temperature of Keyformer's score increments (equation 9)."""
@@ -49,8 +47,8 @@ class Gumbel:
     """Random seed of each row, as in `pallas_kernels.noise.uniform_at`."""
     tau: Float[Array, " b"]
     """Temperature of each row, above 0."""
-    layer: int = 0
-    noise: str = "gumbel"
+    layer: int = static(0)
+    noise: str = static("gumbel")
     """`gumbel`, `gaussian` with the same mean and deviation, or `none`."""
     first: Int[Array, " b"] | None = None
     """Number of the first KV head here among the layer's; None for the layer's first."""

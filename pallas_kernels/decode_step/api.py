@@ -60,8 +60,7 @@ def decode_step(
             It compiles and has run in interpreters, never on a chip. There is no form for GPU.
 
     Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: `scores` or `implementation` is unknown, values are `Turned`, or `adds` is set without sums or
+        ValueError: `scores` is unknown, values are `Turned`, or `adds` is set without sums or
             without numbers of float32 in `standing`.
     """
     scores, standing = query.scores, ranking.standing

@@ -200,7 +200,7 @@ class _Parts(NamedTuple):
 
         return pl.BlockSpec(sizes, index)
 
-    def told(self, x: Array) -> Any:
+    def per_head(self, x: Array) -> Any:
         """Place one number of each head, [b h]: rows are along the lanes, as XLA stores few heads of many rows."""
 
         def index(core: Array, step: Array, split: Array) -> tuple[Any, Any]:
@@ -216,7 +216,7 @@ class _Parts(NamedTuple):
         entry, coded, scale = new, new, None
         if isinstance(cache, Quantised) and (turns or cache.bits < 8):  # otherwise the kernel computes the codes
             coded = operands.quantise(new, cache.bits)
-            entry, scale = coded.codes, self.told(coded.scale)
+            entry, scale = coded.codes, self.per_head(coded.scale)
         if turns:
             given = block(entry.astype(counted(entry.dtype))[..., None], self.of_heads(width, 1))
         else:
@@ -228,7 +228,7 @@ class _Parts(NamedTuple):
         """Place what the token's slot is chosen by."""
         standing = ranking.standing
         bounds = (y.astype(jnp.int32) for y in ranking.protection)
-        protection = Protection(*(self.told(y) if y.ndim else block(y[None], SCALARS) for y in bounds))
+        protection = Protection(*(self.per_head(y) if y.ndim else block(y[None], SCALARS) for y in bounds))
         keep = None if ranking.keep is None else block(ranking.keep.astype(jnp.int32), self.of_heads(self.c))
         if isinstance(standing, Hashed):
             planes, queries, keys = standing.hashing

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, Sinks
 from pallas_kernels.hamming import Hashing
 from pallas_kernels.operands import Operand
@@ -50,9 +49,7 @@ class Hashed(NamedTuple):
     """Codes of the slots, 32 bits to a word, a buffer for each word."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["standing", "protection", "keep"], meta_fields=["shrinks"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ranking:
     """Choice of the slot that the token takes, as `evict` and `hamming` make it.
@@ -68,7 +65,7 @@ class Ranking:
     standing: Float[Array, "b h c"] | Hashed | None
     protection: Protection
     keep: Bool[Array, "b h c"] | None = None
-    shrinks: bool = False
+    shrinks: bool = static(False)
 
 
 class Query(NamedTuple):

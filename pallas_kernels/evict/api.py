@@ -61,10 +61,6 @@ def evict(
     Returns:
         The slots (c for rows of padding), their old contents (position, -1 if empty, and buffers [b h ...] or None),
         and the position and buffers with the new token.
-
-    Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: the implementation is unknown.
     """
     op = Evict(scores, position, new_position, buffers, added, protection, keep, shrinks, pairs)
     return op(**how)

@@ -38,10 +38,6 @@ def hamming(
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384, g * w up
             to 64 and w * c up to 32768. It compiles and has run in interpreters, never on a chip. There is no form for
             GPU.
-
-    Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: the implementation is unknown.
     """
     return Hamming(query, codes, position, new_position, protection, keep)(**how)
 

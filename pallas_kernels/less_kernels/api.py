@@ -35,9 +35,6 @@ def phi(
         first: W_1, one per query head.
         second: W_2; a TPU rounds activations to bfloat16 if the weights are bfloat16.
         how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
-
-    Raises:
-        Unsupported: the requested implementation cannot run.
     """
     b, h, g, t, d = q.shape
     heads = q.reshape(b, h * g, t, d)
@@ -69,9 +66,6 @@ def psi(
         outer_scale: s_1.
         residual_scale: s_2; None for equation 2 as it is printed, :math:`|k_2 W_3|`.
         how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
-
-    Raises:
-        Unsupported: the requested implementation cannot run.
     """
     weights = [first, second, third, outer_scale, residual_scale]
     return _per_row(Psi(_per_head(k), weights)(**how), len(k))
@@ -105,9 +99,6 @@ def remember(
         of_phi: weights of `phi`, by the names of its arguments.
         of_psi: weights of `psi`, likewise.
         how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
-
-    Raises:
-        Unsupported: the requested implementation cannot run.
     """
     return Remember(memory, evicted, q, attended, of_phi, of_psi)(**how)
 

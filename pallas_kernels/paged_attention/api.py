@@ -54,8 +54,7 @@ def paged_attention(
             the pool. It compiles for TPU and GPU and has run in interpreters, never on a chip.
 
     Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: the implementation is unknown, or values are `Turned`.
+        ValueError: values are `Turned`.
     """
     refuse_turned(v)
     op = PagedAttention(q, k, v, position, owner, pages, query_position, spec, places, logits, layers)

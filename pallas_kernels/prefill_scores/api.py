@@ -73,7 +73,6 @@ def prefill_scores(
         how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
 
     Raises:
-        Unsupported: the requested implementation cannot run.
         ValueError: shapes do not match, or a setting is out of range.
     """
     n, c = q.shape[3] if own is None else own.of, k.shape[2]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.operands import Operand
 
 
@@ -39,11 +39,7 @@ class Own:
     """Number of tokens that are being read: their keys are the last, in the order of the text."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["q", "k", "v", "query_position", "key_position", "spec", "weights", "noise", "places", "own"],
-    meta_fields=["scores", "tau"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrefillInputs:
     """Arguments of a prompt's attention; see `api.prefill_scores`."""
@@ -56,10 +52,10 @@ class PrefillInputs:
     query_position: Int[Array, "b n"]
     key_position: Int[Array, "b #h c"]
     spec: AttentionSpec
-    scores: bool = True
+    scores: bool = static(True)
     weights: Float[Array, "b #h m n"] | None = None
     noise: Float[Array, "b h c"] | None = None
-    tau: float = 1.0
+    tau: float = static(1.0)
     places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None
     own: Own | None = None
 

@@ -35,10 +35,6 @@ def rotate(
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes float32 and bfloat16, d
             = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16. It compiles
             and has run in interpreters, never on a chip. There is no form for GPU.
-
-    Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: the implementation is unknown.
     """
     return Rotate(tuple(turned), cos, sin, tuple(still), interleaved)(**how)
 
