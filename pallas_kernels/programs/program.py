@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from pallas_kernels.decode_step.types import Query, Slots
+
 Shape = jax.ShapeDtypeStruct
 IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")
-
-RECORDS = {"slots", "query"}
-"""Arguments that are records of several: those go by the names of their fields."""
 
 H100 = AbstractMesh((1,), ("one",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
 """Device that kernels are lowered for if there is no GPU to ask."""
@@ -72,13 +71,14 @@ class Program:
     def arrays(self) -> dict[str, Any]:
         """Return random inputs: every slot is live, and queries come after all slots."""
         rng, shapes = np.random.default_rng(0), dict(self.shapes)
-        for name in RECORDS & shapes.keys():
+        records = [name for name, shape in shapes.items() if isinstance(shape, Slots | Query)]
+        for name in records:
             shapes |= shapes[name]._asdict()
 
         def fill(path: tuple[Any, ...], shape: Shape) -> jax.Array:
-            # The argument's name, and its field's name if it has fields.
+            # The argument's name, or its field's if it is a record of arguments, and the name of the last field.
             names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
-            name, field = names[names[0] in RECORDS], names[-1]
+            name, field = names[names[0] in records], names[-1]
             if shape.dtype in (jnp.int8, jnp.uint8):
                 info = jnp.iinfo(shape.dtype)
                 return jnp.asarray(rng.integers(info.min + 1, info.max, size=shape.shape, dtype=shape.dtype))
