@@ -19,6 +19,11 @@ QUERY_BLOCK = 256
 """Maximum queries of a prompt that attend together."""
 
 
+def static(default: Any) -> Any:
+    """Return a dataclass field that is part of a pytree's structure."""
+    return dataclasses.field(default=default, metadata={"static": True})
+
+
 def wide(dtype: Any) -> Any:
     """Return the dtype of softmax, scores and sums: float32, or float64 for float64."""
     return jnp.promote_types(dtype, jnp.float32)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -20,16 +20,12 @@ VARIABLE = "KVJAX_KERNELS"
 """Environment variable that replaces `implementation="auto"`."""
 
 AUTO = {"tpu": ("pallas", "xla"), "gpu": ("xla",)}
-"""Implementations that `auto` tries on each backend, in this order, after any `WINNERS`. No kernel has been timed on a
-chip yet. The TPU kernels are accepted by its compiler. The GPU kernels depend on untuned tile sizes, so they must win
-a benchmark (`kvjax tune`) or be requested."""
+"""Implementations that `auto` tries on each backend, in this order, after the winners of a `Tuned`. No kernel has been
+timed on a chip yet. The TPU kernels are accepted by its compiler. The GPU kernels depend on untuned tile sizes, so they
+must win a benchmark (`kvjax tune`) or be requested."""
 
 LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 """Device kinds whose kernel schedules are known from the compiler: `auto` uses `AUTO` there without timing."""
-
-WINNERS: dict[str, dict[str, tuple[str, ...]]] = {}
-"""Benchmark winners by device kind and task bucket: the correct implementations, fastest first. `auto` only looks them
-up while programs are traced; callers of `pallas_kernels.race` write them."""
 
 HOPPER = 90
 """Compute capability, in tenths, of the GPUs whose instructions `mosaic` uses."""
@@ -66,10 +62,40 @@ class Asked(NamedTuple):
     candidates: tuple[str, ...]
 
 
-class Survey(str):
+class _Itself(str):
+    # An `implementation` that equals only itself, so that it shares no traced program with others.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class Tuned(_Itself):
+    """An `implementation` that stands for `auto` with benchmark winners; it shares no traced program with others.
+
+    Args:
+        device: kind of device that the benchmarks ran on.
+        orders: winners by task bucket: the correct implementations, fastest first. They are looked up while programs
+            are traced, so later additions count for later programs.
+    """
+
+    device: str
+    orders: dict[str, tuple[str, ...]]
+
+    def __new__(cls, device: str, orders: Mapping[str, tuple[str, ...]]) -> Self:
+        made = super().__new__(cls, "auto")
+        made.device, made.orders = device, dict(orders)
+        return made
+
+
+class Survey(_Itself):
     """An `implementation` that runs as `xla` and records each operation's tasks while programs are traced.
 
-    It equals only itself, so it shares no traced program with real runs.
+    It shares no traced program with real runs.
     """
 
     asked: dict[str, Asked]
@@ -79,15 +105,6 @@ class Survey(str):
         made = super().__new__(cls, "xla")
         made.asked = {}
         return made
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __ne__(self, other: object) -> bool:
-        return self is not other
-
-    def __hash__(self) -> int:
-        return id(self)
 
     def note(self, task: Task, candidates: tuple[str, ...]) -> None:
         """Record a task, unless its bucket has one with at least as many candidates."""
@@ -113,8 +130,8 @@ def choose(
     Args:
         op: name of the operation, for messages.
         implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`; several names except `auto`, separated by commas,
-            for the first that can run; or a `Survey`. `auto` reads the environment variable KVJAX_KERNELS. If that is
-            not set, it takes the winner on this kind of device (see `WINNERS`), then tries `AUTO`.
+            for the first that can run; a `Survey`, or a `Tuned`. `auto` reads the environment variable KVJAX_KERNELS.
+            If that is not set, it tries the winners of a `Tuned` on its kind of device, then `AUTO`.
         limits: for each existing implementation except `xla`, the limit that these arguments exceed, or None.
         platform: `cpu`, `gpu` or `tpu`, the target of compilation; None as in `platform_of`.
         interpret: as for `pallas_call`; any value but False lets `pallas` and `mosaic` run on every backend.
@@ -131,12 +148,13 @@ def choose(
             implementation.note(task, tuple(x for x in names if _obstacle(x, limits, platform, False) is None))
         return "xla"
     asked = implementation
-    if implementation == "auto":
+    if isinstance(asked, Tuned) or implementation == "auto":
         implementation = os.environ.get(VARIABLE) or "auto"
     names = implementation.split(",")
     if implementation == "auto":
-        won = () if task is None or not WINNERS else WINNERS.get(kind_of_device(platform), {}).get(task.bucket, ())
-        names = (*won, *AUTO.get(platform, ("xla",)))
+        names = AUTO.get(platform, ("xla",))
+        if isinstance(asked, Tuned) and task is not None and asked.device == kind_of_device(platform):
+            names = (*asked.orders.get(task.bucket, ()), *names)
     elif "auto" in names or not set(names) <= set(IMPLEMENTATIONS):
         where = f"implementation={implementation!r}" if asked == implementation else f"{VARIABLE}={implementation}"
         raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
@@ -157,8 +175,9 @@ def or_xla(implementation: str) -> str:
     """
     if isinstance(implementation, Survey):
         return implementation
-    named = os.environ.get(VARIABLE) if implementation == "auto" else implementation
-    return f"{named},xla" if named and named != "auto" else "auto"
+    automatic = isinstance(implementation, Tuned) or implementation == "auto"
+    named = os.environ.get(VARIABLE) if automatic else implementation
+    return f"{named},xla" if named and named != "auto" else implementation
 
 
 def platform_of(platform: str | None) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar, Unpack
 
 from pallas_kernels.common import IMPLEMENTATIONS, Task, bucket, choose, pallas_form, platform_of
 
@@ -17,14 +17,34 @@ Limit = tuple[bool, str]
 """True if arguments are within a limit of a kernel, and the text to report if not."""
 
 
-class Options(NamedTuple):
-    """Implementation, interpreter and platform of a call."""
+class How(TypedDict, total=False):
+    """Keywords of every operation: how a call runs.
+
+    An operation raises `Unsupported` if the requested implementation cannot run its arguments here, and `ValueError` if
+    there is no such implementation.
+    """
 
     implementation: str
-    """Requested implementation; see `pallas_kernels.common.choose`."""
+    """`auto`, `xla`, `pallas`, `triton` or `mosaic`, or several; see `pallas_kernels.common.choose`."""
+    interpret: Any
+    """To run `pallas` or `mosaic` without an accelerator: True, or the parameters of jax's interpreter for TPU
+    (`pltpu.InterpretParams()`) or Mosaic GPU."""
+    platform: str | None
+    """Target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`."""
+
+
+class Options(NamedTuple):
+    """Implementation, interpreter and platform of a call, with the defaults of `How`."""
+
+    implementation: str
     interpret: Any
     platform: str
     """Target of compilation: `cpu`, `gpu` or `tpu`."""
+
+
+def options_of(implementation: str = "auto", interpret: Any = False, platform: str | None = None) -> Options:
+    """Return the options of a call, as `How` describes them."""
+    return Options(implementation, interpret, platform_of(platform))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,14 +78,14 @@ class Op(abc.ABC, Generic[Result]):
     def workload(self) -> tuple[Mapping[str, int], Mapping[str, Any]] | None:
         """Return the sizes and settings that name a benchmark, as `bucket` takes them; None if there is none."""
 
-    def __call__(self, implementation: str = "auto", interpret: Any = False, platform: str | None = None) -> Result:
+    def __call__(self, **how: Unpack[How]) -> Result:
         """Run the implementation that `choose` returns.
 
         Raises:
             Unsupported: the requested implementation cannot run these arguments here.
             ValueError: the implementation is unknown.
         """
-        options = Options(implementation, interpret, platform_of(platform))
+        options = options_of(**how)
         return self.run(self.choose(options), options)
 
     def choose(self, options: Options) -> str:
@@ -82,10 +102,9 @@ class Op(abc.ABC, Generic[Result]):
             return self.reference(options)
         return self.kernel(backend_of(implementation, options.platform), options)
 
-    def arguments(self, without: Collection[str] = ()) -> dict[str, Any]:
-        """Return the arguments by name, without those that an implementation does not take."""
-        names = (field.name for field in dataclasses.fields(self))
-        return {name: getattr(self, name) for name in names if name not in without}
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def implementations(self) -> tuple[str, ...]:
         """Return the implementations that have a kernel for some platform."""
@@ -105,7 +124,7 @@ class Op(abc.ABC, Generic[Result]):
     @classmethod
     def repeat(cls, implementation: str, platform: str | None = None, **arguments: Any) -> Result:
         """Run the operation with other arguments, as benchmarks do."""
-        return cls(**arguments)(implementation, platform=platform)
+        return cls(**arguments)(implementation=implementation, platform=platform)
 
     def _task(self, name: str) -> Task:
         return Task(name, self.repeat, self.arguments(), self.in_place)

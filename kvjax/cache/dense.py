@@ -32,7 +32,8 @@ from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, Vie
 from kvjax.utils.processes import on_host
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.decode_attention import Sinks
-from pallas_kernels.decode_step import Hashed, decode_step
+from pallas_kernels.decode_step import Hashed, Query, Slots, Token, decode_step
+from pallas_kernels.decode_step import Ranking as Choice
 from pallas_kernels.decode_step import one_pass as step_in_one_pass
 from pallas_kernels.operands import Operand
 
@@ -155,7 +156,7 @@ class Dense(struct.PyTreeNode):
             if shapes is None:
                 return False
             q, k, v, sinks, hashed = shapes
-            return step_in_one_pass(q, k, v, spec, sinks, scores, hashed, **new.kernels._asdict())
+            return step_in_one_pass(Query(q, spec, sinks, scores), k, v, hashed, **new.kernels._asdict())
 
         # If the codec tracks the order of slots, the positions of keys are known only after the eviction.
         codec = policy.codec
@@ -180,31 +181,23 @@ class Dense(struct.PyTreeNode):
         remembered, begun = (each.replace(score=None) for each in held) if apart else held
         given = policy.codec.operands(config, view, new, room=bounds.limit)
         done = decode_step(
-            standing if hashed is None else hashed,
-            view.position,
-            new.position[:, 0],
-            *given.stored,
-            remembered,
-            (entry["kv"].k, entry["kv"].v, begun),
-            given.q[:, :, :, 0],
-            spec,
-            protection=bounds,
-            keep=keep,
-            shrinks=policy.may_shrink,
+            Slots(view.position, *given.stored, remembered),
+            Token(new.position[:, 0], entry["kv"].k, entry["kv"].v, begun),
+            Choice(standing if hashed is None else hashed, bounds, keep, policy.may_shrink),
+            Query(given.q[:, :, :, 0], spec, given.sinks, scores),
             pairs=absorb is not None,
-            sinks=given.sinks,
-            scores=scores,
             adds=adds,
             rounds=absorb is None,
             **new.kernels._asdict(),
         )
-        written = view.replace(position=done.position, kv=view.kv.replace(k=done.k, v=done.v), slots=done.buffers)
+        position, k, v, buffers = done.slots
+        written = view.replace(position=position, kv=view.kv.replace(k=k, v=v), slots=buffers)
         if done.codes is not None:
-            written = written.replace(slots=done.buffers.replace(score=done.codes))
+            written = written.replace(slots=buffers.replace(score=done.codes))
         if adds:
-            written, answers = written.replace(slots=done.buffers.replace(score=done.attended.scores)), None
+            written, answers = written.replace(slots=buffers.replace(score=done.attended.scores)), None
         else:
-            given = given._replace(k=done.k, v=done.v)
+            given = given._replace(k=k, v=v)
             answers = attention.requested_stats(own, done.attended, given, written.position, new, summed=summed)
             earlier = functools.partial(policy.codec.earlier, config, written, given, new)
             answers = with_again(wanted, answers, config, given, written, earlier)

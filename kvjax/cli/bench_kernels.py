@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from kvjax.cli.commands import Parser, finish
 from kvjax.utils.files import write_text
 from kvjax.utils.settings import whole_number
-from pallas_kernels.programs import Program, decode, eviction, features, hashes, paged, prefill, rotating, stepping
+from pallas_kernels import programs
+from pallas_kernels.programs import Program, Sizes
 from pallas_kernels.race import Runner, race, ways
 
 OPS = ("decode", "paged", "evict", "step", "hamming", "prefill", "rotate", "less")
@@ -83,25 +84,29 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
     b, c, h, g, d = (options.batch, options.slots, options.kv_heads, options.groups, options.head_width)
     n, dtype, heads = options.prompt_tokens, jnp.dtype(options.dtype), f"{options.kv_heads} x {options.groups} heads"
     size = f"{b} rows, {c} slots, {heads}, d {d}, {dtype.name}"
-    variants = {"plain": {}, "sum of probabilities": dict(scores="sum"), "Gumbel scores": dict(noisy=True)}
-    variants |= {"rank 8": dict(rank=8), "Gumbel scores, rank 8": dict(noisy=True, rank=8)}
-    plain = decode("plain", b, h, g, c, d, dtype)
+    sizes = Sizes(b, h, g, c, d, dtype)
+    plain = programs.decode("plain", sizes)
     if "decode" in options.ops.split(","):
         runners = [copy(plain.bytes)]
-        for label, settings in variants.items():
-            program = decode(label, b, h, g, c, d, dtype, **settings)
+        noisy = sizes._replace(noisy=True)
+        variants = {"plain": sizes, "sum of probabilities": sizes._replace(scores="sum"), "Gumbel scores": noisy}
+        for label, each in (variants | {"rank 8": sizes, "Gumbel scores, rank 8": noisy}).items():
+            program = programs.decode(label, each, rank=8 if "rank 8" in label else 0)
             runners += [*ways(program), *(peers(program, False) if label == "plain" else ())]
         yield f"decode_attention: {size}", runners
     if "paged" in options.ops.split(","):
         pages = b * h * c // PAGE
-        program = paged(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
+        program = programs.paged(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
         yield f"paged_attention: {size}", [copy(plain.bytes), *ways(program)]
     if "evict" in options.ops.split(","):
-        yield f"evict: {size}", [copy(plain.bytes), *ways(eviction("a pair and its score", b, h, c, d, dtype))]
+        yield f"evict: {size}", [copy(plain.bytes), *ways(programs.eviction("a pair and its score", b, h, c, d, dtype))]
     if "step" in options.ops.split(","):
-        yield f"decode_step: {size}", [copy(plain.bytes), *ways(stepping("sums", b, h, g, c, d, dtype, scores="sum"))]
+        yield (
+            f"decode_step: {size}",
+            [copy(plain.bytes), *ways(programs.stepping("sums", sizes._replace(scores="sum")))],
+        )
     if "hamming" in options.ops.split(","):
-        yield f"hamming: {size}", [copy(plain.bytes), *ways(hashes("16 bits", b, h, g, c, 16))]
+        yield f"hamming: {size}", [copy(plain.bytes), *ways(programs.hashes("16 bits", b, h, g, c, 16))]
     if "prefill" in options.ops.split(","):
         runners = [copy(plain.bytes)]
         for label, extra, settings in (
@@ -109,16 +114,16 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
             ("column sums", (), {}),
             ("Gumbel column sums", ("noise",), {}),
         ):
-            program = prefill(label, 1, h, g, n, d, dtype, *extra, **settings)
+            program = programs.prefill(label, sizes._replace(b=1, c=n), *extra, **settings)
             runners += [*ways(program), *(peers(program, True) if label == "plain" else ())]
         yield f"prefill_scores: 1 row, {n} tokens, {heads}, d {d}, {dtype.name}", runners
     if "rotate" in options.ops.split(","):
-        program = rotating("one token", b, h, g, d, dtype)
+        program = programs.rotating("one token", b, h, g, d, dtype)
         yield f"rotate: {b} rows, {heads}, d {d}, {dtype.name}", [copy(plain.bytes), *ways(program)]
     if "less" in options.ops.split(","):
         runners = [copy(plain.bytes)]
         for which, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
-            program = features(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
+            program = programs.features(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
             runners += ways(program)
         yield f"less_kernels: {heads}, d {d}, {dtype.name}", runners
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.cli.commands import Parser, finish, leave
-from kvjax.inference.autotune import verdicts_file
+from kvjax.utils.autotune import verdicts_file
 from kvjax.utils.compilation import cache_directory, version
 
 BACKENDS = ("jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")

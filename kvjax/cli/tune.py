@@ -13,7 +13,6 @@ from rich.table import Table
 
 from kvjax.cli.commands import Parser, add_model_options, finish, leave
 from kvjax.cli.options import add_policy_options, policy_and_budget
-from kvjax.inference import autotune
 from kvjax.inference.decoder import step_shapes
 from kvjax.inference.extend import prefill
 from kvjax.inference.prepare import ready
@@ -21,6 +20,8 @@ from kvjax.inference.shapes import state_shapes
 from kvjax.model import Model, load
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
+from kvjax.utils import autotune
+from kvjax.utils.autotune import Autotuner
 from kvjax.utils.settings import whole_number
 from pallas_kernels import common
 from pallas_kernels.common import Survey
@@ -108,8 +109,7 @@ def run(options: argparse.Namespace) -> None:
     asked: dict[str, common.Asked] = {}
     for rows, tokens in sizes:
         asked |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
-    autotune.load(device)
-    raced = autotune.settle(asked.values(), device, again=options.again)
+    raced = Autotuner(device).settle(asked.values(), again=options.again)
     held = ({} if file is None else autotune.read(file).get(device, {})) | raced
     _console().print(results_table(f"{model.name} on {device}", {bucket: held.get(bucket) for bucket in asked}))
     if file is not None:

@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.table import page_slots
-from kvjax.inference.autotune import settle_before
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
 from kvjax.inference.layers import read_block, read_token
 from kvjax.inference.prefill import prompt_shapes, read_prompts
@@ -50,6 +49,7 @@ from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, setting
+from kvjax.utils.autotune import settle_before
 from kvjax.utils.processes import on_host
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Decoder(struct.PyTreeNode):
         )
         late = reads_all_first(prompts.policy)
         first = unevicted(prompts, self.config, self.mesh) if late else prompts
-        settle_before(lambda kernels: prompt_shapes(self, first, kernels), self.kernels)
+        settle_before(lambda survey: prompt_shapes(self, first, Kernels(survey)), self.kernels.implementation)
         storage, position, seed, logits = read_prompts(self, first, self.kernels)
         if self.policy.plan.sizing.per_head and not late:
             size = page_slots(prompts.tokens.shape[1] + max_new_tokens)
@@ -197,8 +197,8 @@ class Decoder(struct.PyTreeNode):
         padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
         texts, every = (padded, jnp.asarray(counts, jnp.int32)), logits == "all"
         settle_before(
-            lambda kernels: read_more.eval_shape(self.replace(kernels=kernels), cache, *texts, every=every),
-            self.kernels,
+            lambda survey: read_more.eval_shape(self.replace(kernels=Kernels(survey)), cache, *texts, every=every),
+            self.kernels.implementation,
         )
         after, found = read_more(self, cache.replace(key=None), *texts, every=every)
         after = after.replace(key=cache.key)
@@ -235,13 +235,14 @@ def decoder(
         ([6], (1, 2048))
     """
     bound, budget = bind(model, policy, budget, plan)
-    kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
+    if not isinstance(implementation, Kernels):
+        implementation = Kernels(model.automatic if implementation == "auto" else implementation)
     return Decoder(
         weights=model.weights,
         policy=placed_policy(bound, model.mesh),
         asked=Asked(bound, budget),
         config=model.config,
-        kernels=kernels,
+        kernels=implementation,
         mesh=model.mesh,
     )
 
@@ -291,7 +292,9 @@ def step_shapes(decoder: Decoder, cache: Cache) -> tuple[Cache, Float[Array, "b 
 
 def settle_step(decoder: Decoder, cache: Cache) -> None:
     """Benchmark the kernels of a step if `auto` needs it; see `settle_before`."""
-    settle_before(lambda kernels: step_shapes(decoder.replace(kernels=kernels), cache), decoder.kernels)
+    settle_before(
+        lambda survey: step_shapes(decoder.replace(kernels=Kernels(survey)), cache), decoder.kernels.implementation
+    )
 
 
 @functools.partial(jax.jit, static_argnames="every")

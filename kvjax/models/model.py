@@ -20,6 +20,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.sharding import program_mesh
 from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer, token_classes
+from kvjax.utils.autotune import automatic
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -80,6 +81,11 @@ class LanguageModel:
                 "they do not belong together."
             )
         return made
+
+    @functools.cached_property
+    def automatic(self) -> str:
+        """Implementation of every operation where none is chosen; it keeps benchmark results as long as the model."""
+        return automatic()
 
     @functools.cached_property
     def token_classes(self) -> TokenClassIds:

@@ -17,7 +17,6 @@ from kvjax.cache.memory import allocated_bytes, device_bytes
 from kvjax.generation.loop import Drawn
 from kvjax.generation.prompts import end_ids
 from kvjax.generation.sampling import Sampling
-from kvjax.inference.autotune import settle_before
 from kvjax.inference.decoder import Decoder, read_more, step_shapes
 from kvjax.inference.prepare import (
     among_devices,
@@ -53,7 +52,9 @@ from kvjax.serving.batch import (
 from kvjax.serving.prefix_cache import Key, beginnings, dependencies
 from kvjax.serving.requests import Request
 from kvjax.types import Kernels
+from kvjax.utils.autotune import settle_before
 from kvjax.utils.settings import seed_number, whole_number
+from pallas_kernels.common import Survey
 
 ENDS = 64
 """Maximal number of ids that end a row, including the model's."""
@@ -238,14 +239,15 @@ class Device:
     def _settle(self, sizes: Sequence[int]) -> None:
         """Autotune the kernels for chunks of these sizes and for decode steps, if they need it."""
 
-        def trace(kernels: Kernels) -> None:
+        def trace(survey: Survey) -> None:
+            kernels = Kernels(survey)
             text = jax.eval_shape(lambda: self.begin(self._one)).cache
             length, reader = jax.ShapeDtypeStruct((1,), jnp.int32), self.reader.replace(kernels=kernels)
             for size in sizes:
                 read_more.eval_shape(reader, text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, every=False)
             step_shapes(self.decoder.replace(kernels=kernels), jax.eval_shape(self._emptied).cache)
 
-        settle_before(trace, Kernels())
+        settle_before(trace, self.decoder.kernels.implementation)
 
     def _reading(self, text: Text, chunk: Sequence[int]) -> tuple[Any, ...]:
         tokens = np.zeros((1, self._padded(len(chunk))), np.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -14,8 +14,8 @@ from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, Partial, merge
 from pallas_kernels.common import LANES, numbers_of
 from pallas_kernels.decode_attention import reference
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places, Sinks
-from pallas_kernels.op import Limit, Op, Options
+from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, Gumbel, LowRank, Places, Sinks
+from pallas_kernels.op import How, Limit, Op, Options
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
@@ -33,9 +33,7 @@ def decode_attention(
     low_rank: LowRank | None = None,
     sinks: Sinks | None = None,
     scores: str | Gumbel | None = None,
-    implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **how: Unpack[How],
 ) -> Decoded:
     """Compute softmax attention over slots in one pass over keys and values, with the scores that policies request.
 
@@ -54,23 +52,18 @@ def decode_attention(
         sinks: first tokens that use another query than the rest, or that slopes place nearer, or None.
         scores: probabilities to return: of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer,
             equation 9, summed over the group); None for none.
-        implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`; `pallas_kernels.common.choose` explains `auto`.
-            `xla` takes everything. The others take queries of float32 and bfloat16 and arrays of the same dtype, g up
-            to 16, c up to 65536 and R up to 128. They take no rotated keys, no stored form but codes, and no places
-            together with slopes. They take up to 128 sinks on TPU; on GPU they take sinks only without scores. `pallas`
-            on TPU takes d and e that are multiples of 8 up to 256 (of 16 with four bits). `pallas` on GPU takes powers
-            of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k and in v. `triton` is for
-            GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise nor codes of four bits.
-            `mosaic` is for Hopper, and takes queries and arrays of bfloat16, d and e that are multiples of 64 up to
-            256, and c that is a multiple of 8. All compile for their chips and have run in interpreters, none on a
-            chip.
-        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator; `True`, or the
-            parameters of jax's interpreter for Mosaic GPU, to run `mosaic`.
-        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
+        how: see `pallas_kernels.op.How`. `xla` takes everything. The others take queries of float32 and bfloat16 and
+            arrays of the same dtype, g up to 16, c up to 65536 and R up to 128. They take no rotated keys, no stored
+            form but codes, and no places together with slopes. They take up to 128 sinks on TPU; on GPU they take sinks
+            only without scores. `pallas` on TPU takes d and e that are multiples of 8 up to 256 (of 16 with four bits).
+            `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k
+            and in v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise
+            nor codes of four bits. `mosaic` is for Hopper, and takes queries and arrays of bfloat16, d and e that are
+            multiples of 64 up to 256, and c that is a multiple of 8. All compile for their chips and have run in
+            interpreters, none on a chip.
 
     Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: `scores` or `implementation` is unknown, or values are `Turned`.
+        ValueError: `scores` is unknown, or values are `Turned`.
     """
     if isinstance(scores, Gumbel):
         if scores.noise not in noise.KINDS:
@@ -79,36 +72,24 @@ def decode_attention(
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel.")
     refuse_turned(v)
     op = DecodeAttention(q, k, v, position, query_position, spec, places, low_rank, sinks, scores)
-    return op(implementation, interpret, platform)
+    return op(**how)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DecodeAttention(Op[Decoded]):
+class DecodeAttention(DecodeInputs, Op[Decoded]):
     """See `decode_attention`."""
-
-    q: Float[Array, "b h g d"]
-    k: Operand
-    v: Operand
-    position: Int[Array, "b h c"]
-    query_position: Int[Array, " b"]
-    spec: AttentionSpec
-    places: Places | None = None
-    low_rank: LowRank | None = None
-    sinks: Sinks | None = None
-    scores: str | Gumbel | None = None
 
     name = "decode_attention"
     backends = ("pallas_tpu", "pallas_gpu", "triton", "mosaic_gpu")
 
     def reference(self, options: Options) -> Decoded:
-        return reference.decode_attention(**self.arguments(), platform=options.platform)
+        return reference.decode_attention(self, options.platform)
 
     def kernel(self, backend: str, options: Options) -> Decoded:
         if self.sinks is not None and backend != "pallas_tpu":
             return self._with_sinks_apart(self.sinks, backend, options)
-        unused = ["places"] if backend == "pallas_tpu" else ["places", "sinks"]
         interpret = {} if backend == "triton" else dict(interpret=options.interpret)
-        return self.module(backend).decode_attention(**self.arguments(unused), **interpret)
+        return self.module(backend).decode_attention(self, **interpret)
 
     def _with_sinks_apart(self, sinks: Sinks, backend: str, options: Options) -> Decoded:
         """Attend to the sinks in XLA, and to the other slots in a kernel that takes one query per head."""

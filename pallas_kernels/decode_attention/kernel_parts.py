@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import noise
-from pallas_kernels.common import LANES, SUBLANES
+from pallas_kernels.common import LANES, SUBLANES, slots_lie_along_lanes
 from pallas_kernels.decode_attention.types import Gumbel
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
 from pallas_kernels.quantised import digits, halves, joined
@@ -26,6 +26,29 @@ def stored(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
         return operand.codes, operand.scale
     assert not isinstance(operand, Encoded | Turned)  # limits of every kernel
     return operand, None
+
+
+def channels_of(operand: Operand) -> int:
+    """Return the axis of channels in a TPU's blocks of keys or values [heads, ., .]: 1 if XLA stores slots innermost.
+
+    The swap of axes is free there, and without it XLA would copy the cache at every step.
+    """
+    return 1 if slots_lie_along_lanes(*stored(operand)[0].shape[2:]) else 2
+
+
+def placed(operand: Operand, of_slots: Callable[[int | None, int], Any], channels: int = 2) -> Operand:
+    """Return keys or values and their scales as `blocks.block`s.
+
+    Args:
+        operand: [b h c w] in memory.
+        of_slots: returns the part of a grid step, given the width of its slots (None for scales) and `channels`.
+        channels: from `channels_of`.
+    """
+    from pallas_kernels.blocks import block  # the Triton kernel does not need it
+
+    array, scale = stored(operand)
+    numbers = block(array if channels == 2 else jnp.swapaxes(array, 2, 3), of_slots(array.shape[-1], channels))
+    return numbers if scale is None else Quantised(numbers, block(scale, of_slots(None, 2)))
 
 
 def seen(position: Int[Array, "*b"], query: Int[Array, ""], window: int | None) -> Bool[Array, "*b"]:

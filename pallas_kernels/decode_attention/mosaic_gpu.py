@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels import common
-from pallas_kernels.attention import AttentionSpec, Partial, merge, share_of_evicted
+from pallas_kernels.attention import Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
-from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, merged
+from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, Parts, merged
 from pallas_kernels.decode_attention.reference import increments
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+from pallas_kernels.decode_attention.types import Decoded, DecodeInputs
 
 BLOCK = 64
 """Slots of one step: the rows of a product."""
@@ -33,70 +33,72 @@ LEAST = 128
 """Bytes of the smallest copy: one byte for each thread of a warp group."""
 
 
-def decode_attention(
-    q: Float[Array, "b h g d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c e"],
-    position: Int[Array, "b h c"],
-    query_position: Int[Array, " b"],
-    spec: AttentionSpec,
-    *,
-    low_rank: LowRank | None,
-    scores: str | Gumbel | None,
-    interpret: Any,
-) -> Decoded:
+class Scratch(NamedTuple):
+    """Shared memory of a block of threads, a ring of stages, and its barriers."""
+
+    queries: Any
+    keys: Any
+    values: Any
+    weights: Any
+    positions: Any
+    slopes: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+
+
+def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
     """See `api.decode_attention`."""
-    b, h, g, d = q.shape
-    c, e = v.shape[2:]
+    (b, h, g, d), dtype = x.q.shape, x.q.dtype
+    c, e = x.v.shape[2:]
     blocks = pl.cdiv(c, BLOCK)
     splits, split = splits_of(b * h, c)
-    stages = max(1, min(split, RING // (BLOCK * (d + e) * q.dtype.itemsize)))
+    stages = max(1, min(split, RING // (BLOCK * (d + e) * dtype.itemsize)))
 
     def padded(x: Array, axis: int, size: int, value: int = 0) -> Array:
         wanted = [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
         return jnp.pad(x, wanted, constant_values=value)
 
-    inputs = {
-        "query_position": query_position,
-        "q": padded(q, 2, ROWS),
-        "k": k,
-        "v": v,
-        "position": padded(position, 2, blocks * BLOCK, -1).reshape(b, h, blocks, BLOCK),
-    }
-    if spec.slopes is not None:
-        inputs["slopes"] = padded(spec.slopes.astype(jnp.float32), 1, LEAST // 4)
+    slopes = x.spec.slopes
+    if slopes is not None:
+        slopes = padded(slopes.astype(jnp.float32), 1, LEAST // 4)
+    inputs = DecodeInputs(
+        q=padded(x.q, 2, ROWS),
+        k=x.k,
+        v=x.v,
+        position=padded(x.position, 2, blocks * BLOCK, -1).reshape(b, h, blocks, BLOCK),
+        query_position=x.query_position,
+        spec=dataclasses.replace(x.spec, slopes=slopes),
+    )
     columns = common.padded(g, 8)  # registers are stored in tiles of 8 columns
-    shapes = {"out": (b, h, splits, e, ROWS), "lse": (b, h, splits, ROWS)}
-    if scores is not None:
-        shapes["logits"] = (b, h, blocks, BLOCK, columns)
+    shapes: list[tuple[int, ...]] = [(b, h, splits, e, ROWS), (b, h, splits, ROWS)]
+    if x.scores is not None:
+        shapes.append((b, h, blocks, BLOCK, columns))
 
     def tiled(*shape: int) -> Any:
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
 
-    found = plgpu.kernel(
-        functools.partial(
-            kernel,
-            split=split,
-            blocks=blocks,
-            stages=stages,
-            spec=dataclasses.replace(spec, slopes=None),
-            chip=interpret is False,
-        ),
-        out_type={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()},
-        scratch_types=dict(
-            queries=tiled(ROWS, d),
-            keys=tiled(stages, BLOCK, d),
-            values=tiled(stages, BLOCK, e),
-            weights=tiled(ROWS, BLOCK),
-            positions=plgpu.SMEM((stages, BLOCK), jnp.int32),
-            slopes=plgpu.SMEM((LEAST // 4,), jnp.float32),
-            q_ready=plgpu.Barrier(num_arrivals=1 + ("slopes" in inputs)),
-            k_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            v_ready=plgpu.Barrier(num_barriers=stages),
-            k_free=plgpu.Barrier(num_barriers=stages),
-            v_free=plgpu.Barrier(num_barriers=stages),
-        ),
+    (found,) = plgpu.kernel(
+        functools.partial(kernel, split=split, blocks=blocks, stages=stages, chip=interpret is False),
+        out_type=[Parts(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))],
+        scratch_types=[
+            Scratch(
+                queries=tiled(ROWS, d),
+                keys=tiled(stages, BLOCK, d),
+                values=tiled(stages, BLOCK, e),
+                weights=tiled(ROWS, BLOCK),
+                positions=plgpu.SMEM((stages, BLOCK), jnp.int32),
+                slopes=plgpu.SMEM((LEAST // 4,), jnp.float32),
+                q_ready=plgpu.Barrier(num_arrivals=1 + (slopes is not None)),
+                k_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+                v_ready=plgpu.Barrier(num_barriers=stages),
+                k_free=plgpu.Barrier(num_barriers=stages),
+                v_free=plgpu.Barrier(num_barriers=stages),
+            )
+        ],
         grid=(splits, h, b),
         grid_names=("part", "head", "row"),
         num_threads=2,
@@ -104,17 +106,17 @@ def decode_attention(
         kernel_name="decode_attention",
         interpret=simulated(interpret),
     )(inputs)
-    found["out"] = found["out"].swapaxes(3, 4)
-    if "logits" in found:
-        logits = found["logits"].reshape(b, h, blocks * BLOCK, columns)
-        found["logits"] = logits[:, :, :c, :g].swapaxes(2, 3)
-    decoded = merged(found, g, splits, "each" if isinstance(scores, Gumbel) else scores)
-    if isinstance(scores, Gumbel):
+    logits = found.logits
+    if logits is not None:
+        logits = logits.reshape(b, h, blocks * BLOCK, columns)[:, :, :c, :g].swapaxes(2, 3)
+    found = Parts(found.out.swapaxes(3, 4), found.lse, logits)
+    decoded = merged(found, g, splits, x.scores if x.gumbel is None else "each")
+    if x.gumbel is not None:
         assert decoded.scores is not None
-        decoded = decoded._replace(scores=increments(decoded.scores, position, scores))
-    if low_rank is None:
+        decoded = decoded._replace(scores=increments(decoded.scores, x.position, x.gumbel))
+    if x.low_rank is None:
         return decoded
-    token = low_rank._replace(features=low_rank.features[:, :, :, None])
+    token = x.low_rank._replace(features=x.low_rank.features[:, :, :, None])
     of_slots = Partial(decoded.out[:, :, :, None], decoded.lse[:, :, :, None])
     whole = merge(of_slots, share_of_evicted(token))
     return decoded._replace(out=whole.out[:, :, :, 0], lse=whole.lse[:, :, :, 0])
@@ -137,41 +139,33 @@ def simulated(interpret: Any) -> Any:
     return None if interpret is False else interpret
 
 
-def kernel(
-    refs: Any,
-    outputs: Any,
-    *,
-    split: int,
-    blocks: int,
-    stages: int,
-    spec: AttentionSpec,
-    chip: bool,
-    queries: Any,
-    keys: Any,
-    values: Any,
-    weights: Any,
-    positions: Any,
-    slopes: Any,
-    q_ready: Any,
-    k_ready: Any,
-    v_ready: Any,
-    k_free: Any,
-    v_free: Any,
-) -> None:
+def kernel(x: Any, outputs: Parts, scratch: Scratch, *, split: int, blocks: int, stages: int, chip: bool) -> None:
+    """Run both warp groups of a block of threads.
+
+    Args:
+        x: `DecodeInputs` of all blocks of threads.
+        outputs: their results.
+        scratch: memory of this block of threads.
+        split: blocks of slots of each split.
+        blocks: blocks of slots of a head.
+        stages: stages of the ring.
+        chip: False in an interpreter.
+    """
+    queries, keys, values, weights, positions, slopes, q_ready, k_ready, v_ready, k_free, v_free = scratch
     # Without a `chip`, arrays are multiplied instead of references, and have no layouts: jax's interpreter has no rules
     # for those. Layouts change where numbers are stored, not their values.
     part, head, row = (jax.lax.axis_index(name) for name in ("part", "head", "row"))
     first = part * split
     steps = jnp.minimum(split, blocks - first)
 
-    def laid(x: Array, layout: Any) -> Array:
-        return plgpu.layout_cast(x, layout) if chip else x
+    def laid(y: Array, layout: Any) -> Array:
+        return plgpu.layout_cast(y, layout) if chip else y
 
-    def over_columns(x: Array, shape: tuple[int, ...]) -> Array:
-        return laid(jax.lax.broadcast_in_dim(x, shape, (0,)), plgpu.Layout.WGMMA)
+    def over_columns(y: Array, shape: tuple[int, ...]) -> Array:
+        return laid(jax.lax.broadcast_in_dim(y, shape, (0,)), plgpu.Layout.WGMMA)
 
-    def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
-        return laid(jax.lax.broadcast_in_dim(x, shape, (1,)), plgpu.Layout.WGMMA)
+    def over_rows(y: Array, shape: tuple[int, ...]) -> Array:
+        return laid(jax.lax.broadcast_in_dim(y, shape, (1,)), plgpu.Layout.WGMMA)
 
     def store(ref: Any, value: Array) -> None:
         # jax 0.12 requires stores of whole cache lines, which few queries in columns do not fill.
@@ -196,9 +190,9 @@ def kernel(
 
     @pl.when(jax.lax.axis_index("group") == 0)
     def _copy() -> None:
-        plgpu.copy_gmem_to_smem(refs["q"].at[row, head], queries, q_ready)
-        if "slopes" in refs:
-            plgpu.copy_gmem_to_smem(refs["slopes"].at[head], slopes, q_ready)
+        plgpu.copy_gmem_to_smem(x.q.at[row, head], queries, q_ready)
+        if x.spec.slopes is not None:
+            plgpu.copy_gmem_to_smem(x.spec.slopes.at[head], slopes, q_ready)
 
         def step(i: Array, _: None) -> None:
             stage, block = jax.lax.rem(i, stages), first + i
@@ -208,21 +202,21 @@ def kernel(
             def _() -> None:
                 plgpu.barrier_wait(k_free.at[stage])
 
-            plgpu.copy_gmem_to_smem(refs["position"].at[row, head, block], positions.at[stage], k_ready.at[stage])
-            plgpu.copy_gmem_to_smem(refs["k"].at[row, head, slots], keys.at[stage], k_ready.at[stage])
+            plgpu.copy_gmem_to_smem(x.position.at[row, head, block], positions.at[stage], k_ready.at[stage])
+            plgpu.copy_gmem_to_smem(x.k.at[row, head, slots], keys.at[stage], k_ready.at[stage])
 
             @pl.when(i >= stages)
             def _() -> None:
                 plgpu.barrier_wait(v_free.at[stage])
 
-            plgpu.copy_gmem_to_smem(refs["v"].at[row, head, slots], values.at[stage], v_ready.at[stage])
+            plgpu.copy_gmem_to_smem(x.v.at[row, head, slots], values.at[stage], v_ready.at[stage])
 
         jax.lax.fori_loop(0, steps, step, None)
 
     @pl.when(jax.lax.axis_index("group") == 1)
     def _attend() -> None:
         of_slot, of_query = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-        query = refs["query_position"][row]
+        query = x.query_position[row]
         plgpu.barrier_wait(q_ready)
 
         def step(i: Array, carry: Any) -> Any:
@@ -232,7 +226,7 @@ def kernel(
             again = i + stages < steps
             plgpu.barrier_wait(k_ready.at[stage])
             at = laid(positions[stage], of_slot)
-            logits = spec.capped(product(keys.at[stage], queries))
+            logits = x.spec.capped(product(keys.at[stage], queries))
 
             @pl.when(again)
             def _() -> None:
@@ -241,14 +235,14 @@ def kernel(
 
             shape = logits.shape
             at = over_columns(at, shape)
-            if "slopes" in refs:
+            if x.spec.slopes is not None:
                 slope = laid(slopes[:ROWS], of_query)
                 logits += over_rows(slope, shape) * (at - query).astype(jnp.float32)
-            logits = jnp.where(seen(at, query, spec.window), logits, LOWEST)
-            if "logits" in outputs:
-                columns = outputs["logits"].shape[-1]
+            logits = jnp.where(seen(at, query, x.spec.window), logits, LOWEST)
+            if outputs.logits is not None:
+                columns = outputs.logits.shape[-1]
                 some = jax.lax.slice(logits, (0, 0), (BLOCK, columns))
-                store(outputs["logits"].at[row, head, first + i], some)
+                store(outputs.logits.at[row, head, first + i], some)
             highest = jnp.maximum(top, logits.max(0))
             shares, kept = jnp.exp(logits - over_rows(highest, shape)), jnp.exp(top - highest)
             total = kept * total + shares.sum(0)
@@ -276,5 +270,5 @@ def kernel(
         )
         acc, top, total = jax.lax.fori_loop(0, steps, step, start)
         some = jnp.where(total > 0, total, 1.0)
-        store(outputs["out"].at[row, head, part], acc / over_rows(some, acc.shape))
-        store(outputs["lse"].at[row, head, part], jnp.where(total > 0, top + jnp.log(some), LOWEST))
+        store(outputs.out.at[row, head, part], acc / over_rows(some, acc.shape))
+        store(outputs.lse.at[row, head, part], jnp.where(total > 0, top + jnp.log(some), LOWEST))

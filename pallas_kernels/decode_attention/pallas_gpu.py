@@ -9,226 +9,233 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen, stored, tempered
-from pallas_kernels.decode_attention.partials import ROWS, channels, merged, tile
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
-from pallas_kernels.operands import Operand
+from pallas_kernels.blocks import block, made, run
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, placed, seen, stored, tempered
+from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, tile
+from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, LowRank
 from pallas_kernels.quantised import halves
 
 
-def decode_attention(
-    q: Float[Array, "b h g d"],
-    k: Operand,
-    v: Operand,
-    position: Int[Array, "b h c"],
-    query_position: Int[Array, " b"],
-    spec: AttentionSpec,
-    *,
-    low_rank: LowRank | None,
-    scores: str | Gumbel | None,
-    interpret: Any,
-) -> Decoded:
+def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
     """See `api.decode_attention`."""
-    b, h, g, d = q.shape
-    c, e = v.shape[2:]
-    block, split = tile(b * h, c, max(d, e) * q.dtype.itemsize)
+    b, h, g, d = x.q.shape
+    c, e = x.v.shape[2:]
+    size, split = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
     splits = pl.cdiv(c, split)
-    parts = splits + (low_rank is not None)
-
-    def padded(x: Array, axis: int) -> Array:
-        return jnp.pad(x, [(0, ROWS - g if i == axis else 0) for i in range(x.ndim)])
+    parts = splits + (x.low_rank is not None)
 
     def of_head(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *tail), lambda s, h, b: (b, h) + (0,) * len(tail))
 
+    def of_slots(width: int | None, channels: int) -> pl.BlockSpec:
+        return of_head(c) if width is None else of_head(c, width)
+
+    def low_rank(share: LowRank) -> LowRank:
+        features, single = share.features.shape[-1], jax.tree.map(lambda y: y.astype(jnp.float32), share)
+        return LowRank(
+            block(jnp.moveaxis(padded(single.features, 2), -1, 2), of_head(features, ROWS)),
+            block(single.h, of_head(features, e)),
+            block(single.z, of_head(features)),
+        )
+
+    of_row = pl.BlockSpec((1,), lambda s, h, b: (b,))
+    gumbel = x.gumbel
+    if gumbel is not None:
+        numbers = dict(seed=gumbel.seed, tau=gumbel.tau.astype(jnp.float32), first=gumbel.first)
+        gumbel = dataclasses.replace(
+            gumbel, **{name: None if y is None else block(y, of_row) for name, y in numbers.items()}
+        )
+    inputs = DecodeInputs(
+        q=block(padded(x.q, 2), of_head(ROWS, d)),
+        k=placed(x.k, of_slots),
+        v=placed(x.v, of_slots),
+        position=block(x.position, of_head(c)),
+        query_position=block(x.query_position, of_row),
+        spec=placed_spec(x.spec),
+        low_rank=None if x.low_rank is None else low_rank(x.low_rank),
+        scores=gumbel,
+    )
+    of_parts = parts_of(b, h, parts, e)
+    outputs = Parts(
+        *of_parts,
+        logits=None if x.scores is None else made((b, h, g, c), of_head(g, c)),
+        noisy_lse=None if gumbel is None else of_parts[1],
+    )
+    settings = dict(size=size, split=split, splits=splits, multiply=products(interpret))
+    compiled = functools.partial(kernel, **settings)
+    found = launch(compiled, (parts, h, b), (inputs, None), outputs, interpret=interpret, name="decode_attention")
+    return merged(found, g, splits, x.scores)
+
+
+def padded(x: Array, axis: int) -> Array:
+    """Pad the queries of a group to `ROWS`."""
+    return jnp.pad(x, [(0, ROWS - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
+
+
+def placed_spec(spec: AttentionSpec) -> AttentionSpec:
+    """Return settings whose slopes are a `blocks.block`."""
+    if spec.slopes is None:
+        return spec
+    part = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
+    return dataclasses.replace(spec, slopes=block(padded(spec.slopes.astype(jnp.float32), 1), part))
+
+
+def parts_of(b: int, h: int, parts: int, e: int) -> tuple[Any, Any]:
+    """Return the attention and the log-sum-exp of each part of each head, as results."""
+
     def of_part(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
 
-    of_row = pl.BlockSpec((1,), lambda s, h, b: (b,))
-    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
-        "query_position": (query_position, of_row),
-        "q": (padded(q, 2), of_head(ROWS, d)),
-        "position": (position, of_head(c)),
-    }
-    for name, operand in (("k", k), ("v", v)):
-        array, scale = stored(operand)
-        inputs[name] = (array, of_head(*array.shape[2:]))
-        if scale is not None:
-            inputs[f"{name}_scale"] = (scale, of_head(c))
-    if spec.slopes is not None:
-        inputs["slopes"] = (
-            padded(spec.slopes.astype(jnp.float32), 1),
-            pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0)),
-        )
-    if low_rank is not None:
-        features = low_rank.features.shape[-1]
-        phi = jnp.moveaxis(padded(low_rank.features.astype(jnp.float32), 2), -1, 2)
-        inputs["phi"] = (phi, of_head(features, ROWS))
-        inputs["h"] = (low_rank.h.astype(jnp.float32), of_head(features, e))
-        inputs["z"] = (low_rank.z.astype(jnp.float32), of_head(features))
-    if isinstance(scores, Gumbel):
-        inputs["seed"] = (scores.seed, of_row)
-        inputs["tau"] = (scores.tau.astype(jnp.float32), of_row)
-        if scores.first is not None:
-            inputs["first"] = (scores.first, of_row)
-
-    outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
-        "out": ((b, h, parts, ROWS, e), of_part(ROWS, e)),
-        "lse": ((b, h, parts, ROWS), of_part(ROWS)),
-    }
-    if scores is not None:
-        outputs["logits"] = ((b, h, g, c), of_head(g, c))
-    if isinstance(scores, Gumbel):
-        outputs["noisy_lse"] = ((b, h, parts, ROWS), of_part(ROWS))
-
-    static = scores.static if isinstance(scores, Gumbel) else scores
-    told = dataclasses.replace(spec, slopes=None)
-    settings: dict[str, Any] = dict(block=block, split=split, splits=splits, groups=g, spec=told, scores=static)
-    compiled = functools.partial(kernel, **settings, multiply=products(interpret))
-    found = launch(compiled, (parts, h, b), inputs, outputs, interpret=interpret, name="decode_attention")
-    return merged(found, g, splits, scores)
+    return made((b, h, parts, ROWS, e), of_part(ROWS, e)), made((b, h, parts, ROWS), of_part(ROWS))
 
 
 def launch(
-    compiled: Any,
-    grid: tuple[int, ...],
-    inputs: dict[str, tuple[Array, pl.BlockSpec]],
-    outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]],
-    *,
-    interpret: Any,
-    name: str,
-) -> dict[str, Array]:
-    """Run a kernel on named arrays; its outputs are float32 of the given shapes."""
-    return pl.pallas_call(
-        compiled,
-        grid=grid,
-        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
-        out_specs={name: spec for name, (_, spec) in outputs.items()},
-        out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
-        name=name,
-    )({name: array for name, (array, _) in inputs.items()})
+    kernel: Callable[..., None], grid: tuple[int, ...], inputs: tuple[Any, ...], outputs: Any, **call: Any
+) -> Any:
+    """Run a kernel; see `blocks.run`."""
+    return run(
+        kernel, inputs, outputs, grid=grid, compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2), **call
+    )
+
+
+class Span(NamedTuple):
+    """Range of a head's slots in a pool."""
+
+    begin: Any
+    end: Any
 
 
 def kernel(
-    refs: Any,
-    outputs: Any,
+    x: DecodeInputs,
+    span: Span | None,
+    outputs: Parts,
     *,
-    block: int,
+    size: int,
     split: Any,
     splits: int,
-    groups: int,
-    spec: AttentionSpec,
-    scores: str | Gumbel | None,
     multiply: Callable[[Array, Array], Array],
 ) -> None:
+    """Attend to one split of a head's slots, or to its low-rank memory.
+
+    Args:
+        x: blocks of one head; of a pool, all slots.
+        span: the head's range of a pool; None if all slots are the head's.
+        outputs: results of the part.
+        size: slots of one step.
+        split: slots of a split; any number for a `span`.
+        splits: number of splits.
+        multiply: from `products`.
+    """
     part, head = pl.program_id(0), pl.program_id(1)
-    (capacity,), e = refs["position"].shape, outputs["out"].shape[-1]
-    four = {name: refs[name].dtype == jnp.uint8 for name in "kv"}  # codes whose two halves need separate products
-    gumbel, paged = isinstance(scores, Gumbel), "begin" in refs
+    (capacity,), e, dtype = x.position.shape, outputs.out.shape[-1], x.q.dtype
+    (k, k_scale), (v, v_scale) = stored(x.k), stored(x.v)
     begin, end = 0, capacity
-    if paged:  # a head's slots are a range of a pool's
-        begin, end = refs["begin"][0], refs["end"][0]
-        split = pl.cdiv(pl.cdiv(end - begin, splits), block) * block
+    if span is not None:
+        begin, end = span.begin[0], span.end[0]
+        split = pl.cdiv(pl.cdiv(end - begin, splits), size) * size
     first = begin + part * split
     last = jnp.minimum(first + split, end)
 
     @pl.when(part < splits)
     def _() -> None:
-        query = refs["query_position"][0]
-        pieces = channels(refs["q"].shape[-1], refs["q"].dtype, four["k"])
-        q = tuple(refs["q"][:, some] for some in pieces)
-        rows = jax.lax.broadcasted_iota(jnp.int32, (ROWS, block), 0)
+        query = x.query_position[0]
+        pieces = channels(x.q.shape[-1], dtype, in_halves(k))
+        q = tuple(x.q[:, some] for some in pieces)
+        rows = jax.lax.broadcasted_iota(jnp.int32, (ROWS, size), 0)
 
         def step(i: Array, carry: Any) -> Any:
             acc, top, total, noisy_top, noisy_total = carry
-            start = first + i * block
-            slot = start + jax.lax.broadcasted_iota(jnp.int32, (block,), 0)
+            start = first + i * size
+            slot = start + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
             inside = slot < last
-            here = pl.ds(start, block)
-            ragged = paged or capacity % block != 0
+            here = pl.ds(start, size)
+            ragged = span is not None or capacity % size != 0
 
-            def read(name: str, other: float = 0.0, some: slice | None = None) -> Array:
-                ref = refs[name].at[here] if some is None else refs[name].at[here, some]
+            def read(ref: Any, other: float = 0.0, some: slice | None = None) -> Array:
+                ref = ref.at[here] if some is None else ref.at[here, some]
                 if not ragged:
                     return ref[...]
                 mask = jax.lax.broadcast_in_dim(inside, ref.shape, (0,))
                 return plgpu.load(ref, mask=mask, other=other)
 
-            def parts_of(name: str, pieces: tuple[slice | None, ...] = (None,)) -> tuple[Array, ...]:
-                found = halves(read(name)) if four[name] else (read(name, some=some) for some in pieces)
-                return tuple(x.astype(refs["q"].dtype) for x in found)
+            def pieces_of(ref: Any, pieces: tuple[slice | None, ...] = (None,)) -> tuple[Array, ...]:
+                found = halves(read(ref)) if in_halves(ref) else (read(ref, some=some) for some in pieces)
+                return tuple(y.astype(dtype) for y in found)
 
-            at = read("position", -1)
-            visible = seen(at, query, spec.window)
-            visible = jax.lax.broadcast_in_dim(visible, (ROWS, block), (1,))
-            products = functools.reduce(jnp.add, map(multiply, q, (k.T for k in parts_of("k", pieces))))
-            logits = spec.capped(products * read("k_scale")[None, :] if "k_scale" in refs else products)
-            if "slopes" in refs:
-                logits += refs["slopes"][...][:, None] * (at - query).astype(jnp.float32)[None, :]
+            at = read(x.position, -1)
+            visible = seen(at, query, x.spec.window)
+            visible = jax.lax.broadcast_in_dim(visible, (ROWS, size), (1,))
+            products = functools.reduce(jnp.add, map(multiply, q, (y.T for y in pieces_of(k, pieces))))
+            logits = x.spec.capped(products if k_scale is None else products * read(k_scale)[None, :])
+            if x.spec.slopes is not None:
+                logits += x.spec.slopes[...][:, None] * (at - query).astype(jnp.float32)[None, :]
             logits = jnp.where(visible, logits, LOWEST)
             highest = jnp.maximum(top, logits.max(1))
             weights, kept = jnp.exp(logits - highest[:, None]), jnp.exp(top - highest)
             total = kept * total + weights.sum(1)
-            scaled = weights * read("v_scale")[None, :] if "v_scale" in refs else weights
-            scaled = scaled.astype(refs["q"].dtype)
-            acc = tuple(kept[:, None] * some + multiply(scaled, v) for some, v in zip(acc, parts_of("v"), strict=True))
-            if isinstance(scores, Gumbel):
-                number = (head + refs["first"][0] if "first" in refs else head).astype(jnp.uint32)
-                logits = tempered(logits, visible, scores, refs["seed"][0], refs["tau"][0], number, at)
+            scaled = weights if v_scale is None else weights * read(v_scale)[None, :]
+            scaled = scaled.astype(dtype)
+            acc = tuple(kept[:, None] * some + multiply(scaled, y) for some, y in zip(acc, pieces_of(v), strict=True))
+            if x.gumbel is not None:
+                number = (head if x.gumbel.first is None else head + x.gumbel.first[0]).astype(jnp.uint32)
+                logits = tempered(logits, visible, x.gumbel, x.gumbel.seed[0], x.gumbel.tau[0], number, at)
                 noisy_highest = jnp.maximum(noisy_top, logits.max(1))
                 kept = jnp.exp(noisy_top - noisy_highest)
                 noisy_total = kept * noisy_total + jnp.exp(logits - noisy_highest[:, None]).sum(1)
                 noisy_top = noisy_highest
-            if "logits" in outputs:
-                columns = jax.lax.broadcast_in_dim(slot, (ROWS, block), (1,))
+            if outputs.logits is not None:
+                columns = jax.lax.broadcast_in_dim(slot, (ROWS, size), (1,))
+                groups = outputs.logits.shape[0 if span is None else 1]
                 real = (rows < groups) & (columns < last)
                 place = (rows, columns)
-                if paged:
-                    size = jnp.full((ROWS, block), outputs["logits"].shape[2], jnp.int32)
-                    place = (jax.lax.div(columns, size), rows, jax.lax.rem(columns, size))
-                plgpu.store(outputs["logits"].at[place], logits, mask=real)
+                if span is not None:
+                    page = jnp.full((ROWS, size), outputs.logits.shape[2], jnp.int32)
+                    place = (jax.lax.div(columns, page), rows, jax.lax.rem(columns, page))
+                plgpu.store(outputs.logits.at[place], logits, mask=real)
             return acc, highest, total, noisy_top, noisy_total
 
         lowest, nothing = jnp.full(ROWS, LOWEST / 2, jnp.float32), jnp.zeros(ROWS, jnp.float32)
-        blocks = jnp.maximum(last - first + block - 1, 0) // block
-        widths = (e // 2, e // 2) if four["v"] else (e,)
+        blocks = jnp.maximum(last - first + size - 1, 0) // size
+        widths = (e // 2, e // 2) if in_halves(v) else (e,)
         start = (tuple(jnp.zeros((ROWS, some), jnp.float32) for some in widths), lowest, nothing, lowest, nothing)
         acc, top, total, noisy_top, noisy_total = jax.lax.fori_loop(0, blocks, step, start)
         for i, some in enumerate(acc):
             columns = slice(i * widths[0], (i + 1) * widths[0])
-            outputs["out"][:, columns] = some / jnp.where(total > 0, total, 1.0)[:, None]
-        outputs["lse"][...] = _log(top, total)
-        if gumbel:
-            outputs["noisy_lse"][...] = _log(noisy_top, noisy_total)
+            outputs.out[:, columns] = some / jnp.where(total > 0, total, 1.0)[:, None]
+        outputs.lse[...] = _log(top, total)
+        if outputs.noisy_lse is not None:
+            outputs.noisy_lse[...] = _log(noisy_top, noisy_total)
 
-    if "phi" in refs:
+    if x.low_rank is not None:
+        share = x.low_rank
 
         @pl.when(part == splits)
         def _() -> None:
-            features = refs["phi"].shape[0]
-
             def add(r: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 acc, mass = carry
-                phi = refs["phi"][r]
-                return acc + phi[:, None] * refs["h"][r][None, :], mass + phi * refs["z"][r]
+                phi = share.features[r]
+                return acc + phi[:, None] * share.h[r][None, :], mass + phi * share.z[r]
 
             start = (jnp.zeros((ROWS, e), jnp.float32), jnp.zeros(ROWS, jnp.float32))
-            acc, mass = jax.lax.fori_loop(0, features, add, start)
-            outputs["out"][...] = jnp.where(mass > 0, 1.0, 0.0)[:, None] * acc / jnp.where(mass > 0, mass, 1.0)[:, None]
-            outputs["lse"][...] = _log(jnp.zeros_like(mass), mass)
-            if "noisy_lse" in outputs:
-                outputs["noisy_lse"][...] = jnp.full(ROWS, LOWEST, jnp.float32)
+            acc, mass = jax.lax.fori_loop(0, share.features.shape[0], add, start)
+            outputs.out[...] = jnp.where(mass > 0, 1.0, 0.0)[:, None] * acc / jnp.where(mass > 0, mass, 1.0)[:, None]
+            outputs.lse[...] = _log(jnp.zeros_like(mass), mass)
+            if outputs.noisy_lse is not None:
+                outputs.noisy_lse[...] = jnp.full(ROWS, LOWEST, jnp.float32)
+
+
+def in_halves(codes: Array) -> bool:
+    """Return whether keys or values are codes of four bits, whose two halves need separate products."""
+    return codes.dtype == jnp.uint8
 
 
 def _log(top: Array, total: Array) -> Array:

@@ -6,42 +6,46 @@ scratch memory.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import LANES, SUBLANES, slots_lie_along_lanes, tpu_params
+from pallas_kernels.blocks import block, made, run
+from pallas_kernels.common import LANES, SUBLANES, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     beside,
+    channels_of,
     dot,
     multiplies_integers,
     of_each,
+    placed,
     seen,
     stored,
     weighted,
 )
 from pallas_kernels.decode_attention.running import (
+    SCALARS,
+    Softmax,
     advance,
     along_lanes,
     log_sum,
     logits_of,
     noisy,
     packed,
+    placed_gumbel,
+    placed_sinks,
+    placed_spec,
     rows_and_blocks,
     rows_of,
-    slope_rows,
     summed,
 )
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Sinks
-from pallas_kernels.operands import Operand
+from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, LowRank
 
 BLOCK_BYTES = 1 << 20
 """Approximate bytes of keys in one grid step; values take as many, and both are double-buffered."""
@@ -52,28 +56,41 @@ ROOMY = 64 << 20
 """Bytes of VMEM from which blocks and kernels' VMEM are twice as large: v4 has less, later chips have it."""
 
 
-def decode_attention(
-    q: Float[Array, "b h g d"],
-    k: Operand,
-    v: Operand,
-    position: Int[Array, "b h c"],
-    query_position: Int[Array, " b"],
-    spec: AttentionSpec,
-    *,
-    low_rank: LowRank | None,
-    sinks: Sinks | None,
-    scores: str | Gumbel | None,
-    interpret: Any,
-) -> Decoded:
+class Outputs(NamedTuple):
+    """Results of the kernel: blocks of rows are packed, and `lse` has a number for each row of a head's block."""
+
+    out: Any
+    lse: Any
+    scores: Any = None
+    """Requested scores, if their logits fit in VMEM."""
+    logits: Any = None
+    """Logits, and `scores_lse`, the log-sum-exp to score them with, if they do not fit."""
+    scores_lse: Any = None
+
+
+class Scratch(NamedTuple):
+    """Memory that is kept between the splits of a block of heads."""
+
+    acc: Any
+    """Unnormalised output."""
+    softmax: Softmax
+    noisy: Softmax | None = None
+    """Softmax of Keyformer's noisy logits."""
+    logits: Any = None
+    """Logits of all slots."""
+
+
+def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
     """See `api.decode_attention`."""
-    b, h, g, d = q.shape
-    c, e = v.shape[2:]
-    heads, slots = tile(h, c, max(d, e), min(stored(x)[0].dtype.itemsize for x in (k, v)))
+    b, h, g, d = x.q.shape
+    c, e = x.v.shape[2:]
+    heads, slots = tile(h, c, max(d, e), min(stored(y)[0].dtype.itemsize for y in (x.k, x.v)))
     splits, (blocks, rows) = pl.cdiv(c, slots), rows_and_blocks(heads, g)
     shared = blocks < heads
     # With heads that share registers, scores are as large as logits and are held twice.
     held = 4 * (blocks * rows + (2 * heads if shared else 0)) * splits * slots
-    keep = scores is not None and held <= HELD_BYTES
+    keep = x.scores is not None and held <= HELD_BYTES
+    wanted = "sum" if x.gumbel is not None else x.scores
 
     def of_heads(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h, s: (b, h) + (0,) * len(tail))
@@ -82,92 +99,66 @@ def decode_attention(
     def of_queries(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads * g, width), lambda b, h, s: (b, h, 0))
 
-    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
-    of_slots = pl.BlockSpec((1, heads, slots), lambda b, h, s: (b, h, s))
-    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
-        "query_position": (query_position, scalars),
-        "q": (q.reshape(b, h * g, d), of_queries(d)),
-        "position": (position, of_slots),
-    }
-    if sinks is not None:
-        inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), of_queries(d))
-        if sinks.gap is not None:
-            inputs["sinks_gap"] = (sinks.gap, scalars)
-    turned = []  # names of operands whose blocks are [channels, slots]
-    for name, operand in (("k", k), ("v", v)):
-        array, scale = stored(operand)
-        if scale is not None:
-            inputs[f"{name}_scale"] = (scale, of_slots)
-        width = array.shape[-1]
-        # XLA stores it in this order already, so the swap is free; otherwise XLA would copy the cache at every step.
-        if slots_lie_along_lanes(c, width):
-            turned.append(name)
-            block = pl.BlockSpec((1, heads, width, slots), lambda b, h, s: (b, h, 0, s))
-            inputs[name] = (jnp.swapaxes(array, 2, 3), block)
-        else:
-            inputs[name] = (array, pl.BlockSpec((1, heads, slots, width), lambda b, h, s: (b, h, s, 0)))
-    if spec.slopes is not None:
-        block = pl.BlockSpec((blocks, rows, 1), lambda b, h, s: (h, 0, 0))
-        inputs["slopes"] = (slope_rows(spec.slopes), block)
-    if low_rank is not None:
-        features = low_rank.features.shape[-1]
-        inputs["phi"] = (low_rank.features.astype(jnp.float32).reshape(b, h * g, features), of_queries(features))
-        inputs["h"] = (low_rank.h.astype(jnp.float32), of_heads(features, e))
-        inputs["z"] = (low_rank.z.astype(jnp.float32), of_heads(features))
-    if isinstance(scores, Gumbel):
-        inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
-        inputs["tau"] = (scores.tau.astype(jnp.float32), scalars)
-        if scores.first is not None:
-            inputs["first"] = (scores.first, scalars)
+    def of_slots(width: int | None, channels: int = 2) -> pl.BlockSpec:
+        if width is None:
+            return pl.BlockSpec((1, heads, slots), lambda b, h, s: (b, h, s))
+        if channels == 1:
+            return pl.BlockSpec((1, heads, width, slots), lambda b, h, s: (b, h, 0, s))
+        return pl.BlockSpec((1, heads, slots, width), lambda b, h, s: (b, h, s, 0))
 
-    told = 1 if shared else rows
-    outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
-        "out": ((b, h * g, e), of_queries(e)),
-        "lse": ((b, h, told), of_heads(told)),
-    }
-    scratch = {"acc": (blocks, rows, e), "top": (blocks, rows, 1), "total": (blocks, rows, 1)}
-    if isinstance(scores, Gumbel):
-        scratch |= {"noisy_top": (blocks, rows, 1), "noisy_total": (blocks, rows, 1)}
-    if keep:
-        shape = (g, c) if scores == "each" and not shared else (c,)
-        outputs["scores"] = ((b, h, *shape), of_heads(*shape))
-        scratch["logits"] = (blocks, rows, splits * slots)
-    elif scores is not None:
-        several = pl.BlockSpec((1, heads, rows, slots), lambda b, h, s: (b, h, 0, s))
-        outputs["logits"] = ((b, h, c), of_slots) if shared else ((b, h, rows, c), several)
-        outputs["scores_lse"] = ((b, h, told), of_heads(told))
+    def low_rank(share: LowRank) -> LowRank:
+        features, single = share.features.shape[-1], jax.tree.map(lambda y: y.astype(jnp.float32), share)
+        return LowRank(
+            block(single.features.reshape(b, h * g, features), of_queries(features)),
+            block(single.h, of_heads(features, e)),
+            block(single.z, of_heads(features)),
+        )
 
-    kernel = functools.partial(
-        _kernel,
-        capacity=c,
-        turned=tuple(turned),
-        groups=g,
-        spec=dataclasses.replace(spec, slopes=None),
-        scores=_static(scores),
-        integers=multiplies_integers(interpret),
-        sinks=0 if sinks is None else sinks.count,
+    channels = channels_of(x.k), channels_of(x.v)
+    inputs = DecodeInputs(
+        q=block(x.q.reshape(b, h * g, d), of_queries(d)),
+        k=placed(x.k, of_slots, channels[0]),
+        v=placed(x.v, of_slots, channels[1]),
+        position=block(x.position, of_slots(None)),
+        query_position=block(x.query_position, SCALARS),
+        spec=placed_spec(x.spec, pl.BlockSpec((blocks, rows, 1), lambda b, h, s: (h, 0, 0))),
+        low_rank=None if x.low_rank is None else low_rank(x.low_rank),
+        sinks=placed_sinks(x.sinks, of_queries(d)),
+        scores=placed_gumbel(x.gumbel),
     )
-    called = pl.pallas_call(
-        kernel,
+    told = 1 if shared else rows
+    outputs = Outputs(made((b, h * g, e), of_queries(e)), made((b, h, told), of_heads(told)))
+    softmax = Softmax(*(pltpu.VMEM((blocks, rows, 1), jnp.float32) for _ in range(2)))
+    scratch = Scratch(pltpu.VMEM((blocks, rows, e), jnp.float32), softmax, None if x.gumbel is None else softmax)
+    if keep:
+        shape = (g, c) if wanted == "each" and not shared else (c,)
+        outputs = outputs._replace(scores=made((b, h, *shape), of_heads(*shape)))
+        scratch = scratch._replace(logits=pltpu.VMEM((blocks, rows, splits * slots), jnp.float32))
+    elif wanted is not None:
+        several = pl.BlockSpec((1, heads, rows, slots), lambda b, h, s: (b, h, 0, s))
+        logits = made((b, h, c), of_slots(None)) if shared else made((b, h, rows, c), several)
+        outputs = outputs._replace(logits=logits, scores_lse=made((b, h, told), of_heads(told)))
+
+    settings = dict(capacity=c, channels=channels, wanted=wanted, integers=multiplies_integers(interpret))
+    found = run(
+        functools.partial(_kernel, **settings),
+        (inputs,),
+        outputs,
         grid=(b, pl.cdiv(h, heads), splits),
-        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
-        out_specs={name: spec for name, (_, spec) in outputs.items()},
-        out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
-        scratch_shapes=[{name: pltpu.VMEM(shape, jnp.float32) for name, shape in scratch.items()}],
+        scratch_shapes=[scratch],
         compiler_params=tpu_params(2, 1, VMEM_BYTES * room()),
         interpret=interpret,
         name="decode_attention",
     )
-    found = called({name: array for name, (array, _) in inputs.items()})
-    result = found.get("scores")
-    if "logits" in found:
+    result = found.scores
+    if found.logits is not None:
         # Rows are too long for VMEM: XLA scores them in an elementwise epilogue.
-        finite = jnp.where(jnp.isfinite(found["scores_lse"]), found["scores_lse"], 0.0)
-        result = jnp.exp(found["logits"].reshape(b, h, told, c) - finite[..., None])[:, :, :g]
-        result = result if scores == "each" else result.sum(2)
-    elif scores == "each":
-        result = found["scores"].reshape(b, h, g, c)
-    return Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], result)
+        finite = jnp.where(jnp.isfinite(found.scores_lse), found.scores_lse, 0.0)
+        result = jnp.exp(found.logits.reshape(b, h, told, c) - finite[..., None])[:, :, :g]
+        result = result if wanted == "each" else result.sum(2)
+    elif wanted == "each":
+        result = result.reshape(b, h, g, c)
+    return Decoded(found.out.reshape(b, h, g, e), found.lse[:, :, :g], result)
 
 
 def room() -> int:
@@ -187,90 +178,80 @@ def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
     return heads, min(slots, c)
 
 
-def _static(scores: str | Gumbel | None) -> Any:
-    return scores.static if isinstance(scores, Gumbel) else scores
-
-
 def _kernel(
-    refs: Any,
-    outputs: Any,
-    scratch: Any,
+    x: DecodeInputs,
+    made: Outputs,
+    scratch: Scratch,
     *,
     capacity: int,
-    turned: tuple[str, ...],
-    groups: int,
-    spec: AttentionSpec,
-    scores: str | Gumbel | None,
+    channels: tuple[int, int],
+    wanted: str | None,
     integers: bool,
-    sinks: int,
 ) -> None:
-    row, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    heads, slots = refs["position"].shape[1:]
-    gumbel = scores if isinstance(scores, Gumbel) else None
+    row, split = pl.program_id(0), pl.program_id(2)
+    heads, slots = x.position.shape[1:]
+    groups = x.q.shape[1] // heads
+    head, first = pl.program_id(1) * heads, split * slots
+    softmaxes = [some for some in (scratch.softmax, scratch.noisy) if some is not None]
 
     @pl.when(split == 0)
     def _() -> None:
-        for name, value in (("acc", 0.0), ("top", LOWEST / 2), ("total", 0.0)):
-            scratch[name][...] = jnp.full(scratch[name].shape, value, jnp.float32)
-        if gumbel is not None:
-            scratch["noisy_top"][...] = jnp.full(scratch["top"].shape, LOWEST / 2, jnp.float32)
-            scratch["noisy_total"][...] = jnp.zeros(scratch["top"].shape, jnp.float32)
+        scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
+        for softmax in softmaxes:
+            softmax.top[...] = jnp.full(softmax.top.shape, LOWEST / 2, jnp.float32)
+            softmax.total[...] = jnp.zeros(softmax.total.shape, jnp.float32)
 
-    def live(x: Array, along: int) -> Array:
+    def live(numbers: Array, along: int) -> Array:
         # Memory beyond the last slot is arbitrary, even NaN, which a weight of 0 does not turn into 0.
         if capacity % slots == 0:
-            return x
-        here = split * slots + jax.lax.broadcasted_iota(jnp.int32, x.shape, along)
-        return jnp.where(here < capacity, x, jnp.zeros_like(x))
+            return numbers
+        here = first + jax.lax.broadcasted_iota(jnp.int32, numbers.shape, along)
+        return jnp.where(here < capacity, numbers, jnp.zeros_like(numbers))
 
-    position, query = refs["position"][0], refs["query_position"][row]
-    visible = seen(position, query, spec.window)
+    position, query = x.position[0], x.query_position[row]
+    visible = seen(position, query, x.spec.window)
     if capacity % slots:
-        visible &= split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
-    v_scale = refs["v_scale"][0] if "v_scale" in refs else None
-    k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
+        visible &= first + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
+    v, v_scale = stored(x.v)
     if v_scale is None:
-        v = live(refs["v"][0], 3 - v_channels)
+        v = live(v[0], 3 - channels[1])
     else:
-        v, v_scale = refs["v"][0], live(v_scale, 1)
+        v, v_scale = v[0], live(v_scale[0], 1)
 
-    q = rows_of(refs["q"][0], heads)
-    logits, visible = logits_of(
-        refs, q, position, visible, query, spec, k_channels, integers, sinks, split * slots, row
-    )
-    advance(scratch, logits, lambda weights: weighted(weights, v, v_scale, v_channels, integers))
-    if gumbel is not None:
-        logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
-        advance(scratch, logits, of="noisy_")
-    if "logits" in scratch:
-        here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(split * slots, slots), slots)
-        scratch["logits"][:, :, here] = logits
-    elif "logits" in outputs:
-        outputs["logits"][0] = logits if len(q) == heads else logits.reshape(heads, slots)
+    q = rows_of(x.q[0], heads)
+    logits, visible = logits_of(x, q, position, visible, query, channels[0], integers, first, row)
+    advance(scratch.softmax, logits, scratch.acc, lambda weights: weighted(weights, v, v_scale, channels[1], integers))
+    if scratch.noisy is not None:
+        logits = noisy(x.scores, logits, visible, position, row, head)
+        advance(scratch.noisy, logits)
+    if scratch.logits is not None:
+        here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(first, slots), slots)
+        scratch.logits[:, :, here] = logits
+    elif made.logits is not None:
+        made.logits[0] = logits if len(q) == heads else logits.reshape(heads, slots)
 
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
-        out, lse = _finish(refs, scratch)
-        outputs["out"][0], outputs["lse"][0] = packed(out, heads, groups), along_lanes(lse, heads)
-        if scores is None:
+        out, lse = _finish(x.low_rank, scratch)
+        made.out[0], made.lse[0] = packed(out, heads, groups), along_lanes(lse, heads)
+        if wanted is None:
             return
-        top, total = ("top", "total") if gumbel is None else ("noisy_top", "noisy_total")
-        top, total = scratch[top][...], scratch[total][...]
-        if "scores_lse" in outputs:
-            outputs["scores_lse"][0] = along_lanes(log_sum(top, total), heads)
+        top, total = (ref[...] for ref in softmaxes[-1])
+        if made.scores_lse is not None:
+            made.scores_lse[0] = along_lanes(log_sum(top, total), heads)
             return
         used = slice(groups if len(q) == heads else None)
-        share = jnp.exp(scratch["logits"][:, used, :capacity] - top[:, used])
+        share = jnp.exp(scratch.logits[:, used, :capacity] - top[:, used])
         share /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, used]
-        outputs["scores"][0] = share if scores == "each" and len(q) == heads else summed(share, heads)
+        made.scores[0] = share if wanted == "each" and len(q) == heads else summed(share, heads)
 
 
-def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:
+def _finish(low_rank: LowRank | None, scratch: Scratch) -> tuple[Array, Array]:
     # Merges slots with low-rank attention, which is one more split.
-    top, total, acc = scratch["top"][...], scratch["total"][...], scratch["acc"][...]
-    if "phi" in refs:
-        z = refs["z"][0]
-        phi = rows_of(refs["phi"][0], len(z))
+    acc, (top, total) = scratch.acc[...], (ref[...] for ref in scratch.softmax)
+    if low_rank is not None:
+        z = low_rank.z[0]
+        phi = rows_of(low_rank.features[0], len(z))
         mass = (phi * beside(z, len(acc))).sum(-1, keepdims=True)
         some = mass > 0
         other = jnp.where(some, jnp.log(jnp.where(some, mass, 1.0)), LOWEST / 2)
@@ -278,7 +259,7 @@ def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:
         kept = jnp.exp(top - highest)
         # phi H is divided by its mass, which is added back as exp(log mass - highest): that cannot overflow.
         added = jnp.where(some, jnp.exp(other - highest) / jnp.where(some, mass, 1.0), 0.0)
-        acc = kept * acc + added * of_each(lambda rows: dot(rows, refs["h"][0], 1), phi, len(z))
+        acc = kept * acc + added * of_each(lambda rows: dot(rows, low_rank.h[0], 1), phi, len(z))
         total = kept * total + jnp.where(some, jnp.exp(other - highest), 0.0)
         top = highest
     return acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), log_sum(top, total)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -44,12 +44,24 @@ def channels(width: int, dtype: DTypeLike, halved: bool = False) -> tuple[slice,
     return tuple(slice(start, start + size) for start in range(0, width, size))
 
 
-def merged(found: dict[str, Array], g: int, splits: int, scores: str | Gumbel | None) -> Decoded:
+class Parts(NamedTuple):
+    """Attention to each part of a head's tokens; the first parts are splits of its slots."""
+
+    out: Any
+    """[b h parts ROWS e]"""
+    lse: Any
+    """[b h parts ROWS]"""
+    logits: Any = None
+    """Logits of all splits [b h g c], if scores are requested; of pages [P g s]."""
+    noisy_lse: Any = None
+    """`lse` of the logits with noise at a temperature, if those are requested."""
+
+
+def merged(found: Parts, g: int, splits: int, scores: str | Gumbel | None) -> Decoded:
     """Merge all parts into one result.
 
     Args:
-        found: `out` [b h parts ROWS e] and `lse` [b h parts ROWS] of each part; the first parts are splits of slots.
-            With scores also `logits` [b h g c] of the splits, and `noisy_lse` if they have noise and temperature.
+        found: results of the kernel.
         g: queries of a group.
         splits: number of parts that are splits.
         scores: the requested scores.
@@ -57,16 +69,16 @@ def merged(found: dict[str, Array], g: int, splits: int, scores: str | Gumbel | 
     out, lse = combined(found, g)
     if scores is None:
         return Decoded(out, lse, None)
-    _, of_slots = _shares(found.get("noisy_lse", found["lse"])[:, :, :splits, :g])
+    _, of_slots = _shares((found.lse if found.noisy_lse is None else found.noisy_lse)[:, :, :splits, :g])
     finite = jnp.where(jnp.isfinite(of_slots), of_slots, 0.0)
-    result = jnp.exp(found["logits"] - finite[..., None])
+    result = jnp.exp(found.logits - finite[..., None])
     return Decoded(out, lse, result if scores == "each" else result.sum(2))
 
 
-def combined(found: dict[str, Array], g: int) -> tuple[Array, Array]:
+def combined(found: Parts, g: int) -> tuple[Array, Array]:
     """Merge the attention [b h g e] and log-sum-exp [b h g] of all parts."""
-    share, lse = _shares(found["lse"][..., :g])
-    return jnp.einsum("bhsg,bhsgd->bhgd", share, found["out"][..., :g, :]), lse
+    share, lse = _shares(found.lse[..., :g])
+    return jnp.einsum("bhsg,bhsgd->bhgd", share, found.out[..., :g, :]), lse
 
 
 def _shares(lse: Array) -> Any:

@@ -20,7 +20,7 @@ from pallas_kernels.attention import (
     tempered,
     wide,
 )
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places, Sinks
+from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, Gumbel, Sinks
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
 from pallas_kernels.quantised import products, weighted
 
@@ -28,28 +28,16 @@ PACKED_BYTES = 4 << 20
 """Maximum bytes of value codes that a product on CPU repacks together."""
 
 
-def decode_attention(
-    q: Float[Array, "b h g d"],
-    k: Operand,
-    v: Operand,
-    position: Int[Array, "b h c"],
-    query_position: Int[Array, " b"],
-    spec: AttentionSpec,
-    *,
-    places: Places | None,
-    low_rank: LowRank | None,
-    sinks: Sinks | None,
-    scores: str | Gumbel | None,
-    platform: str,
-) -> Decoded:
+def decode_attention(x: DecodeInputs, platform: str) -> Decoded:
     """See `api.decode_attention`."""
-    mask = spec.mask(query_position[:, None], position)
-    seen = position if sinks is None else sinks.seen(position)
-    query_place, key_place = (query_position[:, None], seen) if places is None else places
-    bias = spec.bias(query_place[:, :, None], key_place)
-    others = None if sinks is None else products_of_sinks(sinks, k, position, platform)
+    (q, k, v), position, query_position = (x.q, x.k, x.v), x.position, x.query_position
+    mask = x.spec.mask(query_position[:, None], position)
+    seen = position if x.sinks is None else x.sinks.seen(position)
+    query_place, key_place = (query_position[:, None], seen) if x.places is None else x.places
+    bias = x.spec.bias(query_place[:, :, None], key_place)
+    others = None if x.sinks is None else products_of_sinks(x.sinks, k, position, platform)
     if isinstance(k, Quantised | Encoded) or isinstance(v, Quantised | Encoded):
-        partial, probs = attend_codes(q, k, v, mask, spec, bias, others, platform)
+        partial, probs = attend_codes(q, k, v, mask, x.spec, bias, others, platform)
     else:
         assert not isinstance(v, Turned)  # refused before
         keys = k.values(q.dtype) if isinstance(k, Turned) else k
@@ -61,16 +49,16 @@ def decode_attention(
             return jnp.broadcast_to(x, (*x.shape[:2], rows, *x.shape[3:]))
 
         biases, others = jax.tree.map(repeated, (bias, others))
-        partial, probs = attend(repeated(q)[:, :, :, None], keys, v, mask, spec, biases, others)
-        partial, probs = jax.tree.map(lambda x: x[:, :, :g], (partial, probs[:, :, :, 0]))
-    if low_rank is not None:
-        token = low_rank._replace(features=low_rank.features[:, :, :, None])
+        partial, probs = attend(repeated(q)[:, :, :, None], keys, v, mask, x.spec, biases, others)
+        partial, probs = jax.tree.map(lambda y: y[:, :, :g], (partial, probs[:, :, :, 0]))
+    if x.low_rank is not None:
+        token = x.low_rank._replace(features=x.low_rank.features[:, :, :, None])
         partial = merge(partial, share_of_evicted(token))
-    if isinstance(scores, Gumbel):
-        found = increments(probs, position, scores)
+    if isinstance(x.scores, Gumbel):
+        found = increments(probs, position, x.scores)
     else:
         # Sums over two axes: with one of them alone, XLA takes four times as long on a CPU.
-        found = {None: None, "each": probs, "sum": probs[:, :, :, None].sum((2, 3))}[scores]
+        found = {None: None, "each": probs, "sum": probs[:, :, :, None].sum((2, 3))}[x.scores]
     return Decoded(partial.out[:, :, :, 0], partial.lse[:, :, :, 0], found)
 
 

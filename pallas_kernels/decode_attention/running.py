@@ -2,109 +2,120 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.blocks import block
 from pallas_kernels.common import LANES, SUBLANES, padded
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, products, tempered
-from pallas_kernels.decode_attention.types import Gumbel
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, products, stored, tempered
+from pallas_kernels.decode_attention.types import DecodeInputs, Gumbel, Sinks
 
 TILE = 32
 """Slots of an aligned part of a block of keys, in any dtype."""
 
+SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
+"""A whole array of scalars."""
+
+
+class Softmax(NamedTuple):
+    """References of an online softmax, for each row: the largest logit, and the sum of exponentials relative to it."""
+
+    top: Any
+    total: Any
+
 
 def logits_of(
-    refs: Any,
+    x: DecodeInputs,
     q: Float[Array, "n rows d"],
     position: Int[Array, "h s"],
     visible: Bool[Array, "h s"],
     query: Int[Array, ""],
-    spec: AttentionSpec,
     channels: int,
     integers: bool,
-    sinks: int,
     first: Any,
     row: Any,
 ) -> tuple[Float[Array, "n rows s"], Bool[Array, "n rows s"]]:
     """Return the logits of a block of slots, `LOWEST` in masked slots, and the mask of visible slots.
 
     Args:
-        refs: the kernel's inputs by name.
+        x: the kernel's inputs; at most `LANES` sinks.
         q: queries in the layout of `rows_of`.
         position: position of the token in each slot.
         visible: whether the query attends to the slot.
         query: the query's position.
-        spec: the layer's settings, without slopes.
         channels: the axis of keys that holds channels.
         integers: as in `products`.
-        sinks: number of first tokens, at most `LANES`, that use the query `sinks_q` instead; 0 for none.
         first: the number of the block's first slot.
         row: the row of the batch.
     """
     distance = position - query
-    k, scale = refs["k"][0], refs["k_scale"][0] if "k_scale" in refs else None
+    k, scale = (None if ref is None else ref[0] for ref in stored(x.k))
+    assert k is not None
     heads = len(k)
     found = products(q, k, scale, channels, integers, shared=len(q) < heads)
-    if sinks:
+    if x.sinks is not None and x.sinks.count:
+        sinks = x.sinks.count
         near = min(LANES, position.shape[1])
         some = near if channels == 1 else min(padded(sinks, TILE), near)
         keys = k[:, :, :some] if channels == 1 else k[:, :some]
         scales = None if scale is None else scale[:, :some]
-        own = products(rows_of(refs["sinks_q"][0], heads), keys, scales, channels, integers, shared=len(q) < heads)
+        own = products(rows_of(x.sinks.q[0], heads), keys, scales, channels, integers, shared=len(q) < heads)
         own = jnp.pad(own, ((0, 0), (0, 0), (0, near - some)))
         index = first + jax.lax.broadcasted_iota(jnp.int32, (heads, near), 1)
         here = (beside(position[:, :near], len(q)) < sinks) & (beside(index, len(q)) < sinks)
-        if "sinks_gap" in refs:  # slopes place sinks nearer
-            nearer = jnp.where((position[:, :near] < sinks) & (index < sinks), refs["sinks_gap"][row], 0)
+        if x.sinks.gap is not None:  # slopes place sinks nearer
+            nearer = jnp.where((position[:, :near] < sinks) & (index < sinks), x.sinks.gap[row], 0)
             distance = jnp.concatenate([distance[:, :near] + nearer, distance[:, near:]], axis=1)
         found = jnp.concatenate([jnp.where(here, own, found[..., :near]), found[..., near:]], axis=-1)
-    logits = spec.capped(found)
-    if "slopes" in refs:
-        logits += refs["slopes"][...] * beside(distance.astype(jnp.float32), len(q))
+    logits = x.spec.capped(found)
+    if x.spec.slopes is not None:
+        logits += x.spec.slopes[...] * beside(distance.astype(jnp.float32), len(q))
     seen = jnp.broadcast_to(beside(visible, len(q)), logits.shape)
     return jnp.where(seen, logits, LOWEST), seen
 
 
 def noisy(
-    refs: Any,
+    gumbel: Any,
     logits: Float[Array, "n rows s"],
     visible: Bool[Array, "n rows s"],
     position: Int[Array, "h s"],
-    gumbel: Gumbel,
     row: Any,
     head: Any,
 ) -> Float[Array, "n rows s"]:
-    """Return logits with Keyformer's noise at its temperature; `head` is the first head of the block."""
-    seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, refs["seed"][row], jnp.int32), jnp.uint32)
+    """Return logits with the noise of a `Gumbel` at its temperature; `head` is the first head of the block."""
+    seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, gumbel.seed[row], jnp.int32), jnp.uint32)
     heads = head + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
-    heads += refs["first"][row] if "first" in refs else 0
+    heads += 0 if gumbel.first is None else gumbel.first[row]
     lay = functools.partial(beside, blocks=len(logits))
-    return tempered(logits, visible, gumbel, seed, refs["tau"][row], heads.astype(jnp.uint32), position, lay)
+    return tempered(logits, visible, gumbel, seed, gumbel.tau[row], heads.astype(jnp.uint32), position, lay)
 
 
 def advance(
-    scratch: Any, logits: Float[Array, "n rows s"], weigh: Callable[[Array], Array] | None = None, of: str = ""
+    softmax: Softmax, logits: Float[Array, "n rows s"], acc: Any = None, weigh: Callable[[Array], Array] | None = None
 ) -> None:
     """Advance an online softmax by one block.
 
     Args:
-        scratch: its `top` and `total`, and the unnormalized output `acc`.
+        softmax: its state.
         logits: logits of the block.
-        weigh: function from the block's weights to their term of `acc`; None for a softmax without an output.
-        of: prefix of the names of `top` and `total`.
+        acc: reference of the unnormalized output; None for a softmax without one.
+        weigh: function from the block's weights to their term of `acc`.
     """
-    top, total = scratch[f"{of}top"], scratch[f"{of}total"]
+    top, total = softmax
     highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))
     weights, kept = jnp.exp(logits - highest), jnp.exp(top[...] - highest)
     total[...] = kept * total[...] + weights.sum(-1, keepdims=True)
     if weigh is not None:
-        scratch["acc"][...] = kept * scratch["acc"][...] + weigh(weights)
+        acc[...] = kept * acc[...] + weigh(weights)
     top[...] = highest
 
 
@@ -139,13 +150,38 @@ def rows_of(x: Float[Array, "hg w"], heads: int) -> Float[Array, "n rows w"]:
     return tiles.astype(x.dtype)
 
 
-def slope_rows(slopes: Float[Array, "h g"]) -> Float[Array, "n rows 1"]:
-    """Arrange ALiBi's slopes as `rows_of` arranges queries; a single one fills all rows, which must be equal."""
+def placed_spec(spec: AttentionSpec, part: pl.BlockSpec) -> AttentionSpec:
+    """Return settings whose slopes are a `blocks.block` in the rows of `rows_of`.
+
+    A single slope fills all rows, which must be equal.
+    """
+    if spec.slopes is None:
+        return spec
+    slopes = spec.slopes.astype(jnp.float32)
     blocks, rows = rows_and_blocks(*slopes.shape)
     if blocks < len(slopes):
-        return slopes.astype(jnp.float32).reshape(blocks, rows, 1)
-    missing = rows - slopes.shape[1]
-    return jnp.pad(slopes.astype(jnp.float32)[..., None], ((0, 0), (0, missing), (0, 0)), mode="edge")
+        slopes = slopes.reshape(blocks, rows, 1)
+    else:
+        slopes = jnp.pad(slopes[..., None], ((0, 0), (0, rows - slopes.shape[1]), (0, 0)), mode="edge")
+    return dataclasses.replace(spec, slopes=block(slopes, part))
+
+
+def placed_sinks(sinks: Sinks | None, part: pl.BlockSpec) -> Sinks | None:
+    """Return sinks whose queries [b h g d] are a `blocks.block` of packed rows."""
+    if sinks is None:
+        return None
+    b, h, g, d = sinks.q.shape
+    gap = None if sinks.gap is None else block(sinks.gap, SCALARS)
+    return Sinks(block(sinks.q.reshape(b, h * g, d), part), sinks.count, gap)
+
+
+def placed_gumbel(gumbel: Gumbel | None) -> Gumbel | None:
+    """Return noise whose numbers are `blocks.block`s of scalars."""
+    if gumbel is None:
+        return None
+    seed = block(jax.lax.bitcast_convert_type(gumbel.seed, jnp.int32), SCALARS)
+    first = None if gumbel.first is None else block(gumbel.first, SCALARS)
+    return dataclasses.replace(gumbel, seed=seed, tau=block(gumbel.tau.astype(jnp.float32), SCALARS), first=first)
 
 
 def packed(x: Float[Array, "n rows w"], heads: int, groups: int) -> Float[Array, "hg w"]:

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.attention import LowRank as LowRank
+from pallas_kernels.operands import Operand
 
 Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
@@ -36,23 +38,44 @@ class Sinks:
         return position + jnp.where(sinks, self.gap[:, None, None], 0)
 
 
-class Gumbel(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gumbel:
     """Noise and temperature of Keyformer's score increments (equation 9)."""
 
     seed: UInt32[Array, " b"]
     """Random seed of each row, as in `pallas_kernels.noise.uniform_at`."""
     tau: Float[Array, " b"]
     """Temperature of each row, above 0."""
-    layer: int = 0
-    noise: str = "gumbel"
+    layer: int = static(0)
+    noise: str = static("gumbel")
     """`gumbel`, `gaussian` with the same mean and deviation, or `none`."""
     first: Int[Array, " b"] | None = None
     """Number of the first KV head here among the layer's; None for the layer's first."""
 
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeInputs:
+    """Arguments of decode attention. Kernels get references to blocks of them in the same record."""
+
+    q: Float[Array, "b h g d"]
+    k: Operand
+    """Keys [b h c d]."""
+    v: Operand
+    """Values [b h c e]."""
+    position: Int[Array, "b h c"]
+    query_position: Int[Array, " b"]
+    spec: AttentionSpec
+    places: Places | None = None
+    low_rank: LowRank | None = None
+    sinks: Sinks | None = None
+    scores: str | Gumbel | None = None
+
     @property
-    def static(self) -> Gumbel:
-        """Settings that kernels are compiled for."""
-        return self._replace(seed=None, tau=None, first=None)  # type: ignore[arg-type]
+    def gumbel(self) -> Gumbel | None:
+        """The requested noise; None for scores without any."""
+        return self.scores if isinstance(self.scores, Gumbel) else None
 
 
 class Decoded(NamedTuple):

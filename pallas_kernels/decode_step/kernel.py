@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, UInt32
 
 from pallas_kernels import operands
-from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import LANES, row_and_block
-from pallas_kernels.decode_attention import Gumbel
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, seen, weighted
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, seen, stored, weighted
 from pallas_kernels.decode_attention.running import (
+    Softmax,
     advance,
     along_lanes,
     log_sum,
@@ -26,46 +25,136 @@ from pallas_kernels.decode_attention.running import (
     rows_of,
     summed,
 )
+from pallas_kernels.decode_attention.types import DecodeInputs
+from pallas_kernels.decode_step.types import Hashed, Ranking
 from pallas_kernels.evict.pallas_tpu import counted
 from pallas_kernels.hamming.hashing import WORD
 from pallas_kernels.hamming.reference import distances_of_words
-from pallas_kernels.ranking import Protection, victim
+from pallas_kernels.ranking import victim
+
+
+class Entry(NamedTuple):
+    """New keys or values."""
+
+    stored: Any
+    """As the cache stores them, or numbers whose codes the kernel computes."""
+    scale: Any = None
+    """Scale of the codes; None if the kernel computes it."""
+    numbers: Any = None
+    """As attention takes them, where `stored` has another layout; else None."""
+
+
+class Written(NamedTuple):
+    """Keys or values after the step."""
+
+    cache: Any
+    scale: Any = None
+    taken: Any = None
+    """What the token's slot held, if it is requested."""
+
+
+class Tile(NamedTuple):
+    """Slots of keys or values around the token's, to be copied back, and what the kernel computes of its entry."""
+
+    slots: Any
+    entry: Any = None
+    scale: Any = None
+
+
+class Inputs(NamedTuple):
+    """Inputs of the kernel: positions of whole rows, and one split of keys and values."""
+
+    attention: DecodeInputs
+    ranking: Ranking
+    k: Entry
+    v: Entry
+
+
+class Outputs(NamedTuple):
+    """Results of the kernel, in the layout of the inputs."""
+
+    out: Any
+    lse: Any
+    slot: Any
+    left: Any
+    position: Any
+    k: Written
+    v: Written
+    codes: Any
+    scores: Any = None
+
+
+class Scratch(NamedTuple):
+    """Memory that is kept between the splits of a block of heads."""
+
+    acc: Any
+    softmax: Softmax
+    slot: Any
+    """Slots that the tokens take, as a vector, and `slots`, as scalars."""
+    slots: Any
+    k: Tile
+    v: Tile
+    sent: Any
+    """Semaphores of the copies back."""
+    noisy: Softmax | None = None
+    logits: Any = None
+    """Logits of all slots, and `new`, that of the token."""
+    new: Any = None
+
+
+class _Side(NamedTuple):
+    # Keys or values. `channels` is the axis of channels in a block [heads, ., .].
+    cache: Any
+    scale: Any
+    entry: Entry
+    made: Written
+    tile: Tile
+    channels: int
 
 
 def kernel(
-    refs: Any,
-    outputs: Any,
-    scratch: Any,
+    x: Inputs,
+    made: Outputs,
+    scratch: Scratch,
     *,
     units: int,
     blocks: int,
     slots: int,
-    turned: tuple[str, ...],
-    groups: int,
-    spec: AttentionSpec,
-    shrinks: bool,
-    scores: str | Gumbel | None,
+    channels: tuple[int, int],
+    wanted: str | None,
     adds: bool,
-    words: tuple[str, ...],
     integers: bool,
-    sinks: int,
 ) -> None:
-    """Run one grid step: evict at the first split of slots, attend to each split, and copy the changed tiles back."""
+    """Run one grid step: evict at the first split of slots, attend to each split, and copy the changed tiles back.
+
+    Args:
+        x: inputs of the grid step.
+        made: its results.
+        scratch: memory between grid steps.
+        units: blocks of heads of a core's rows.
+        blocks: blocks of heads of a row.
+        slots: slots of a split.
+        channels: the axes of channels in blocks of keys and of values, as in `kernel_parts.placed`.
+        wanted: `each` or `sum` of the scores; None for none.
+        adds: whether the scores are added to the standing.
+        integers: as in `kernel_parts.products`.
+    """
     step, split, splits = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     row, block = row_and_block(pl.program_id(0), step, units, blocks)
-    heads, capacity = refs["position"].shape[1:]
-    several = slots < capacity
-    newest = refs["new_position"][row]
+    attention, gumbel = x.attention, x.attention.gumbel
+    heads, capacity = attention.position.shape[1:]
+    groups = attention.q.shape[1] // heads
+    several, first = slots < capacity, split * slots
+    newest = attention.query_position[row]
     writes = newest >= 0
-    q = rows_of(refs["q"][0], heads)
-    gumbel = scores if isinstance(scores, Gumbel) else None
+    q = rows_of(attention.q[0], heads)
+    keys = _Side(*stored(attention.k), x.k, made.k, scratch.k, channels[0])
+    values = _Side(*stored(attention.v), x.v, made.v, scratch.v, channels[1])
+    sides = keys, values
+    softmaxes = [some for some in (scratch.softmax, scratch.noisy) if some is not None]
 
-    scales = [name for name in ("k_scale", "v_scale") if name in refs]
-
-    def of_heads(name: str) -> Array:  # [heads, 1]
-        if name in scratch:
-            return scratch[name][...]
-        numbers = refs[name][...]
+    def of_heads(ref: Any) -> Array:  # [heads, 1]
+        numbers = ref[...]
         here = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, 1) == jax.lax.rem(row, LANES)
         words = jax.lax.bitcast_convert_type(numbers, jnp.int32)
         return jax.lax.bitcast_convert_type(jnp.where(here, words, 0).sum(-1, keepdims=True), numbers.dtype)
@@ -74,132 +163,127 @@ def kernel(
         # A single split is both the first and the last.
         return pl.when(condition) if several else lambda run: run()
 
-    def new(name: str) -> Array:
-        if f"{name}_new" in refs:
-            return refs[f"{name}_new"][0]
-        numbers = scratch.get(f"{name}_entry", refs[f"{name}_entry"].at[0])[...].astype(jnp.float32)
-        return numbers * of_heads(f"{name}_scale_entry") if f"{name}_scale" in scales else numbers
+    def scale_of(side: _Side) -> Array:
+        return of_heads(side.entry.scale) if side.tile.scale is None else side.tile.scale[...]
+
+    def new(side: _Side) -> Array:
+        if side.entry.numbers is not None:
+            return side.entry.numbers[0]
+        numbers = (side.entry.stored.at[0] if side.tile.entry is None else side.tile.entry)[...].astype(jnp.float32)
+        return numbers if side.scale is None else numbers * scale_of(side)
 
     @when(split == 0)
     def _() -> None:
-        position = refs["position"][0]
-        bounds = [of_heads(name) if refs[name].ndim > 1 else refs[name][0] for name in Protection._fields]
-        keep = refs["keep"][0] != 0 if "keep" in refs else None
-        standing = refs["standing"][0] if "standing" in refs else None
-        codes = [refs[name][0] for name in words]
-        if codes:
-            queries = refs["hashed_queries"][0].astype(jnp.float32)
+        position, ranking, standing = attention.position[0], x.ranking, x.ranking.standing
+        bounds = [of_heads(ref) if ref.ndim > 1 else ref[0] for ref in ranking.protection]
+        keep = None if ranking.keep is None else ranking.keep[0] != 0
+        codes: list[Array] = []
+        if isinstance(standing, Hashed):
+            (planes, of_queries, _), codes = standing.hashing, [code[0] for code in standing.codes]
+            queries = of_queries[0].astype(jnp.float32)
             rows = queries[:, None] if groups == 1 else rows_of(queries, heads)
-            hashed = [word for group in range(groups) for word in _words(refs["planes"], rows[:, group : group + 1])]
-            standing = -distances_of_words(hashed, codes).astype(jnp.float32)
-        slot = victim(standing, position, newest, *bounds, keep=keep, shrinks=shrinks)
+            words = [word for group in range(groups) for word in _words(planes, rows[:, group : group + 1])]
+            numbers = -distances_of_words(words, codes).astype(jnp.float32)
+        else:
+            numbers = None if standing is None else standing[0]
+        slot = victim(numbers, position, newest, *bounds, keep=keep, shrinks=ranking.shrinks)
         for head in range(heads):
-            scratch["slots"][head] = slot[head, 0]
-        scratch["slot"][...] = slot
+            scratch.slots[head] = slot[head, 0]
+        scratch.slot[...] = slot
         here = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) == slot
         left = jnp.where(here, position, 0).sum(-1, keepdims=True)
-        outputs["left"][0] = jnp.where(writes, left, -1)
-        outputs["slot"][0] = jnp.where(writes, slot, capacity)
-        outputs["position"][0] = jnp.where(here & writes, newest, position)
-        if codes:
-            key = _words(refs["planes"], refs["hashed_key"][0].astype(jnp.float32)[:, None])
-            for name, code, word in zip(words, codes, key, strict=True):
-                outputs[name][0] = jnp.where(here & writes, word, code)
-        for name in "kv":
-            if f"{name}_entry" in scratch:
-                numbers, wide = refs[f"{name}_entry"][0].astype(jnp.float32), scratch[f"{name}_entry"]
-                if f"{name}_scale_entry" in scratch:
-                    numbers, scratch[f"{name}_scale_entry"][...] = operands.codes_and_scale(numbers, 8)
+        made.left[0] = jnp.where(writes, left, -1)
+        made.slot[0] = jnp.where(writes, slot, capacity)
+        made.position[0] = jnp.where(here & writes, newest, position)
+        if isinstance(standing, Hashed):
+            key = _words(standing.hashing.planes, standing.hashing.keys[0].astype(jnp.float32)[:, None])
+            for after, code, word in zip(made.codes, codes, key, strict=True):
+                after[0] = jnp.where(here & writes, word, code)
+        for side in sides:
+            if side.tile.entry is not None:
+                numbers, wide = side.entry.stored[0].astype(jnp.float32), side.tile.entry
+                if side.tile.scale is not None:
+                    numbers, side.tile.scale[...] = operands.codes_and_scale(numbers, 8)
                 wide[...] = numbers.astype(wide.dtype)
         # The running softmax starts from the new token.
-        key, value = (new(name) for name in "kv")
+        key, value = (new(side) for side in sides)
         logits = (q.astype(jnp.float32) * jnp.broadcast_to(beside(key, len(q)), q.shape)).sum(-1, keepdims=True)
-        logits = jnp.where(writes, spec.capped(logits), LOWEST)
-        scratch["top"][...] = jnp.maximum(logits, LOWEST / 2)
-        scratch["total"][...] = jnp.where(writes, jnp.ones_like(logits), 0.0)
-        value = jnp.broadcast_to(beside(value, len(q)), scratch["acc"].shape)
-        scratch["acc"][...] = jnp.where(writes, value, 0.0)
-        if gumbel is not None:
+        logits = jnp.where(writes, attention.spec.capped(logits), LOWEST)
+        scratch.softmax.top[...] = jnp.maximum(logits, LOWEST / 2)
+        scratch.softmax.total[...] = jnp.where(writes, jnp.ones_like(logits), 0.0)
+        value = jnp.broadcast_to(beside(value, len(q)), scratch.acc.shape)
+        scratch.acc[...] = jnp.where(writes, value, 0.0)
+        if scratch.noisy is not None:
             written = jnp.full(logits.shape, writes)
-            logits = noisy(refs, logits, written, jnp.full((heads, 1), newest), gumbel, row, block * heads)
-            scratch["noisy_top"][...] = jnp.maximum(logits, LOWEST / 2)
-            scratch["noisy_total"][...] = scratch["total"][...]
-        if scores is not None:
-            scratch["new"][...] = logits
+            logits = noisy(gumbel, logits, written, jnp.full((heads, 1), newest), row, block * heads)
+            scratch.noisy.top[...] = jnp.maximum(logits, LOWEST / 2)
+            scratch.noisy.total[...] = scratch.softmax.total[...]
+        if wanted is not None:
+            scratch.new[...] = logits
 
-    at = pl.ds(pl.multiple_of(split * slots, slots), slots) if several else slice(None)
-    index = split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1)
-    position = refs["position"][0, :, at]
-    visible = seen(position, newest, spec.window) & (index != scratch["slot"][...])
-    for name in scales:
-        taken = writes & (index == scratch["slot"][...])
-        outputs[name][0] = jnp.where(taken, of_heads(f"{name}_entry"), refs[name][0])
-    v_scale = refs["v_scale"][0] if "v_scale" in refs else None
-    k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
-    first = split * slots
-    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first, row)
+    at = pl.ds(pl.multiple_of(first, slots), slots) if several else slice(None)
+    index = first + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1)
+    position = attention.position[0, :, at]
+    visible = seen(position, newest, attention.spec.window) & (index != scratch.slot[...])
+    for side in sides:
+        if side.scale is not None:
+            taken = writes & (index == scratch.slot[...])
+            side.made.scale[0] = jnp.where(taken, scale_of(side), side.scale[0])
+    v_scale = None if values.scale is None else values.scale[0]
+    logits, visible = logits_of(attention, q, position, visible, newest, keys.channels, integers, first, row)
 
     def wait() -> None:
         # Semaphores count bytes, so one wait covers the tiles of all heads.
-        for i, name in enumerate("kv"):
-            sent = scratch[f"{name}_tile"]
-            pltpu.make_async_copy(sent, sent, scratch["sent"].at[i]).wait()
+        for i, side in enumerate(sides):
+            pltpu.make_async_copy(side.tile.slots, side.tile.slots, scratch.sent.at[i]).wait()
 
     @pl.when((step > 0) & (split == 0))
     def _() -> None:
         wait()
 
-    advance(scratch, logits, lambda weights: weighted(weights, refs["v"][0], v_scale, v_channels, integers))
-    if gumbel is not None:
-        logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
-        advance(scratch, logits, of="noisy_")
-    if scores is not None:
-        scratch["logits"][:, :, at] = logits
+    def weigh(weights: Array) -> Array:
+        return weighted(weights, values.cache[0], v_scale, values.channels, integers)
+
+    advance(scratch.softmax, logits, scratch.acc, weigh)
+    if scratch.noisy is not None:
+        logits = noisy(gumbel, logits, visible, position, row, block * heads)
+        advance(scratch.noisy, logits)
+    if wanted is not None:
+        scratch.logits[:, :, at] = logits
 
     for head in range(heads):
-        slot = scratch["slots"][head]
+        slot = scratch.slots[head]
 
-        @when((slot >= split * slots) & (slot < (split + 1) * slots))
+        @when((slot >= first) & (slot < (split + 1) * slots))
         def _(head: int = head, slot: Any = slot) -> None:
-            for i, name in enumerate("kv"):
-                row_of_head = head if name in turned else pl.ds(head, 1)
-                own, entry = (0, row_of_head), scratch.get(f"{name}_entry")
-                _send(
-                    refs[name].at[0, head],
-                    outputs[name].at[row, block * heads + head],
-                    refs[f"{name}_entry"].at[own] if entry is None else entry.at[row_of_head],
-                    outputs[f"{name}_taken"].at[own] if f"{name}_taken" in outputs else None,
-                    scratch[f"{name}_tile"].at[head],
-                    scratch["sent"].at[i],
-                    slot,
-                    split * slots,
-                    writes,
-                    int(name in turned),
-                )
+            for i, side in enumerate(sides):
+                there = side.made.cache.at[row, block * heads + head]
+                _send(side, head, there, scratch.sent.at[i], slot, first, writes)
 
     @when(split == splits - 1)
     def _() -> None:
-        total = scratch["total"][...]
+        top, total = (ref[...] for ref in scratch.softmax)
         some = total > 0
-        out = scratch["acc"][...] / jnp.where(some, total, 1.0)
-        lse = log_sum(scratch["top"][...], total)
-        outputs["out"][0] = packed(out, heads, groups).astype(outputs["out"].dtype)
-        outputs["lse"][0] = along_lanes(lse, heads)
-        if scores is None:
+        out = scratch.acc[...] / jnp.where(some, total, 1.0)
+        lse = log_sum(top, total)
+        made.out[0] = packed(out, heads, groups).astype(made.out.dtype)
+        made.lse[0] = along_lanes(lse, heads)
+        if wanted is None:
             return
-        if gumbel is not None:
-            total = scratch["noisy_total"][...]
         used = slice(groups if len(q) == heads else None)
-        top = scratch["noisy_top" if gumbel is not None else "top"][:, used]
+        if scratch.noisy is not None:
+            total = scratch.noisy.total[...]
+        top = softmaxes[-1].top[:, used]
         share = 1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, used]
-        found = jnp.exp(scratch["logits"][:, used] - top) * share
-        new = jnp.exp(scratch["new"][:, used] - top) * share
-        here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == scratch["slot"][...]
-        if scores == "each" and len(q) == heads:
-            outputs["scores"][0] = jnp.where(here[:, None, :], new, found)
+        found = jnp.exp(scratch.logits[:, used] - top) * share
+        new = jnp.exp(scratch.new[:, used] - top) * share
+        here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == scratch.slot[...]
+        if wanted == "each" and len(q) == heads:
+            made.scores[0] = jnp.where(here[:, None, :], new, found)
         else:
-            found = summed(found, heads) + (refs["standing"][0] if adds else 0.0)
-            outputs["scores"][0] = jnp.where(here & writes, summed(new, heads), found)
+            standing: Any = x.ranking.standing
+            found = summed(found, heads) + (standing[0] if adds else 0.0)
+            made.scores[0] = jnp.where(here & writes, summed(new, heads), found)
 
     # The next core's blocks do not await these copies.
     @pl.when((step == units - 1) & (split == splits - 1))
@@ -218,31 +302,23 @@ def _words(planes: Any, x: Float[Array, "h 1 d"]) -> list[UInt32[Array, "h 1"]]:
     return found
 
 
-def _send(
-    block: Any,
-    cache: Any,
-    entry: Any,
-    taken: Any,
-    tile: Any,
-    semaphore: Any,
-    slot: Any,
-    first: Any,
-    writes: Any,
-    axis: int,
-) -> None:
+def _send(side: _Side, head: int, there: Any, semaphore: Any, slot: Any, first: Any, writes: Any) -> None:
     """Start to copy back the tile around a slot, with the new token's entry, from a block whose first slot is `first`.
 
-    A row of padding writes nothing: its tiles go back unchanged. If `taken` is given, it gets the slot's old contents.
+    A row of padding writes nothing: its tiles go back unchanged.
     """
+    axis, tile = 2 - side.channels, side.tile.slots.at[head]
+    own = head if axis else pl.ds(head, 1)
     size = tile.shape[axis]
     start = pl.multiple_of(slot & -size, size)
 
     def slots(start: Any) -> tuple[Any, ...]:
         return (slice(None),) * axis + (pl.ds(pl.multiple_of(start, size), size),)
 
-    old = block[slots(start - first)].astype(counted(tile.dtype))
+    old = side.cache.at[0, head][slots(start - first)].astype(counted(tile.dtype))
     chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start
-    if taken is not None:
-        taken[...] = jnp.where(chosen, old, jnp.zeros_like(old)).sum(axis, keepdims=True)
-    tile[...] = jnp.where(chosen & writes, entry[...], old).astype(tile.dtype)
-    pltpu.make_async_copy(tile, cache.at[slots(start)], semaphore).start()
+    if side.made.taken is not None:
+        side.made.taken[0, own] = jnp.where(chosen, old, jnp.zeros_like(old)).sum(axis, keepdims=True)
+    entry = side.entry.stored[0, own] if side.tile.entry is None else side.tile.entry[own]
+    tile[...] = jnp.where(chosen & writes, entry, old).astype(tile.dtype)
+    pltpu.make_async_copy(tile, there.at[slots(start)], semaphore).start()

@@ -8,245 +8,247 @@ two-core chip share.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels import operands
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.blocks import arrays, block, made, over, run
 from pallas_kernels.common import LANES, SUBLANES, over_cores, padded, row_and_block, slots_lie_along_lanes, tpu_params
 from pallas_kernels.decode_attention import Gumbel
-from pallas_kernels.decode_attention.kernel_parts import multiplies_integers, stored
+from pallas_kernels.decode_attention.kernel_parts import channels_of, multiplies_integers, placed, stored
 from pallas_kernels.decode_attention.pallas_tpu import VMEM_BYTES, room, tile
-from pallas_kernels.decode_attention.running import rows_and_blocks, slope_rows
-from pallas_kernels.decode_attention.types import Decoded, Sinks
-from pallas_kernels.decode_step.kernel import kernel
-from pallas_kernels.decode_step.types import Hashed, Stepped
+from pallas_kernels.decode_attention.running import (
+    SCALARS,
+    Softmax,
+    placed_gumbel,
+    placed_sinks,
+    placed_spec,
+    rows_and_blocks,
+)
+from pallas_kernels.decode_attention.types import Decoded, DecodeInputs
+from pallas_kernels.decode_step.kernel import Entry, Inputs, Outputs, Scratch, Tile, Written, kernel
+from pallas_kernels.decode_step.types import Hashed, Ranking, Slots, StepInputs, Stepped
 from pallas_kernels.evict.pallas_tpu import copied, counted
 from pallas_kernels.evict.reference import written_through
+from pallas_kernels.hamming import Hashing
 from pallas_kernels.hamming.hashing import WORD
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.ranking import Protection
 
 
-def decode_step(
-    standing: Float[Array, "b h c"] | Hashed | None,
-    position: Int[Array, "b h c"],
-    new_position: Int[Array, " b"],
-    k: Operand,
-    v: Operand,
-    buffers: Any,
-    added: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Any],
-    q: Float[Array, "b h g d"],
-    spec: AttentionSpec,
-    *,
-    protection: Protection,
-    keep: Bool[Array, "b h c"] | None,
-    shrinks: bool,
-    pairs: bool,
-    sinks: Sinks | None,
-    scores: str | Gumbel | None,
-    adds: bool,
-    rounds: bool,
-    interpret: Any,
-) -> Stepped:
+def decode_step(x: StepInputs, *, interpret: Any) -> Stepped:
     """See `api.decode_step`."""
-    b, h, g, d = q.shape
-    c, e = v.shape[2:]
-    heads, slots = blocks_of(k, v)
-    splits, blocks, (sets, rows) = c // slots, h // heads, rows_and_blocks(heads, g)
-    cores, units = over_cores(b * blocks)
+    (position, k, v, buffers), (_, new_k, new_v, entry), query = x.slots, x.token, x.query
+    gumbel = query.scores if isinstance(query.scores, Gumbel) else None
+    wanted = "sum" if isinstance(query.scores, Gumbel) else query.scores
+    (b, h, g, d), (c, e) = query.q.shape, v.shape[2:]
+    parts = _parts(b, h, g, k, v)
+    heads, (sets, rows) = parts.heads, rows_and_blocks(parts.heads, g)
+    channels = channels_of(k), channels_of(v)
+    attention = DecodeInputs(
+        q=block(query.q.reshape(b, h * g, d), parts.packed(d)),
+        k=placed(k, parts.of_slots, channels[0]),
+        v=placed(v, parts.of_slots, channels[1]),
+        position=block(position, parts.of_heads(c)),
+        query_position=block(x.token.position, SCALARS),
+        spec=placed_spec(query.spec, parts.of_block(sets, rows, 1)),
+        sinks=placed_sinks(query.sinks, parts.packed(d)),
+        scores=placed_gumbel(gumbel),
+    )
+    entries = [parts.entry(*some) for some in zip((k, v), (new_k, new_v), channels, strict=True)]
+    inputs = Inputs(attention, parts.ranking(x.ranking), *entries)
+    standing = inputs.ranking.standing
 
-    def block(*tail: int, along: int | None = None) -> pl.BlockSpec:
-        """Return the spec of a block of heads: all of it, or its split along one axis of the tail."""
-
-        def index(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
-            return *row_and_block(core, step, units, blocks), *(
-                split if axis == along else 0 for axis in range(len(tail))
+    tiles, after = [], []
+    for cache, placed_cache, new, axis in zip((k, v), (attention.k, attention.v), entries, channels, strict=True):
+        array, (given, scale) = stored(cache)[0], stored(placed_cache)
+        width = array.shape[-1]
+        shape = (width, LANES) if axis == 1 else (copied(array), width)
+        narrow = new.stored.array.dtype != counted(array.dtype)  # single rows can only be read in 32 bits
+        tiles.append(
+            Tile(
+                pltpu.VMEM((heads, *shape), array.dtype),
+                pltpu.VMEM((heads, width), counted(array.dtype)) if narrow else None,
+                pltpu.VMEM((heads, 1), jnp.float32) if scale is not None and new.scale is None else None,
             )
-
-        return pl.BlockSpec((1, heads, *tail), index)
-
-    def packed(width: int) -> pl.BlockSpec:
-        whole = block(width)
-        return pl.BlockSpec((1, heads * g, width), whole.index_map)
-
-    def of_rows(core: Array, step: Array, split: Array) -> tuple[Any, Any]:
-        row, which = row_and_block(core, step, units, blocks)
-        return which, row // LANES
-
-    def of_block(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
-        return row_and_block(core, step, units, blocks)[1], 0, 0
-
-    def told(numbers: Mapping[str, Array]) -> dict[str, tuple[Array, pl.BlockSpec]]:
-        # One number of each head, [b h]: rows are along the lanes, as XLA stores few heads of many rows.
-        one = pl.BlockSpec((heads, min(b, LANES)), of_rows)
-        return {name: (x.T, one) for name, x in numbers.items()}
-
-    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
-    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
-        "new_position": (new_position, scalars),
-        "position": (position, block(c)),
-        "q": (q.reshape(b, h * g, d), packed(d)),
-    }
-    words = []  # names of the codes, if codes rank the slots
-    if isinstance(standing, Hashed):
-        planes, queries, keys = standing.hashing
-        bits, width = planes.shape[1:]
-        of_heads = pl.BlockSpec((heads, bits, width), of_block)
-        inputs["planes"] = planes.astype(jnp.float32), of_heads
-        inputs["hashed_queries"] = queries.reshape(b, h * g, width), packed(width)
-        inputs["hashed_key"] = in_registers(keys[:, :, 0], heads), block(width)
-        words = [f"code{i}" for i in range(len(standing.codes))]
-        inputs |= {name: (code, block(c)) for name, code in zip(words, standing.codes, strict=True)}
-    elif standing is not None:
-        inputs["standing"] = (standing.astype(jnp.float32), block(c))
-    if sinks is not None:
-        inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), packed(d))
-        if sinks.gap is not None:
-            inputs["sinks_gap"] = (sinks.gap, scalars)
-    bounds = {name: x.astype(jnp.int32) for name, x in protection._asdict().items()}
-    inputs |= told({name: x for name, x in bounds.items() if x.ndim})
-    inputs |= {name: (x[None], scalars) for name, x in bounds.items() if not x.ndim}
-    if keep is not None:
-        inputs["keep"] = (keep.astype(jnp.int32), block(c))
-    turned: list[str] = []  # names of operands whose blocks are [channels, slots]
-    scales: list[str] = []  # names of the scales of codes
-    for name, operand, new in (("k", k, added[0]), ("v", v, added[1])):
-        array = stored(operand)[0]
-        width = array.shape[-1]
-        turns = slots_lie_along_lanes(c, width)
-        entry = coded = new
-        if isinstance(operand, Quantised):
-            inputs[f"{name}_scale"] = (operand.scale, block(slots, along=0))
-            scales.append(f"{name}_scale")
-            if turns or operand.bits < 8:  # otherwise the kernel computes the codes
-                coded = operands.quantise(new, operand.bits)
-                entry = coded.codes
-                inputs |= told({f"{name}_scale_entry": coded.scale})
-        entry = entry.astype(counted(entry.dtype)) if turns else in_registers(entry, heads)
-        if turns:
-            turned.append(name)
-            inputs[name] = (jnp.swapaxes(array, 2, 3), block(width, slots, along=1))
-            inputs[f"{name}_entry"] = (entry[..., None], block(width, 1))
-        else:
-            inputs[name] = (array, block(slots, width, along=0))
-            inputs[f"{name}_entry"] = (entry, block(width))
-        if name in turned or width < operand.shape[-1]:  # attention needs its numbers in another layout
-            inputs[f"{name}_new"] = (operands.values(coded, jnp.float32), block(operand.shape[-1]))
-    if spec.slopes is not None:
-        inputs["slopes"] = (slope_rows(spec.slopes), pl.BlockSpec((sets, rows, 1), of_block))
-    if isinstance(scores, Gumbel):
-        inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
-        inputs["tau"] = (scores.tau.astype(jnp.float32), scalars)
-        if scores.first is not None:
-            inputs["first"] = (scores.first, scalars)
-
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    single, lanes = jnp.float32, 1 if sets < heads else rows
-    outputs: dict[str, tuple[Any, Any, pl.BlockSpec]] = {
-        "out": ((b, h * g, e), q.dtype if rounds else single, packed(e)),
-        "lse": ((b, h, lanes), single, block(lanes)),
-        "slot": ((b, h, 1), jnp.int32, block(1)),
-        "left": ((b, h, 1), jnp.int32, block(1)),
-        **{name: (position.shape, inputs[name][0].dtype, block(c)) for name in ("position", *words)},
-        **{name: (inputs[name][0].shape, single, inputs[name][1]) for name in scales},
-        **{name: (inputs[name][0].shape, inputs[name][0].dtype, anywhere) for name in "kv"},
-    }
-    if pairs:
-        for name in "kv":
-            entries, whole_row = inputs[f"{name}_entry"]
-            outputs[f"{name}_taken"] = (entries.shape, counted(inputs[name][0].dtype), whole_row)
-    scratch: dict[str, Any] = {"acc": (sets, rows, e), "top": (sets, rows, 1), "total": (sets, rows, 1)}
-    if isinstance(scores, Gumbel):
-        scratch |= {"noisy_top": (sets, rows, 1), "noisy_total": (sets, rows, 1)}
-    if scores is not None:
-        shape = (g, c) if scores == "each" and sets == heads else (c,)
-        outputs["scores"] = ((b, h, *shape), single, block(*shape))
-        scratch |= {"logits": (sets, rows, c), "new": (sets, rows, 1)}
-    scratch = {name: pltpu.VMEM(shape, single) for name, shape in scratch.items()}
-    scratch["slot"] = pltpu.VMEM((heads, 1), jnp.int32)
-    scratch["slots"] = pltpu.SMEM((heads,), jnp.int32)
-    for name in "kv":
-        array = stored({"k": k, "v": v}[name])[0]
-        width = array.shape[-1]
-        shape = (width, LANES) if name in turned else (copied(array), width)
-        scratch[f"{name}_tile"] = pltpu.VMEM((heads, *shape), array.dtype)
-        if inputs[f"{name}_entry"][0].dtype != counted(array.dtype):  # single rows can only be read in 32 bits
-            scratch[f"{name}_entry"] = pltpu.VMEM((heads, width), counted(array.dtype))
-        if f"{name}_scale" in scales and f"{name}_scale_entry" not in inputs:
-            scratch[f"{name}_scale_entry"] = pltpu.VMEM((heads, 1), single)
-    scratch["sent"] = pltpu.SemaphoreType.DMA((2,))
+        )
+        gone = made(new.stored.array.shape, new.stored.spec, counted(array.dtype)) if x.pairs else None
+        scale = None if scale is None else over(scale, dtype=jnp.float32)
+        after.append(Written(over(given, pl.BlockSpec(memory_space=pl.ANY)), scale, gone))
+    lanes = 1 if sets < heads else rows
+    outputs = Outputs(
+        out=made((b, h * g, e), parts.packed(e), query.q.dtype if x.rounds else jnp.float32),
+        lse=made((b, h, lanes), parts.of_heads(lanes)),
+        slot=made((b, h, 1), parts.of_heads(1), jnp.int32),
+        left=made((b, h, 1), parts.of_heads(1), jnp.int32),
+        position=over(attention.position),
+        k=after[0],
+        v=after[1],
+        codes=tuple(map(over, standing.codes)) if isinstance(standing, Hashed) else (),
+    )
+    softmax = Softmax(*(pltpu.VMEM((sets, rows, 1), jnp.float32) for _ in range(2)))
+    scratch = Scratch(
+        acc=pltpu.VMEM((sets, rows, e), jnp.float32),
+        softmax=softmax,
+        slot=pltpu.VMEM((heads, 1), jnp.int32),
+        slots=pltpu.SMEM((heads,), jnp.int32),
+        k=tiles[0],
+        v=tiles[1],
+        sent=pltpu.SemaphoreType.DMA((2,)),
+        noisy=None if gumbel is None else softmax,
+    )
+    if wanted is not None:
+        shape = (g, c) if wanted == "each" and sets == heads else (c,)
+        scores = over(standing) if x.adds else made((b, h, *shape), parts.of_heads(*shape))
+        outputs = outputs._replace(scores=scores)
+        logits = pltpu.VMEM((sets, rows, c), jnp.float32)
+        scratch = scratch._replace(logits=logits, new=pltpu.VMEM((sets, rows, 1), jnp.float32))
 
     body = functools.partial(
         kernel,
-        units=units,
-        blocks=blocks,
-        slots=slots,
-        turned=tuple(turned),
-        groups=g,
-        spec=dataclasses.replace(spec, slopes=None),
-        shrinks=shrinks,
-        scores=scores.static if isinstance(scores, Gumbel) else scores,
-        adds=adds,
-        words=tuple(words),
+        units=parts.units,
+        blocks=parts.blocks,
+        slots=parts.slots,
+        channels=channels,
+        wanted=wanted,
+        adds=x.adds,
         integers=multiplies_integers(interpret),
-        sinks=0 if sinks is None else sinks.count,
     )
-    # The indices of inputs and outputs among the leaves of their dictionaries.
-    came, went = (sorted(names) for names in (inputs, outputs))
-    shared = {name: name for name in ("position", "k", "v", *words, *scales)} | ({"standing": "scores"} if adds else {})
-    found = pl.pallas_call(
+    found = run(
         body,
-        grid=(cores, units, splits),
-        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
-        out_specs={name: spec for name, (_, _, spec) in outputs.items()},
-        out_shape={name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype, _) in outputs.items()},
+        (inputs,),
+        outputs,
+        grid=(parts.cores, parts.units, c // parts.slots),
         scratch_shapes=[scratch],
-        input_output_aliases={came.index(given): went.index(result) for given, result in shared.items()},
         compiler_params=tpu_params(1, 2, VMEM_BYTES * room()),
         interpret=interpret,
         # XLA prefetches weights during operations with a high cost estimate.
         cost_estimate=pl.CostEstimate(
             flops=4 * b * h * g * c * d,
             transcendentals=b * h * g * c,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x, _ in inputs.values()),
+            bytes_accessed=sum(y.size * y.dtype.itemsize for y in jax.tree.leaves(arrays(inputs))),
         ),
         name="decode_step",
-    )({name: array for name, (array, _) in inputs.items()})
-
-    slot = found["slot"][..., 0]
+    )
+    slot = found.slot[..., 0]
 
     def written(leaf: Array, value: Array) -> Array:
         # Slot by slot, so that XLA fuses it with the score's next update of its buffers.
         return written_through(leaf, slot, value)
 
-    def whole(name: str) -> Operand:
-        array = found[name].swapaxes(2, 3) if name in turned else found[name]
-        return Quantised(array, found[f"{name}_scale"]) if f"{name}_scale" in found else array
+    def whole(after: Written, axis: int) -> Operand:
+        array = after.cache if axis == 2 else after.cache.swapaxes(2, 3)
+        return array if after.scale is None else Quantised(array, after.scale)
 
-    def taken(name: str, old: Operand) -> Operand:
-        array = found[f"{name}_taken"].reshape(b, h, -1)
+    def taken(after: Written, old: Operand) -> Operand:
+        array = after.taken.reshape(b, h, -1)
         if not isinstance(old, Quantised):
             return array
-        array = array.astype(found[name].dtype)
         here = jnp.arange(c) == slot[..., None]
-        return Quantised(array, jnp.where(here, old.scale, 0.0).sum(-1))
+        return Quantised(array.astype(after.cache.dtype), jnp.where(here, old.scale, 0.0).sum(-1))
 
-    result = found["scores"].reshape(b, h, g, c) if scores == "each" else found.get("scores")
-    attended = Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], result)
-    pair = whole("k"), whole("v")
-    others = jax.tree.map(written, buffers, added[2])
-    leaving = (taken("k", k), taken("v", v)) if pairs else None
-    codes = tuple(found[name] for name in words) or None
-    return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others, leaving, codes)
+    scores = found.scores.reshape(b, h, g, c) if wanted == "each" else found.scores
+    attended = Decoded(found.out.reshape(b, h, g, e), found.lse[:, :, :g], scores)
+    pair = whole(found.k, channels[0]), whole(found.v, channels[1])
+    held = Slots(found.position, *pair, jax.tree.map(written, buffers, entry))
+    gone = (taken(found.k, k), taken(found.v, v)) if x.pairs else None
+    return Stepped(attended, slot, found.left[..., 0], held, gone, found.codes or None)
+
+
+class _Parts(NamedTuple):
+    # Blocks of arrays that a grid step (core, unit of the core, split of slots) gets.
+    b: int
+    g: int
+    c: int
+    heads: int
+    slots: int
+    cores: int
+    units: int
+    blocks: int
+
+    def of_heads(self, *tail: int, along: int | None = None) -> pl.BlockSpec:
+        """Return the spec of a block of heads: all of it, or its split along one axis of the tail."""
+
+        def index(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
+            return *row_and_block(core, step, self.units, self.blocks), *(
+                split if axis == along else 0 for axis in range(len(tail))
+            )
+
+        return pl.BlockSpec((1, self.heads, *tail), index)
+
+    def of_slots(self, width: int | None, channels: int) -> pl.BlockSpec:
+        """Return the spec of a split of keys, values or scales, as `placed` takes it."""
+        if width is None:
+            return self.of_heads(self.slots, along=0)
+        return self.of_heads(width, self.slots, along=1) if channels == 1 else self.of_heads(self.slots, width, along=0)
+
+    def packed(self, width: int) -> pl.BlockSpec:
+        """Return the spec of the query heads of a block."""
+        return pl.BlockSpec((1, self.heads * self.g, width), self.of_heads(width).index_map)
+
+    def of_block(self, *sizes: int) -> pl.BlockSpec:
+        """Return the spec of an array that all rows share."""
+
+        def index(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
+            return row_and_block(core, step, self.units, self.blocks)[1], 0, 0
+
+        return pl.BlockSpec(sizes, index)
+
+    def per_head(self, x: Array) -> Any:
+        """Place one number of each head, [b h]: rows are along the lanes, as XLA stores few heads of many rows."""
+
+        def index(core: Array, step: Array, split: Array) -> tuple[Any, Any]:
+            row, which = row_and_block(core, step, self.units, self.blocks)
+            return which, row // LANES
+
+        return block(x.T, pl.BlockSpec((self.heads, min(self.b, LANES)), index))
+
+    def entry(self, cache: Operand, new: Array, channels: int) -> Entry:
+        """Place new keys or values."""
+        array, turns = stored(cache)[0], channels == 1
+        width, d = array.shape[-1], new.shape[-1]
+        entry, coded, scale = new, new, None
+        if isinstance(cache, Quantised) and (turns or cache.bits < 8):  # otherwise the kernel computes the codes
+            coded = operands.quantise(new, cache.bits)
+            entry, scale = coded.codes, self.per_head(coded.scale)
+        if turns:
+            given = block(entry.astype(counted(entry.dtype))[..., None], self.of_heads(width, 1))
+        else:
+            given = block(in_registers(entry, self.heads), self.of_heads(width))
+        apart = turns or width < d  # attention needs its numbers in another layout
+        return Entry(given, scale, block(operands.values(coded, jnp.float32), self.of_heads(d)) if apart else None)
+
+    def ranking(self, ranking: Ranking) -> Ranking:
+        """Place what the token's slot is chosen by."""
+        standing = ranking.standing
+        bounds = (y.astype(jnp.int32) for y in ranking.protection)
+        protection = Protection(*(self.per_head(y) if y.ndim else block(y[None], SCALARS) for y in bounds))
+        keep = None if ranking.keep is None else block(ranking.keep.astype(jnp.int32), self.of_heads(self.c))
+        if isinstance(standing, Hashed):
+            planes, queries, keys = standing.hashing
+            bits, width = planes.shape[1:]
+            standing = Hashed(
+                Hashing(
+                    block(planes.astype(jnp.float32), self.of_block(self.heads, bits, width)),
+                    block(queries.reshape(self.b, -1, width), self.packed(width)),
+                    block(in_registers(keys[:, :, 0], self.heads), self.of_heads(width)),
+                ),
+                tuple(block(code, self.of_heads(self.c)) for code in standing.codes),
+            )
+        elif standing is not None:
+            standing = block(standing.astype(jnp.float32), self.of_heads(self.c))
+        return Ranking(standing, protection, keep, ranking.shrinks)
+
+
+def _parts(b: int, h: int, g: int, k: Operand, v: Operand) -> _Parts:
+    heads, slots = blocks_of(k, v)
+    return _Parts(b, g, k.shape[2], heads, slots, *over_cores(b * (h // heads)), h // heads)
 
 
 def unit(array: Array) -> int:

@@ -6,14 +6,15 @@ import dataclasses
 import operator
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.common import SUBLANES, padded
 from pallas_kernels.evict import reference
-from pallas_kernels.op import Limit, Op, Options
+from pallas_kernels.evict.types import EvictInputs
+from pallas_kernels.op import How, Limit, Op, Options
 from pallas_kernels.ranking import Protection
 
 WORDS = ("float32", "int32", "uint32")
@@ -33,16 +34,13 @@ def evict(
     keep: Bool[Array, "b h c"] | None = None,
     shrinks: bool = False,
     pairs: bool = True,
-    implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **how: Unpack[How],
 ) -> tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]:
     """Rank every slot, return the contents of the lowest, and write the new token there.
 
     Slots rank as in `pallas_kernels.ranking.rank`: expired (-inf) < empty < scores < protected < sinks (+inf). Among
-        equal ranks the oldest is evicted first; slots beyond the limit are never selected. The update is in place if
-        the caller donates `position`
-    and `buffers`.
+    equal ranks the oldest is evicted first; slots beyond the limit are never selected. The update is in place if the
+    caller donates `position` and `buffers`.
 
     Args:
         scores: importance of each slot; None to evict the oldest first.
@@ -54,51 +52,33 @@ def evict(
         keep: slots that are never evicted, or None.
         shrinks: True if live slots may be beyond the limit, as under policies whose budget decreases.
         pairs: True to return the old contents of `buffers` in the slots.
-        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
-            16 up to 16384. Buffers [b h c] are of 32-bit numbers or bool. Buffers [b h c w] have w up to 256, of 32-bit
-            numbers, bfloat16, int8 or uint8, if XLA stores w innermost (w a multiple of 128, or a small c). Otherwise
-            they are of 32-bit numbers with w up to 16, and w * c up to 32768 with w rounded up to eights. It compiles
-            and has run in interpreters, never on a chip. There is no form for GPU.
-        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
+        how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of 16 up to
+            16384. Buffers [b h c] are of 32-bit numbers or bool. Buffers [b h c w] have w up to 256, of 32-bit numbers,
+            bfloat16, int8 or uint8, if XLA stores w innermost (w a multiple of 128, or a small c). Otherwise they are
+            of 32-bit numbers with w up to 16, and w * c up to 32768 with w rounded up to eights. It compiles and has
+            run in interpreters, never on a chip. There is no form for GPU.
 
     Returns:
         The slots (c for rows of padding), their old contents (position, -1 if empty, and buffers [b h ...] or None),
         and the position and buffers with the new token.
-
-    Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: the implementation is unknown.
     """
     op = Evict(scores, position, new_position, buffers, added, protection, keep, shrinks, pairs)
-    return op(implementation, interpret, platform)
+    return op(**how)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]]):
+class Evict(EvictInputs, Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]]):
     """See `evict`."""
-
-    scores: Float[Array, "b h c"] | None
-    position: Int[Array, "b h c"]
-    new_position: Int[Array, " b"]
-    buffers: Any
-    added: Any
-    protection: Protection
-    keep: Bool[Array, "b h c"] | None = None
-    shrinks: bool = False
-    pairs: bool = True
 
     name = "evict"
     backends = ("pallas_tpu",)
     in_place = MappingProxyType({"position": operator.itemgetter(3), "buffers": operator.itemgetter(4)})
 
     def reference(self, options: Options) -> tuple[Array, Array, Any, Array, Any]:
-        return reference.evict(**self.arguments())
+        return reference.evict(self)
 
     def kernel(self, backend: str, options: Options) -> tuple[Array, Array, Any, Array, Any]:
-        run = self.module(backend).evict  # returns the pairs in any case
-        slot, left, taken, position, buffers = run(**self.arguments(without=["pairs"]), interpret=options.interpret)
-        return slot, left, taken if self.pairs else None, position, buffers
+        return self.module(backend).evict(self, interpret=options.interpret)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         kernel, c = self.module(backend), self.position.shape[2]

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
+from pallas_kernels.blocks import block, made, over, run
 from pallas_kernels.common import SUBLANES, over_cores, row_and_block, slots_lie_along_lanes, tpu_params
+from pallas_kernels.evict.types import EvictInputs
 from pallas_kernels.ranking import Protection, victim
 
 UNIT = 16
@@ -29,31 +31,47 @@ UNIT = 16
 VMEM_BYTES = 14 << 20
 
 
-def evict(
-    scores: Float[Array, "b h c"] | None,
-    position: Int[Array, "b h c"],
-    new_position: Int[Array, " b"],
-    buffers: Any,
-    added: Any,
-    *,
-    protection: Protection,
-    keep: Bool[Array, "b h c"] | None,
-    shrinks: bool,
-    interpret: Any,
-) -> tuple[Array, Array, Any, Array, Any]:
-    """See `api.evict`."""
-    b, h, c = position.shape
-    heads = SUBLANES if h % SUBLANES == 0 else h
-    leaves, tree = jax.tree.flatten(buffers)
-    values = [value.astype(leaf.dtype) for leaf, value in zip(leaves, jax.tree.leaves(added), strict=True)]
-    planes = [i for i, leaf in enumerate(leaves) if leaf.ndim == 4 and in_planes(leaf)]
-    wide = [i for i, leaf in enumerate(leaves) if leaf.ndim == 4 and i not in planes]
-    narrow = [i for i, leaf in enumerate(leaves) if leaf.ndim == 3]
+class Kinds(NamedTuple):
+    """Buffers by how they are written: `wide` ones by copies of tiles, the others as whole blocks."""
 
+    wide: list[Any]
+    planes: list[Any]
+    """Buffers [b h c w] whose slots lie along the lanes."""
+    narrow: list[Any]
+    """Buffers [b h c]."""
+
+    @staticmethod
+    def of(leaf: Array) -> str:
+        """Return the name of a buffer's kind."""
+        return "narrow" if leaf.ndim == 3 else "planes" if in_planes(leaf) else "wide"
+
+
+class Outputs(NamedTuple):
+    """Results of the kernel; `taken` has what the buffers held."""
+
+    slot: Any
+    left: Any
+    position: Any
+    buffers: Kinds
+    taken: Kinds
+
+
+class Scratch(NamedTuple):
+    """Memory that is kept between steps: tiles of wide buffers and slots of two blocks of heads."""
+
+    tiles: list[Any]
+    slots: Any
+    semaphores: Any
+
+
+def evict(x: EvictInputs, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
+    """See `api.evict`."""
+    b, h, c = x.position.shape
+    heads = SUBLANES if h % SUBLANES == 0 else h
     blocks = h // heads
     cores, units = over_cores(b * blocks)
 
-    def block(*tail: int, late: int = 0) -> pl.BlockSpec:
+    def part(*tail: int, late: int = 0) -> pl.BlockSpec:
         """Return the spec of a block of heads, used in its own step or `late` steps later."""
 
         def index(core: Array, step: Array) -> tuple[Any, ...]:
@@ -62,70 +80,55 @@ def evict(
 
         return pl.BlockSpec((1, heads, *tail), index)
 
-    inputs = {
-        "new_position": (new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        **{name: (x[..., None], block(1)) for name, x in protection.of_heads()._asdict().items()},
-        "position": (position, block(c)),
-        "narrow": ([_word(leaves[i]) for i in narrow], [block(c)] * len(narrow)),
-        "narrow_new": ([_word(values[i])[..., None] for i in narrow], [block(1)] * len(narrow)),
-        # In the stored order, so XLA makes no copy.
-        "planes": ([leaves[i].swapaxes(2, 3) for i in planes], [block(leaves[i].shape[-1], c) for i in planes]),
-        "planes_new": ([values[i][..., None] for i in planes], [block(leaves[i].shape[-1], 1) for i in planes]),
-        "wide": ([leaves[i] for i in wide], [pl.BlockSpec(memory_space=pl.ANY)] * len(wide)),
-        "wide_new": ([_whole(values[i]) for i in wide], [block(leaves[i].shape[-1], late=1) for i in wide]),
-    }
-    if scores is not None:
-        inputs["scores"] = (scores.astype(jnp.float32), block(c))
-    if keep is not None:
-        inputs["keep"] = (keep.astype(jnp.int32), block(c))
-    arrays = {name: array for name, (array, _) in inputs.items()}
-    specs = {name: spec for name, (_, spec) in inputs.items()}
-    out_specs = {
-        "slot": block(1),
-        "taken": specs["wide_new"],
-        "taken_narrow": [block(1)] * (len(narrow) + 1),
-        "taken_planes": specs["planes_new"],
-        **{name: specs[name] for name in ("position", "narrow", "planes", "wide")},
-    }
-
-    def shaped(x: Array, *tail: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((b, h, *tail), x.dtype)
-
-    out_shape = {
-        "slot": shaped(position, 1),
-        "taken": [shaped(x, x.shape[-1]) for x in arrays["wide_new"]],
-        "taken_planes": [shaped(x, *x.shape[2:]) for x in arrays["planes_new"]],
-        "taken_narrow": [shaped(x, 1) for x in (position, *arrays["narrow"])],
-        "position": shaped(position, c),
-        "narrow": [shaped(x, c) for x in arrays["narrow"]],
-        "planes": [shaped(x, *x.shape[2:]) for x in arrays["planes"]],
-        "wide": [shaped(x, *x.shape[2:]) for x in arrays["wide"]],
-    }
-    found = pl.pallas_call(
-        functools.partial(_kernel, units=units, blocks=blocks, shrinks=shrinks),
-        grid=(cores, units + 2 * bool(wide)),
-        in_specs=[specs],
-        out_specs=out_specs,
-        out_shape=out_shape,
-        scratch_shapes=[
-            [_tiles(leaves[i], heads) for i in wide],
-            pltpu.SMEM((2, heads), jnp.int32),
-            pltpu.SemaphoreType.DMA((2, max(1, len(wide)), 2)),
-        ],
-        input_output_aliases=_aliases(arrays, out_shape),
+    leaves, tree = jax.tree.flatten(x.buffers)
+    held, added = Kinds([], [], []), Kinds([], [], [])
+    for leaf, value in zip(leaves, jax.tree.leaves(x.added), strict=True):
+        value, kind, width = value.astype(leaf.dtype), Kinds.of(leaf), leaf.shape[-1]
+        if kind == "narrow":
+            before, after = block(_word(leaf), part(c)), block(_word(value)[..., None], part(1))
+        elif kind == "planes":  # in the stored order, so XLA makes no copy
+            before, after = block(leaf.swapaxes(2, 3), part(width, c)), block(value[..., None], part(width, 1))
+        else:
+            before, after = block(leaf, pl.BlockSpec(memory_space=pl.ANY)), block(_whole(value), part(width, late=1))
+        getattr(held, kind).append(before)
+        getattr(added, kind).append(after)
+    inputs = EvictInputs(
+        scores=None if x.scores is None else block(x.scores.astype(jnp.float32), part(c)),
+        position=block(x.position, part(c)),
+        new_position=block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        buffers=held,
+        added=added,
+        protection=Protection(*(block(bound[..., None], part(1)) for bound in x.protection.of_heads())),
+        keep=None if x.keep is None else block(x.keep.astype(jnp.int32), part(c)),
+        shrinks=x.shrinks,
+    )
+    number = made((b, h, 1), part(1), jnp.int32)
+    taken = Kinds(*([made(new.array.shape, new.spec, new.array.dtype) for new in some] for some in added))
+    scratch = Scratch(
+        # For two blocks of heads: one is read while the other is written.
+        [pltpu.VMEM((2, heads, copied(y.array), y.array.shape[-1]), y.array.dtype) for y in held.wide],
+        pltpu.SMEM((2, heads), jnp.int32),
+        pltpu.SemaphoreType.DMA((2, max(1, len(held.wide)), 2)),
+    )
+    found = run(
+        functools.partial(_kernel, units=units, blocks=blocks),
+        (inputs,),
+        Outputs(number, number, over(inputs.position), Kinds(*([over(y) for y in some] for some in held)), taken),
+        grid=(cores, units + 2 * bool(held.wide)),
+        scratch_shapes=[scratch],
         compiler_params=tpu_params(1, 1, VMEM_BYTES),
         interpret=interpret,
         name="evict",
-    )(arrays)
-    old, new = {}, {}
-    for i, x, y in zip(wide, found["taken"], found["wide"], strict=True):
-        old[i], new[i] = x.astype(leaves[i].dtype), y
-    for i, x, y in zip(planes, found["taken_planes"], found["planes"], strict=True):
-        old[i], new[i] = x[..., 0], y.swapaxes(2, 3)
-    for i, x, y in zip(narrow, found["taken_narrow"][1:], found["narrow"], strict=True):
-        old[i], new[i] = x[..., 0].astype(leaves[i].dtype), y.astype(leaves[i].dtype)
-    taken, written = (jax.tree.unflatten(tree, [x[i] for i in range(len(leaves))]) for x in (old, new))
-    return found["slot"][..., 0], found["taken_narrow"][0][..., 0], taken, found["position"], written
+    )
+    both = [{name: iter(some) for name, some in kinds._asdict().items()} for kinds in (found.taken, found.buffers)]
+    old, new = ([next(kinds[Kinds.of(leaf)]) for leaf in leaves] for kinds in both)
+    gone, written = [], []
+    for leaf, before, after in zip(leaves, old, new, strict=True):
+        wide, planes = (Kinds.of(leaf) == kind for kind in ("wide", "planes"))
+        gone.append((before if wide else before[..., 0]).astype(leaf.dtype))
+        written.append((after.swapaxes(2, 3) if planes else after).astype(leaf.dtype))
+    pair = jax.tree.unflatten(tree, gone) if x.pairs else None
+    return found.slot[..., 0], found.left[..., 0], pair, found.position, jax.tree.unflatten(tree, written)
 
 
 def in_planes(leaf: Array) -> bool:
@@ -146,11 +149,6 @@ def counted(dtype: DTypeLike) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
-def _tiles(leaf: Array, heads: int) -> Any:
-    # For two blocks of heads: one is read while the other is written.
-    return pltpu.VMEM((2, heads, copied(leaf), leaf.shape[-1]), leaf.dtype)
-
-
 def _word(x: Array) -> Array:
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
 
@@ -160,21 +158,10 @@ def _whole(x: Array) -> Array:
     return x.astype(jnp.int32) if x.dtype.itemsize == 1 else x
 
 
-def _aliases(arrays: Any, out_shape: Any) -> dict[int, int]:
-    # Inputs and outputs of the same path share a buffer.
-    def places(tree: Any) -> dict[str, int]:
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-        return {path: i for i, path in enumerate(paths)}
-
-    ins, outs = places(arrays), places(out_shape)
-    return {ins[path]: outs[path] for path in outs if path in ins}
-
-
-def _kernel(
-    refs: Any, outputs: Any, tiles: Any, slots: Any, semaphores: Any, *, units: int, blocks: int, shrinks: bool
-) -> None:
+def _kernel(x: EvictInputs, outputs: Outputs, scratch: Scratch, *, units: int, blocks: int) -> None:
+    tiles, slots, semaphores = scratch
     core, step = pl.program_id(0), pl.program_id(1)
-    heads = refs["position"].shape[1]
+    heads = x.position.shape[1]
     own = jax.lax.rem(step, 2)
 
     def place(step: Any) -> tuple[Any, Any]:
@@ -187,7 +174,7 @@ def _kernel(
             rows = tile.shape[2]
             for head in range(heads):
                 begin = pl.multiple_of(slots[which, head] & -rows, rows)
-                cache = outputs["wide"][leaf].at[row, first + head, pl.ds(begin, rows)]
+                cache = outputs.buffers.wide[leaf].at[row, first + head, pl.ds(begin, rows)]
                 ends = (tile.at[which, head], cache) if into_cache else (cache, tile.at[which, head])
                 pltpu.make_async_copy(*ends, semaphores.at[int(into_cache), leaf, which]).start()
 
@@ -203,46 +190,49 @@ def _kernel(
 
     @pl.when(step < units)
     def _() -> None:
-        newest = refs["new_position"][place(step)[0]]
-        _choose(refs, outputs, slots.at[own], newest, shrinks)
+        _choose(x, outputs, slots.at[own], x.new_position[place(step)[0]])
         start(step, own, into_cache=False)
 
     @pl.when((step >= 1) & (step <= units))
     def _() -> None:
         before = 1 - own
         wait(before, into_cache=False)
-        writes = refs["new_position"][place(step - 1)[0]] >= 0
+        writes = x.new_position[place(step - 1)[0]] >= 0
         for leaf, tile in enumerate(tiles):
-            _exchange(tile.at[before], slots.at[before], refs["wide_new"][leaf], outputs["taken"][leaf], writes)
+            _exchange(tile.at[before], slots.at[before], x.added.wide[leaf], outputs.taken.wide[leaf], writes)
         start(step - 1, before, into_cache=True)
 
 
-def _choose(refs: Any, outputs: Any, slots: Any, newest: Any, shrinks: bool) -> None:
+def _choose(x: EvictInputs, outputs: Outputs, slots: Any, newest: Any) -> None:
     """Select the slots of a block of heads, and exchange entries of the buffers that are whole blocks."""
-    heads, capacity = refs["position"].shape[1:]
-    position = refs["position"][0]
-    bounds = [refs[name][0] for name in Protection._fields]
-    keep = refs["keep"][0] != 0 if "keep" in refs else None
-    scores = refs["scores"][0] if "scores" in refs else None
-    slot = victim(scores, position, newest, *bounds, keep=keep, shrinks=shrinks)
+    heads, capacity = x.position.shape[1:]
+    position = x.position[0]
+    sinks, recent, limit = (bound[0] for bound in x.protection)
+    keep = None if x.keep is None else x.keep[0] != 0
+    scores = None if x.scores is None else x.scores[0]
+    slot = victim(scores, position, newest, sinks, recent, limit, keep=keep, shrinks=x.shrinks)
     for head in range(heads):
         slots[head] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0) == head, slot, 0).sum()
     here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == slot
     writes = newest >= 0
     left = jnp.where(here, position, 0).sum(-1, keepdims=True)
-    outputs["taken_narrow"][0][0] = jnp.where(writes, left, -1)
-    outputs["position"][0] = jnp.where(here & writes, newest, position)
-    for i, (leaf, new) in enumerate(zip(refs["narrow"], refs["narrow_new"], strict=True)):
+    outputs.left[0] = jnp.where(writes, left, -1)
+    outputs.position[0] = jnp.where(here & writes, newest, position)
+    for leaf, new, taken, after in zip(*(some.narrow for some in _each(x, outputs)), strict=True):
         values = leaf[0]
-        outputs["taken_narrow"][i + 1][0] = _chosen(values, here)
-        outputs["narrow"][i][0] = jnp.where(here & writes, new[0], values)
-    for i, (leaf, new) in enumerate(zip(refs["planes"], refs["planes_new"], strict=True)):
+        taken[0] = _chosen(values, here)
+        after[0] = jnp.where(here & writes, new[0], values)
+    for leaf, new, taken, after in zip(*(some.planes for some in _each(x, outputs)), strict=True):
         for head in range(heads):
             values = leaf[0, head]
             chosen = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) == slots[head]
-            outputs["taken_planes"][i][0, head] = _chosen(values, chosen)
-            outputs["planes"][i][0, head] = jnp.where(chosen & writes, new[0, head], values)
-    outputs["slot"][0] = jnp.where(writes, slot, capacity)
+            taken[0, head] = _chosen(values, chosen)
+            after[0, head] = jnp.where(chosen & writes, new[0, head], values)
+    outputs.slot[0] = jnp.where(writes, slot, capacity)
+
+
+def _each(x: EvictInputs, outputs: Outputs) -> tuple[Kinds, ...]:
+    return x.buffers, x.added, outputs.taken, outputs.buffers
 
 
 def _exchange(tile: Any, slots: Any, new: Any, taken: Any, writes: Any) -> None:

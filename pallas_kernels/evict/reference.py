@@ -6,29 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.common import platform_of
-from pallas_kernels.ranking import Protection, victim
+from pallas_kernels.evict.types import EvictInputs
+from pallas_kernels.ranking import victim
 
 
-def evict(
-    scores: Float[Array, "b h c"] | None,
-    position: Int[Array, "b h c"],
-    new_position: Int[Array, " b"],
-    buffers: Any,
-    added: Any,
-    *,
-    protection: Protection,
-    keep: Bool[Array, "b h c"] | None,
-    shrinks: bool,
-    pairs: bool,
-) -> tuple[Array, Array, Any, Array, Any]:
+def evict(x: EvictInputs) -> tuple[Array, Array, Any, Array, Any]:
     """See `api.evict`."""
-    sinks, recent, limit = (x[..., None] for x in protection)
-    newest = new_position[:, None, None]
-    slot = victim(scores, position, newest, sinks, recent, limit, keep, shrinks=shrinks)[..., 0]
-    return exchange(slot, position, new_position, buffers, added, pairs=pairs)
+    sinks, recent, limit = (bound[..., None] for bound in x.protection)
+    newest = x.new_position[:, None, None]
+    slot = victim(x.scores, x.position, newest, sinks, recent, limit, x.keep, shrinks=x.shrinks)[..., 0]
+    return exchange(slot, x.position, x.new_position, x.buffers, x.added, pairs=x.pairs)
 
 
 def exchange(

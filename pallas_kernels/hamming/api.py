@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from jaxtyping import Array, Bool, Int, UInt32
 
 from pallas_kernels.hamming import reference
-from pallas_kernels.op import Limit, Op, Options
+from pallas_kernels.op import How, Limit, Op, Options
 from pallas_kernels.ranking import Protection
 
 
@@ -21,9 +21,7 @@ def hamming(
     *,
     protection: Protection,
     keep: Bool[Array, "b h c"] | None = None,
-    implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **how: Unpack[How],
 ) -> Int[Array, "b h"]:
     """Return the slot whose code differs in most bits from those of its query group, summed over the group.
 
@@ -37,17 +35,11 @@ def hamming(
         new_position: position of each row's new token, for the recent window.
         protection: sinks, recent window and limit of each head.
         keep: slots that are never evicted, or None.
-        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384,
-            g * w up to 64 and w * c up to 32768. It compiles and has run in interpreters, never on a chip. There is no
-            form for GPU.
-        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
-
-    Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: the implementation is unknown.
+        how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384, g * w up
+            to 64 and w * c up to 32768. It compiles and has run in interpreters, never on a chip. There is no form for
+            GPU.
     """
-    return Hamming(query, codes, position, new_position, protection, keep)(implementation, interpret, platform)
+    return Hamming(query, codes, position, new_position, protection, keep)(**how)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,7 +13,7 @@ from pallas_kernels.attention import Partial
 from pallas_kernels.common import LANES, SUBLANES
 from pallas_kernels.less_kernels import reference
 from pallas_kernels.less_kernels.types import Remembered
-from pallas_kernels.op import Limit, Op, Options
+from pallas_kernels.op import How, Limit, Op, Options
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
@@ -22,10 +22,7 @@ def phi(
     q: Float[Array, "b h g t d"],
     first: Float[Array, "h g d r"],
     second: Float[Array, "h g r f"],
-    *,
-    implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **how: Unpack[How],
 ) -> Float[Array, "b h g t f"]:
     r"""Compute features of queries (LESS, equation 1) :math:`\phi(q) = |\sigma(\sigma(q W_1) W_2)|`, with exact GELU.
 
@@ -37,17 +34,12 @@ def phi(
         q: queries, rotated.
         first: W_1, one per query head.
         second: W_2; a TPU rounds activations to bfloat16 if the weights are bfloat16.
-        implementation: `auto`, `xla` or `pallas`.
-        interpret: as for `pallas_call`.
-        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
-
-    Raises:
-        Unsupported: the requested implementation cannot run.
+        how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
     """
     b, h, g, t, d = q.shape
     heads = q.reshape(b, h * g, t, d)
     weights = [x.reshape(h * g, *x.shape[2:]) for x in (first, second)]
-    out = Phi(_per_head(heads), weights)(implementation, interpret, platform)
+    out = Phi(_per_head(heads), weights)(**how)
     return _per_row(out, b).reshape(b, h, g, t, -1)
 
 
@@ -58,10 +50,7 @@ def psi(
     third: Float[Array, "h f f"],
     outer_scale: Float[Array, "h f"],
     residual_scale: Float[Array, "h f"] | None = None,
-    *,
-    implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **how: Unpack[How],
 ) -> Float[Array, "b h t f"]:
     r"""Compute features of keys (LESS, equation 2 and section 3.2), with the exact GELU.
 
@@ -76,15 +65,10 @@ def psi(
         third: W_3.
         outer_scale: s_1.
         residual_scale: s_2; None for equation 2 as it is printed, :math:`|k_2 W_3|`.
-        implementation: `auto`, `xla` or `pallas`.
-        interpret: as for `pallas_call`.
-        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
-
-    Raises:
-        Unsupported: the requested implementation cannot run.
+        how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
     """
     weights = [first, second, third, outer_scale, residual_scale]
-    return _per_row(Psi(_per_head(k), weights)(implementation, interpret, platform), len(k))
+    return _per_row(Psi(_per_head(k), weights)(**how), len(k))
 
 
 def remember(
@@ -94,10 +78,7 @@ def remember(
     attended: Partial,
     of_phi: Mapping[str, Array],
     of_psi: Mapping[str, Array],
-    *,
-    implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **how: Unpack[How],
 ) -> Remembered:
     r"""Add evicted pairs to LESS's memory, and merge attention to it, in a decode step (equations 3 to 5).
 
@@ -117,14 +98,9 @@ def remember(
         attended: o and l, attention over the slots [b h g e] and the logarithm of its sum [b h g].
         of_phi: weights of `phi`, by the names of its arguments.
         of_psi: weights of `psi`, likewise.
-        implementation: `auto`, `xla` or `pallas`.
-        interpret: as for `pallas_call`.
-        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
-
-    Raises:
-        Unsupported: the requested implementation cannot run.
+        how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
     """
-    return Remember(memory, evicted, q, attended, of_phi, of_psi)(implementation, interpret, platform)
+    return Remember(memory, evicted, q, attended, of_phi, of_psi)(**how)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

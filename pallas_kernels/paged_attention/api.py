@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import LANES
 from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
-from pallas_kernels.op import Limit, Op, Options
+from pallas_kernels.op import How, Limit, Op, Options
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import MOST_TOLD, tile, told
-from pallas_kernels.paged_attention.types import Paged, Places
+from pallas_kernels.paged_attention.types import Paged, PagedInputs, Places
 
 
 def paged_attention(
@@ -31,9 +31,7 @@ def paged_attention(
     places: Places | None = None,
     logits: Float[Array, "P g s"] | None = None,
     layers: int = 1,
-    implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **how: Unpack[How],
 ) -> Paged:
     """Compute softmax attention of one token per row over the pages of one layer in a pool, in one pass over them.
 
@@ -50,48 +48,32 @@ def paged_attention(
             them.
         logits: logits of another layer, which `xla` overwrites instead of allocating an array; None if there are none.
         layers: number of layers in the pool; on TPU a step takes about as many pages as a head has in one, on average.
-        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes queries, keys, values, widths
-            and g as `decode_attention` does. On TPU, four bits need d and e of 256, and s is at most 1024. Its steps
-            take at most 240,000 scalars: three for each head of each row, and one for each row and for each 128 to 512
-            slots of the pool. It compiles for TPU and GPU and has run in interpreters, never on a chip.
-        interpret: `True`, or on TPU `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
+        how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` takes queries, keys, values, widths and g as
+            `decode_attention` does. On TPU, four bits need d and e of 256, and s is at most 1024. Its steps take at
+            most 240,000 scalars: three for each head of each row, and one for each row and for each 128 to 512 slots of
+            the pool. It compiles for TPU and GPU and has run in interpreters, never on a chip.
 
     Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: the implementation is unknown, or values are `Turned`.
+        ValueError: values are `Turned`.
     """
     refuse_turned(v)
     op = PagedAttention(q, k, v, position, owner, pages, query_position, spec, places, logits, layers)
-    return op(implementation, interpret, platform)
+    return op(**how)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PagedAttention(Op[Paged]):
+class PagedAttention(PagedInputs, Op[Paged]):
     """See `paged_attention`."""
-
-    q: Float[Array, "b h g d"]
-    k: Operand
-    v: Operand
-    position: Int[Array, "P s"]
-    owner: Int[Array, " P"]
-    pages: Int[Array, "2"]
-    query_position: Int[Array, " b"]
-    spec: AttentionSpec
-    places: Places | None = None
-    logits: Float[Array, "P g s"] | None = None
-    layers: int = 1
 
     name = "paged_attention"
     backends = ("pallas_tpu", "pallas_gpu")
 
     def reference(self, options: Options) -> Paged:
-        return reference.paged_attention(**self.arguments(without=["layers"]), platform=options.platform)
+        return reference.paged_attention(self, options.platform)
 
     def kernel(self, backend: str, options: Options) -> Paged:
         # Kernels allocate their logits, and the limits exclude places that matter.
-        unused = ["places", "logits"] if backend == "pallas_tpu" else ["places", "logits", "layers"]
-        return self.module(backend).paged_attention(**self.arguments(unused), interpret=options.interpret)
+        return self.module(backend).paged_attention(self, interpret=options.interpret)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         yield from operand_limits(self.q, self.k, self.v, self.spec, self.places)

@@ -6,37 +6,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec, wide
-from pallas_kernels.operands import Operand, cut
-from pallas_kernels.paged_attention.types import Paged, Places
+from pallas_kernels.attention import wide
+from pallas_kernels.operands import cut
+from pallas_kernels.paged_attention.types import Paged, PagedInputs
 from pallas_kernels.quantised import products, weighted
 
 PAGE_BLOCK = 64
 """Maximum pages of one loop step."""
 
 
-def paged_attention(
-    q: Float[Array, "b h g d"],
-    k: Operand,
-    v: Operand,
-    position: Int[Array, "P s"],
-    owner: Int[Array, " P"],
-    pages: Int[Array, "2"],
-    query_position: Int[Array, " b"],
-    spec: AttentionSpec,
-    *,
-    places: Places | None,
-    logits: Float[Array, "P g s"] | None,
-    platform: str,
-) -> Paged:
+def paged_attention(x: PagedInputs, platform: str) -> Paged:
     """See `api.paged_attention`."""
+    (q, k, v, spec), (position, owner, pages) = (x.q, x.k, x.v, x.spec), (x.position, x.owner, x.pages)
     b, h, g, d = q.shape
     count, size = position.shape
     owners, kind = b * h, wide(q.dtype)
     queries = q.reshape(owners, g, d)
-    query_place, key_place = (jnp.repeat(query_position, h), position) if places is None else places
+    query_place, key_place = (jnp.repeat(x.query_position, h), position) if x.places is None else x.places
     lowest = jnp.finfo(kind).min
     block = min(PAGE_BLOCK, count)
 
@@ -47,22 +35,22 @@ def paged_attention(
         page = at + jnp.arange(block)
         valid = (page >= wanted) & (page < pages[1])
 
-        def here(x: Any) -> Any:
-            return cut(x, at, block, 0)
+        def here(pages: Any) -> Any:
+            return cut(pages, at, block, 0)
 
         whose, where = here(owner), here(position)
-        x = spec.capped(products(queries[whose], here(k), platform))
+        found = spec.capped(products(queries[whose], here(k), platform))
         if spec.slopes is not None:
             distance = here(key_place) - query_place.reshape(-1)[whose, None]
-            x += spec.slopes[whose % h][..., None] * distance[:, None]
-        seen = spec.mask(query_position[whose // h, None], where[:, None])[:, 0]
-        x = jnp.where(seen, x, lowest)
-        logits = jax.lax.dynamic_update_slice_in_dim(logits, x, at, 0)
-        x = jnp.where(valid[:, None, None], x, lowest)
+            found += spec.slopes[whose % h][..., None] * distance[:, None]
+        seen = spec.mask(x.query_position[whose // h, None], where[:, None])[:, 0]
+        found = jnp.where(seen, found, lowest)
+        logits = jax.lax.dynamic_update_slice_in_dim(logits, found, at, 0)
+        found = jnp.where(valid[:, None, None], found, lowest)
         members = (whose == jnp.arange(owners)[:, None]) & valid
-        top = jnp.where(members[..., None], x.max(-1), lowest).max(1)
+        top = jnp.where(members[..., None], found.max(-1), lowest).max(1)
         now = jnp.maximum(highest, jnp.maximum(top, lowest / 2))
-        weights = jnp.exp(x - now[whose][..., None])
+        weights = jnp.exp(found - now[whose][..., None])
         read = weighted(weights, here(v), q.dtype, platform)
         share, kept = members.astype(kind), jnp.exp(highest - now)
         total = kept * total + jnp.einsum("op,pg->og", share, weights.sum(-1))
@@ -72,7 +60,7 @@ def paged_attention(
         jnp.full((owners, g), lowest / 2, kind),
         jnp.zeros((owners, g), kind),
         jnp.zeros((owners, g, v.shape[-1]), kind),
-        jnp.zeros((count, g, size), kind) if logits is None else logits,
+        jnp.zeros((count, g, size), kind) if x.logits is None else x.logits,
     )
     blocks = (pages[1] - pages[0] + block - 1) // block
     highest, total, out, written = jax.lax.fori_loop(0, blocks, look, carry)

@@ -1,13 +1,36 @@
-"""Result of attention over pages."""
+"""Inputs and result of attention over pages."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.operands import Operand
+
 Places = tuple[Int[Array, "b h"], Int[Array, "P s"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedInputs:
+    """Arguments of attention over pages."""
+
+    q: Float[Array, "b h g d"]
+    k: Operand
+    """Keys [P s d]."""
+    v: Operand
+    """Values [P s e]."""
+    position: Int[Array, "P s"]
+    owner: Int[Array, " P"]
+    pages: Int[Array, "2"]
+    query_position: Int[Array, " b"]
+    spec: AttentionSpec
+    places: Places | None = None
+    logits: Float[Array, "P g s"] | None = None
+    layers: int = 1
 
 
 class Paged(NamedTuple):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import numbers_of, platform_of
-from pallas_kernels.op import Limit, Op, Options
+from pallas_kernels.common import numbers_of
+from pallas_kernels.op import How, Limit, Op, Options, options_of
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
 from pallas_kernels.prefill_scores import derivative, reference
-from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
+from pallas_kernels.prefill_scores.types import Joined, Own, PrefillInputs, PromptAttention
 
 ROWS = 16
 """Maximum rows of weights that the Pallas kernels sum in one pass."""
@@ -35,9 +35,7 @@ def prefill_scores(
     tau: float = 1.0,
     places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None,
     own: Own | None = None,
-    implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **how: Unpack[How],
 ) -> PromptAttention:
     r"""Attend in blocks, in memory linear in the prompt, and sum each key's probabilities over the queries.
 
@@ -72,12 +70,9 @@ def prefill_scores(
         tau: temperature of the scores, above 0.
         places: model positions of queries and keys for ALiBi, if they differ; the mask uses the positions.
         own: tokens of the queries, if other devices have the rest of the text; None for the tokens of the last n keys.
-        implementation: `auto`, `xla` or `pallas`.
-        interpret: as for `pallas_call`.
-        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
+        how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
 
     Raises:
-        Unsupported: the requested implementation cannot run.
         ValueError: shapes do not match, or a setting is out of range.
     """
     n, c = q.shape[3] if own is None else own.of, k.shape[2]
@@ -93,60 +88,34 @@ def prefill_scores(
         raise ValueError(f"window={spec.window} is not a number of tokens from 1.")
     if weights is not None and weights.ndim == 3:
         weights = weights[:, :, None]
-    op = PrefillScores(q, k, v, query_position, key_position, spec, scores, weights, noise, tau, places, own)
-    options = Options(implementation, interpret, platform_of(platform))
-    chosen = op.choose(options)
+    inputs = PrefillInputs(q, k, v, query_position, key_position, spec, scores, weights, noise, tau, places, own)
+    options = options_of(**how)
+    chosen = PrefillScores(**vars(inputs)).choose(options)
 
     @jax.custom_jvp
-    def run(
-        q: Array, k: Any, v: Any, position: Array, key_position: Array, slopes: Any, weights: Any, noise: Any,
-        places: Any, token: Any,
-    ) -> PromptAttention:  # fmt: skip
-        arrays: dict[str, Any] = dict(q=q, k=k, v=v, query_position=position, key_position=key_position)
-        arrays |= dict(spec=dataclasses.replace(spec, slopes=slopes), weights=weights, noise=noise, places=places)
-        arrays |= dict(own=None if own is None else own._replace(token=token))
-        return dataclasses.replace(op, **arrays).run(chosen, options)
+    def run(x: PrefillInputs) -> PromptAttention:
+        return PrefillScores(**vars(x)).run(chosen, options)
 
     @run.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[PromptAttention, PromptAttention]:
-        def again(
-            q: Array, k: Any, v: Any, position: Array, key_position: Array, slopes: Any, *others: Any
-        ) -> PromptAttention:
-            here = dataclasses.replace(spec, slopes=slopes)
-            return derivative.prefill_scores(q, k, v, position, key_position, here, *others, tau=tau, scores=scores)
+        return run(*primals), jax.jvp(derivative.prefill_scores, primals, tangents)[1]
 
-        return run(*primals), jax.jvp(again, primals[:-1], tangents[:-1])[1]
-
-    token = None if own is None else own.token
-    return run(q, k, v, query_position, key_position, spec.slopes, weights, noise, places, token)
+    return run(inputs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PrefillScores(Op[PromptAttention]):
+class PrefillScores(PrefillInputs, Op[PromptAttention]):
     """See `prefill_scores`; weights have an axis m."""
-
-    q: Float[Array, "b h g n d"]
-    k: Operand | Joined
-    v: Operand | Joined
-    query_position: Int[Array, "b n"]
-    key_position: Int[Array, "b #h c"]
-    spec: AttentionSpec
-    scores: bool = True
-    weights: Float[Array, "b #h m n"] | None = None
-    noise: Float[Array, "b h c"] | None = None
-    tau: float = 1.0
-    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None
-    own: Own | None = None
 
     name = "prefill_scores"
     backends = ("pallas_tpu", "pallas_gpu")
 
     def reference(self, options: Options) -> PromptAttention:
-        return reference.prefill_scores(**self.arguments(), platform=options.platform)
+        return reference.prefill_scores(self, options.platform)
 
     def kernel(self, backend: str, options: Options) -> PromptAttention:
-        run = self.module(backend).prefill_scores  # takes no places: the limits exclude those that matter
-        return run(**self.arguments(without=["places"]), interpret=options.interpret)
+        # Kernels read no places: the limits exclude those that matter.
+        return self.module(backend).prefill_scores(self, interpret=options.interpret)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         q, k, v = self.q, self.k, self.v

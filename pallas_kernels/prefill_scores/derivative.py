@@ -9,59 +9,47 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec, attend, join_queries, split_queries, tempered, wide
+from pallas_kernels.attention import attend, join_queries, split_queries, tempered, wide
 from pallas_kernels.operands import Operand, values
-from pallas_kernels.prefill_scores.types import Joined, PromptAttention
+from pallas_kernels.prefill_scores.types import Joined, PrefillInputs, PromptAttention
 
 LOGITS = 1 << 22
 """Approximate number of logits in a block; all of them exist at one time."""
 
 
-def prefill_scores(
-    q: Float[Array, "b h g n d"],
-    k: Operand | Joined,
-    v: Operand | Joined,
-    query_position: Int[Array, "b n"],
-    key_position: Int[Array, "b #h c"],
-    spec: AttentionSpec,
-    weights: Float[Array, "b #h m n"] | None,
-    noise: Float[Array, "b h c"] | None,
-    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None,
-    *,
-    tau: float,
-    scores: bool,
-) -> PromptAttention:
+def prefill_scores(x: PrefillInputs) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`."""
-    (b, h, g, n, _), c, dtype = q.shape, k.shape[2], wide(q.dtype)
-    keys, vals = (_whole(x, q.dtype) for x in (k, v))
-    query_place, key_place = (query_position[:, None], key_position) if places is None else places
+    (b, h, g, n, _), c, dtype = x.q.shape, x.k.shape[2], wide(x.q.dtype)
+    query_position, key_position, noise = x.query_position, x.key_position, x.noise
+    keys, vals = (_whole(y, x.q.dtype) for y in (x.k, x.v))
+    query_place, key_place = (query_position[:, None], key_position) if x.places is None else x.places
     counted = (query_position >= 0)[:, None, None].astype(dtype)
-    counted = counted if weights is None else counted * weights.astype(dtype)
+    counted = counted if x.weights is None else counted * x.weights.astype(dtype)
     size = max(1, min(n, LOGITS // (b * h * g * c)))
 
     @jax.checkpoint
     def read(block: tuple[Array, ...]) -> PromptAttention:
         queries, position, place, count = block
-        mask, bias = spec.mask(position, key_position), spec.bias(place, key_place)
-        partial, probs = attend(queries, keys, vals, mask, spec, bias)
-        if not scores:
+        mask, bias = x.spec.mask(position, key_position), x.spec.bias(place, key_place)
+        partial, probs = attend(queries, keys, vals, mask, x.spec, bias)
+        if not x.scores:
             return PromptAttention(*partial, None)
-        if tau != 1 or noise is not None:
-            probs = tempered(probs, None if noise is None else noise.astype(dtype)[:, :, None, None], tau)
+        if x.tau != 1 or noise is not None:
+            probs = tempered(probs, None if noise is None else noise.astype(dtype)[:, :, None, None], x.tau)
             total = probs.sum(-1, keepdims=True)
             probs = probs / jnp.where(total > 0, total, 1)
         count = jnp.broadcast_to(count, (b, h, *count.shape[2:]))
         return PromptAttention(*partial, jnp.einsum("bhmt,bhgts->bhms", count, probs))
 
-    blocks = [_blocks(x, axis, size) for x, axis in ((q, 3), (query_position, 1), (query_place, 2), (counted, 3))]
+    blocks = [_blocks(y, axis, size) for y, axis in ((x.q, 3), (query_position, 1), (query_place, 2), (counted, 3))]
     # Padding of the last block attends to nothing.
     blocks[1] = jnp.where((jnp.arange(blocks[1].shape[0] * size) < n).reshape(-1, 1, size), blocks[1], -1)
     blocks[3] = jnp.where((blocks[1] >= 0)[:, :, None, None], blocks[3], 0)
     found = jax.lax.map(read, tuple(blocks))
-    out, lse = (join_queries(x, 3)[:, :, :, :n] for x in found[:2])
-    return PromptAttention(out, lse, found.scores.sum(0) if scores else None)
+    out, lse = (join_queries(y, 3)[:, :, :, :n] for y in found[:2])
+    return PromptAttention(out, lse, found.scores.sum(0) if x.scores else None)
 
 
 def _whole(x: Operand | Joined, dtype: Any) -> Array:

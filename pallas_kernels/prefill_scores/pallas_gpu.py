@@ -16,49 +16,37 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention.pallas_gpu import products
 from pallas_kernels.decode_attention.partials import ROWS, channels
-from pallas_kernels.prefill_scores.tiles import Tiles
-from pallas_kernels.prefill_scores.types import Own, PromptAttention
+from pallas_kernels.prefill_scores.tiles import Tiles, row
+from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def prefill_scores(
-    q: Float[Array, "b h g n d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c e"],
-    query_position: Int[Array, "b n"],
-    key_position: Int[Array, "b #h c"],
-    spec: AttentionSpec,
-    weights: Float[Array, "b #h m n"] | None,
-    noise: Float[Array, "b h c"] | None,
-    own: Own | None,
-    *,
-    tau: float,
-    scores: bool,
-    interpret: Any,
-) -> PromptAttention:
+def prefill_scores(x: PrefillInputs, *, interpret: Any) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`; compiled for A100 and H100, interpreted, never run on a chip."""
-    (b, h, g, n, d), c = q.shape, k.shape[2]
-    tiles = Tiles(n, c, *_sizes(max(d, v.shape[3]), q.dtype), spec.window, n if own is None else own.of)
-    noisy = scores and (noise is not None or tau != 1)
-    blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
-    if spec.slopes is not None:
-        blocks["slope"] = spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
+    (b, h, g, n, d), c = x.q.shape, x.k.shape[2]
+    tiles = Tiles(n, c, *_sizes(max(d, x.v.shape[3]), x.q.dtype), x.spec.window, x.tokens)
+    noisy = x.scores and (x.noise is not None or x.tau != 1)
+    blocks = tiles.padded(x)
+    if noisy and x.noise is not None:
+        blocks["noise"] = row(x.noise.astype(jnp.float32), tiles.keys * tiles.width - c, 0)
+    if x.spec.slopes is not None:
+        blocks["slope"] = x.spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
     # Numbers per token are [b, heads, n] here; only weights have rows.
-    blocks = {name: x if name in "qkv" else x[:, :, 0] for name, x in blocks.items()}
-    if own is not None:
-        blocks["bounds"] = tiles.bounds_of(own)
-    numbers: dict[str, Any] = dict(tiles=tiles, spec=spec, tau=tau, noisy=noisy, interpret=interpret)
+    blocks = {name: y if name in "qkv" else y[:, :, 0] for name, y in blocks.items()}
+    if x.own is not None:
+        blocks["bounds"] = tiles.bounds_of(x.own)
+    numbers: dict[str, Any] = dict(tiles=tiles, spec=x.spec, tau=x.tau, noisy=noisy, interpret=interpret)
     out, lse, noisy_lse = _attend(blocks, **numbers)
     sums = None
-    if scores:
+    if x.scores:
         del blocks["v"]
-        blocks |= {"lse": noisy_lse, "weight": tiles.weights(weights, b)}
+        blocks |= {"lse": noisy_lse, "weight": tiles.weights(x.weights, b)}
         sums = _collect(blocks, **numbers)
         sums = sums.reshape(b, h, g, *sums.shape[2:]).sum(2)[..., :c]
     return PromptAttention(out.reshape(b, h, g, *out.shape[2:])[..., :n, :], lse.reshape(b, h, g, -1)[..., :n], sums)

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import tpu_params
-from pallas_kernels.prefill_scores.tiles import Tiles, row
-from pallas_kernels.prefill_scores.types import Own, PromptAttention
+from pallas_kernels.prefill_scores.tiles import Tiles, array_of, row
+from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
 
 LANES = 128
 BLOCK = 512
@@ -47,26 +47,12 @@ class _Common(NamedTuple):
     interpret: Any
 
 
-def prefill_scores(
-    q: Float[Array, "b h g n d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c e"],
-    query_position: Int[Array, "b n"],
-    key_position: Int[Array, "b #h c"],
-    spec: AttentionSpec,
-    weights: Float[Array, "b #h m n"] | None,
-    noise: Float[Array, "b h c"] | None,
-    own: Own | None,
-    *,
-    tau: float,
-    scores: bool,
-    interpret: Any,
-) -> PromptAttention:
+def prefill_scores(x: PrefillInputs, *, interpret: Any) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`; compiled for v4 to v6e, interpreted, never run on a chip."""
+    q, k, v, spec, weights, scores = x.q, x.k, array_of(x.v), x.spec, x.weights, x.scores
     (b, h, g, n, _), c, e = q.shape, k.shape[2], v.shape[3]
-    if not scores:
-        noise, tau = None, 1.0
-    size, width = (min(BLOCK, -(-x // LANES) * LANES) for x in (n, c))
+    noise, tau = (x.noise, x.tau) if scores else (None, 1.0)
+    size, width = (min(BLOCK, -(-count // LANES) * LANES) for count in (n, c))
     part, capacity = chip_memory(interpret)
     lines = g + (1 if weights is None else weights.shape[2])
     # Half as many queries are tried before a second pass; fewer would be no faster than that.
@@ -76,12 +62,12 @@ def prefill_scores(
     needs = {shape: _held_bytes(*shape, c, q, v, rows=lines) for shape in shapes} if scores else {}
     fitting = [shape for shape, need in needs.items() if need <= capacity]
     size, width = fitting[0] if fitting else (size, width) if scores else shapes[0]
-    tiles = Tiles(n, c, size, width, spec.window, n if own is None else own.of)
+    tiles = Tiles(n, c, size, width, spec.window, x.tokens)
 
     # The chip computes exponentials as powers of two, so logits are multiplied by log2(e).
     cap = None if spec.soft_cap is None else spec.soft_cap * LOG2E
     spec = dataclasses.replace(spec, scale=spec.scale * LOG2E, soft_cap=cap)
-    blocks = tiles.padded(q, k, v, query_position, key_position)
+    blocks = tiles.padded(x)
     factor = None
     if noise is not None:
         # A factor per key of exponentials without noise: e^((x + zeta) / tau) = e^(x / tau) e^(zeta / tau).
@@ -90,7 +76,7 @@ def prefill_scores(
     if spec.slopes is not None:
         slopes = LOG2E * spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
         blocks["slope"] = jnp.broadcast_to(slopes, (1, h * g, 1, LANES))
-    bounds = () if own is None else (tiles.bounds_of(own),)
+    bounds = () if x.own is None else (tiles.bounds_of(x.own),)
     common = _Common(bounds, tiles, spec, tau, part, interpret)
     if fitting:
         if weights is not None:
@@ -102,7 +88,7 @@ def prefill_scores(
         out, lse, *tempered_lse = _attend(blocks, common)
         sums = None
         if scores:
-            again = {name: x for name, x in blocks.items() if name not in ("v", "factor")}
+            again = {name: y for name, y in blocks.items() if name not in ("v", "factor")}
             again |= {"lse": [lse, *tempered_lse][-1], "weight": tiles.weights(weights, b)}
             sums = _collect(again, common)
         lse = lse.reshape(b, h, g, -1)

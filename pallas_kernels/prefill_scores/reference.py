@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from pallas_kernels.attention import AttentionSpec, power_below, wide
+from pallas_kernels.attention import power_below, wide
 from pallas_kernels.operands import Operand, cut, values
-from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
+from pallas_kernels.prefill_scores.types import Joined, PrefillInputs, PromptAttention
 
 
 class Blocks(NamedTuple):
@@ -38,7 +38,7 @@ ACCELERATOR = Blocks(8192, 512, 2048)
 
 
 class _Running(NamedTuple):
-    # Running maximum and sum of the softmax, its unnormalised output, and maximum and sum of the second softmax.
+    # Running maximum and sum of the softmax, its unnormalized output, and maximum and sum of the second softmax.
     highest: Array
     total: Array
     out: Array
@@ -89,44 +89,29 @@ def _hiding(ages: tuple[Array, Array], query_position: Int[Array, "b t"], window
     return jnp.where(hides & (block >= first), block, len(oldest)).min(initial=len(oldest))
 
 
-def prefill_scores(
-    q: Float[Array, "b h g n d"],
-    k: Operand | Joined,
-    v: Operand | Joined,
-    query_position: Int[Array, "b n"],
-    key_position: Int[Array, "b #h c"],
-    spec: AttentionSpec,
-    weights: Float[Array, "b #h m n"] | None,
-    noise: Float[Array, "b h c"] | None,
-    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None,
-    own: Own | None,
-    *,
-    tau: float,
-    scores: bool,
-    platform: str,
-) -> PromptAttention:
+def prefill_scores(x: PrefillInputs, platform: str) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`."""
-    (b, h, g, n, _), c, dtype = q.shape, k.shape[2], wide(q.dtype)
-    most = ACCELERATOR if platform != "cpu" else CPU if scores or n < CPU_LONG.queries else CPU_LONG
+    (b, h, g, n, _), c, dtype = x.q.shape, x.k.shape[2], wide(x.q.dtype)
+    most = ACCELERATOR if platform != "cpu" else CPU if x.scores or n < CPU_LONG.queries else CPU_LONG
     heads = b * h * g, h * g
-    size, alone = (min(power_below(max(32, most.rows // x)), most.queries, _power_above(n)) for x in heads)
+    size, alone = (min(power_below(max(32, most.rows // some)), most.queries, _power_above(n)) for some in heads)
     if platform == "cpu" and size < alone:
         # Row by row, blocks of queries are larger, so cores read the keys less often than in small blocks of all rows.
-        arrays: dict[str, Any] = dict(q=q, k=k, v=v, query_position=query_position, key_position=key_position)
-        arrays |= dict(weights=weights, noise=noise, places=places)
-        settings: dict[str, Any] = dict(spec=spec, own=own, tau=tau, scores=scores, platform=platform)
+        names = "q", "k", "v", "query_position", "key_position", "weights", "noise", "places"
+
+        def of_row(i: Any, y: Any) -> Any:
+            return Joined(of_row(i, y.old), of_row(i, y.new)) if isinstance(y, Joined) else cut(y, i, 1, 0)
 
         def read_row(i: Any) -> PromptAttention:
-            def of_row(x: Any) -> Any:
-                return Joined(of_row(x.old), of_row(x.new)) if isinstance(x, Joined) else cut(x, i, 1, 0)
-
-            found = prefill_scores(**{name: of_row(x) for name, x in arrays.items()}, **settings)
-            return jax.tree.map(lambda x: x[0], found)
+            row: dict[str, Any] = {name: of_row(i, getattr(x, name)) for name in names}
+            return jax.tree.map(lambda y: y[0], prefill_scores(dataclasses.replace(x, **row), platform))
 
         return jax.lax.map(read_row, jnp.arange(b))
-    pad, of = -n % size, n if own is None else own.of
-    tokens = None if own is None else jnp.pad(own.token, (0, pad), mode="edge")
-    query_place, key_place = (query_position[:, None], key_position) if places is None else places
+    (q, k, v, spec), (query_position, key_position) = (x.q, x.k, x.v, x.spec), (x.query_position, x.key_position)
+    weights, noise, tau, scores = x.weights, x.noise, x.tau, x.scores
+    pad, of = -n % size, x.tokens
+    tokens = None if x.own is None else jnp.pad(x.own.token, (0, pad), mode="edge")
+    query_place, key_place = (query_position[:, None], key_position) if x.places is None else x.places
     if pad:
         q = jnp.pad(q, ((0, 0),) * 3 + ((0, pad), (0, 0)))
         query_position = jnp.pad(query_position, ((0, 0), (0, pad)), constant_values=-1)

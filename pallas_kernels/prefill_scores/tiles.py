@@ -8,7 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.prefill_scores.types import Own
+from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
+from pallas_kernels.prefill_scores.types import Joined, Own, PrefillInputs
 
 
 @dataclass(frozen=True)
@@ -84,26 +85,30 @@ class Tiles:
             return self.bounds[2, j]
         return jnp.maximum(j * self.width - (self.c - self.of), 0) // self.size
 
-    def padded(
-        self, q: Array, k: Array, v: Array, query: Array, key: Array, noise: Array | None = None
-    ) -> dict[str, Array]:
-        """Return inputs by name, padded to whole blocks; padding is masked, numbers per token are [b, heads, 1, n]."""
+    def padded(self, x: PrefillInputs) -> dict[str, Array]:
+        """Return arrays by name, padded to whole blocks; padding is masked, numbers per token are [b, heads, 1, n]."""
         pad_n, pad_c = self.queries * self.size - self.n, self.keys * self.width - self.c
-        b, h, g, n, d = q.shape
-        blocks = {
-            "q": jnp.pad(q.reshape(b, h * g, n, d), ((0, 0), (0, 0), (0, pad_n), (0, 0))),
+        b, h, g, n, d = x.q.shape
+        k, v = (array_of(y) for y in (x.k, x.v))
+        return {
+            "q": jnp.pad(x.q.reshape(b, h * g, n, d), ((0, 0), (0, 0), (0, pad_n), (0, 0))),
             "k": jnp.pad(k, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
             "v": jnp.pad(v, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
-            "query": row(query[:, None], pad_n, -1),
-            "key": row(key, pad_c, -1),
+            "query": row(x.query_position[:, None], pad_n, -1),
+            "key": row(x.key_position, pad_c, -1),
         }
-        return blocks if noise is None else blocks | {"noise": row(noise.astype(jnp.float32), pad_c, 0)}
 
     def weights(self, weights: Array | None, b: int) -> Array:
         """Return the weight of each query, [b, heads or 1, m, n] in whole blocks."""
         weights = jnp.ones((b, 1, 1, self.n)) if weights is None else weights
         pad = self.queries * self.size - self.n
         return jnp.pad(weights.astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, pad)))
+
+
+def array_of(operand: Operand | Joined) -> Array:
+    """Return keys or values, which the kernels' limits restrict to arrays."""
+    assert not isinstance(operand, Quantised | Encoded | Turned | Joined)
+    return operand
 
 
 def row(x: Array, pad: int, fill: int) -> Array:

@@ -1,5 +1,6 @@
 """Workloads of the kernels at sizes of real models: compiled for absent chips, lowered to CUDA, and benchmarked."""
 
+from pallas_kernels.programs.operations import Sizes as Sizes
 from pallas_kernels.programs.operations import decode as decode
 from pallas_kernels.programs.operations import eviction as eviction
 from pallas_kernels.programs.operations import features as features

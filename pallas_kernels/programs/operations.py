@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec, Partial
 from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
-from pallas_kernels.decode_step import Hashed, decode_step
+from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token, decode_step
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import Hashing, hamming
 from pallas_kernels.less_kernels import phi, psi, remember
@@ -33,53 +33,63 @@ def operand(shape: tuple[int, ...], dtype: DTypeLike, bits: int | None) -> Any:
     return Quantised(codes, Shape(tuple(slots), jnp.float32))  # type: ignore[arg-type]
 
 
-def decode(
-    label: str,
-    b: int,
-    h: int,
-    g: int,
-    c: int,
-    d: int,
-    dtype: DTypeLike,
-    *,
-    e: int | None = None,
-    bits: int | None = None,
-    scores: str | None = None,
-    rank: int = 0,
-    noisy: bool = False,
-    slopes: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Program:
-    """Return a `decode_attention` workload; `noisy` adds Keyformer's increments, `rank` LESS's low-rank attention."""
-    e = d if e is None else e
+class Sizes(NamedTuple):
+    """Sizes and settings of a workload's attention."""
 
-    def run(
-        seed: Array | None = None,
-        tau: Array | None = None,
-        low_rank: tuple[Array, Array, Array] | None = None,
-        slopes: Array | None = None,
-        **arrays: Any,
-    ) -> Any:
+    b: int
+    h: int
+    g: int
+    c: int
+    """Slots, or tokens of a prompt."""
+    d: int
+    dtype: Any
+    e: int | None = None
+    """Width of values; None for that of keys."""
+    bits: int | None = None
+    """Bits of codes; None for numbers."""
+    scores: str | None = None
+    noisy: bool = False
+    """Whether to return Keyformer's increments instead of `scores`."""
+    slopes: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def width(self) -> int:
+        """Width of values."""
+        return self.d if self.e is None else self.e
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the shapes of queries, keys, values, positions, noise and slopes."""
+        b, h, g, c, d, dtype = self[:6]
+        found: dict[str, Any] = {
+            "q": Shape((b, h, g, d), dtype),
+            "k": operand((b, h, c, d), dtype, self.bits),
+            "v": operand((b, h, c, self.width), dtype, self.bits),
+            "position": Shape((b, h, c), jnp.int32),
+        }
+        if self.noisy:
+            found |= {"seed": Shape((b,), jnp.uint32), "tau": Shape((b,), jnp.float32)}
+        return found | ({"slopes": Shape((h, g), jnp.float32)} if self.slopes else {})
+
+    def settings(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Take noise and slopes out of the arrays, and return the arguments `spec` and `scores`."""
+        spec = AttentionSpec(self.d**-0.5, self.soft_cap, self.window, arrays.pop("slopes", None))
+        return dict(spec=spec, scores=Gumbel(arrays.pop("seed"), arrays.pop("tau")) if self.noisy else self.scores)
+
+
+def decode(label: str, sizes: Sizes, *, rank: int = 0) -> Program:
+    """Return a `decode_attention` workload; `rank` adds LESS's low-rank attention."""
+
+    def run(low_rank: tuple[Array, Array, Array] | None = None, **arrays: Any) -> Any:
         share = None if low_rank is None else LowRank(*low_rank)
-        wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
-        spec = AttentionSpec(d**-0.5, soft_cap, window, slopes)
-        return decode_attention(**arrays, spec=spec, low_rank=share, scores=wanted)
+        return decode_attention(low_rank=share, **sizes.settings(arrays), **arrays)
 
-    shapes: dict[str, Any] = {
-        "q": Shape((b, h, g, d), dtype),
-        "k": operand((b, h, c, d), dtype, bits),
-        "v": operand((b, h, c, e), dtype, bits),
-        "position": Shape((b, h, c), jnp.int32),
-        "query_position": Shape((b,), jnp.int32),
-    }
-    if noisy:
-        shapes |= {"seed": Shape((b,), jnp.uint32), "tau": Shape((b,), jnp.float32)}
-    if slopes:
-        shapes["slopes"] = Shape((h, g), jnp.float32)
+    b, h, g = sizes[:3]
+    shapes = sizes.shapes() | {"query_position": Shape((b,), jnp.int32)}
     if rank:
-        sizes = ((b, h, g, rank), (b, h, rank, e), (b, h, rank))
-        shapes["low_rank"] = tuple(Shape(size, jnp.float32) for size in sizes)
+        share = ((b, h, g, rank), (b, h, rank, sizes.width), (b, h, rank))
+        shapes["low_rank"] = tuple(Shape(size, jnp.float32) for size in share)
     return Program("decode_attention", label, run, shapes)
 
 
@@ -102,36 +112,30 @@ def paged(
 
 def prefill(
     label: str,
-    b: int,
-    h: int,
-    g: int,
-    n: int,
-    d: int,
-    dtype: DTypeLike,
+    sizes: Sizes,
     *extra: str,
     cached: int = 0,
     rows: int | None = None,
-    e: int | None = None,
-    soft_cap: float | None = None,
-    window: int | None = None,
     readers: int = 1,
     **settings: Any,
 ) -> Program:
     """Return a `prefill_scores` workload.
 
-    `extra` names optional arrays, `cached` keys come before the prompt's, and values are `e` wide. `readers` divide the
-    prompt's queries equally.
+    `extra` names optional arrays, and `cached` keys come before the prompt's. `readers` divide the prompt's queries
+    equally.
     """
+    b, h, g, n, d, dtype = sizes[:6]
     c, own = cached + n, n // readers
 
     def run(slopes: Any = None, token: Any = None, **arrays: Any) -> Any:
         share = None if token is None else Own(token, n)
-        return prefill_scores(**arrays, spec=AttentionSpec(d**-0.5, soft_cap, window, slopes), own=share, **settings)
+        spec = AttentionSpec(d**-0.5, sizes.soft_cap, sizes.window, slopes)
+        return prefill_scores(**arrays, spec=spec, own=share, **settings)
 
     shapes = {
         "q": Shape((b, h, g, own, d), dtype),
         "k": Shape((b, h, c, d), dtype),
-        "v": Shape((b, h, c, e or d), dtype),
+        "v": Shape((b, h, c, sizes.width), dtype),
         "query_position": Shape((b, own), jnp.int32),
         "key_position": Shape((b, h, c), jnp.int32),
     }
@@ -139,7 +143,8 @@ def prefill(
         shapes["token"] = Shape((own,), jnp.int32)
     weights = (b, 1, own) if rows is None else (b, 1, rows, own)
     optional = {"noise": (b, h, c), "weights": weights, "slopes": (h, g)}
-    shapes |= {name: Shape(optional[name], jnp.float32) for name in extra}
+    wanted = (*extra, *(["slopes"] if sizes.slopes else []))
+    shapes |= {name: Shape(optional[name], jnp.float32) for name in wanted}
     return Program("prefill_scores", label, run, shapes)
 
 
@@ -226,77 +231,62 @@ def eviction(
 
 def stepping(
     label: str,
-    b: int,
-    h: int,
-    g: int,
-    c: int,
-    d: int,
-    dtype: DTypeLike,
+    sizes: Sizes,
     *,
-    e: int | None = None,
-    bits: int | None = None,
-    scores: str | None = None,
-    noisy: bool = False,
-    slopes: bool = False,
-    window: int | None = None,
-    soft_cap: float | None = None,
     keep: bool = False,
     apart: int = 0,
     pairs: bool = False,
     adds: bool = False,
     hashed: int = 0,
 ) -> Program:
-    """Return an in-place `decode_step` workload with an accumulated score; `noisy` adds Keyformer's increments.
+    """Return an in-place `decode_step` workload with an accumulated score.
 
     The first `apart` tokens use a separate query, and slopes place them nearer. `pairs` returns the evicted pairs.
     Requested scores are returned, or the kernel `adds` them to the score. If none are requested, the oldest token is
     evicted first. With codes of `hashed` bits, the farthest token by codes is evicted first, and there is no score.
     """
+    asks, words = sizes.scores is not None or sizes.noisy, -(-hashed // 32)
 
     def run(
-        sinks: Array,
-        recent: Array,
-        limit: Array,
-        seed: Array | None = None,
-        tau: Array | None = None,
-        slopes: Array | None = None,
-        near: Array | None = None,
+        protection: tuple[Array, Array, Array],
+        implementation: str,
+        platform: str | None = None,
+        keep: Array | None = None,
         **arrays: Any,
     ) -> Any:
-        standing, (*pair, _) = arrays["buffers"] if asks else None, arrays["added"]
+        asked, q, new_position = sizes.settings(arrays), arrays["q"], arrays["new_position"]
+        buffers, (new_k, new_v, added) = arrays["buffers"], arrays["added"]
+        standing = buffers if asks else None
         if words:
-            planes, keys = arrays.pop("planes"), arrays.pop("hashed_key")
-            standing = Hashed(Hashing(planes, arrays["q"], keys[:, :, None]), arrays["buffers"])
+            standing = Hashed(Hashing(arrays["planes"], q, arrays["hashed_key"][:, :, None]), buffers)
         if adds or words:
-            arrays |= {"buffers": None, "added": (*pair, None)}
-        asked: dict[str, Any] = dict(standing=standing, protection=Protection(sinks, recent, limit))
-        asked |= dict(spec=AttentionSpec(d**-0.5, soft_cap, window, slopes))
-        gap = None if slopes is None else arrays["new_position"]
-        asked |= dict(sinks=None if near is None else Sinks(near, apart, gap))
-        wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
-        done = decode_step(**arrays, **asked, scores=wanted, pairs=pairs, adds=adds)
-        if adds:
-            return done._replace(buffers=done.attended.scores)
-        return done._replace(buffers=done.codes) if words else done
+            buffers = added = None
+        if "near" in arrays:
+            asked["sinks"] = Sinks(arrays["near"], apart, new_position if sizes.slopes else None)
+        done = decode_step(
+            Slots(arrays["position"], arrays["k"], arrays["v"], buffers),
+            Token(new_position, new_k, new_v, added),
+            Ranking(standing, Protection(*protection), keep),
+            Query(q, **asked),
+            pairs=pairs,
+            adds=adds,
+            implementation=implementation,
+            platform=platform,
+        )
+        held = done.attended.scores if adds else done.codes if words else done.slots.buffers
+        return done._replace(slots=done.slots._replace(buffers=held))
 
-    asks = scores is not None or noisy
-    e, words = d if e is None else e, -(-hashed // 32)
-    shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
-    shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
-    shapes |= {"k": operand((b, h, c, d), dtype, bits), "v": operand((b, h, c, e), dtype, bits)}
+    b, h, g, c, d, dtype = sizes[:6]
+    shapes = sizes.shapes() | {"new_position": Shape((b,), jnp.int32)}
+    shapes["protection"] = Protection(*(Shape((b, h), jnp.int32) for _ in range(3)))  # type: ignore[arg-type]
 
     def held(*slots: int) -> Any:
         of_words = (Shape((b, h, *slots), jnp.uint32),) * words
         return of_words or Shape((b, h, *slots), jnp.float32)
 
-    new = (Shape((b, h, d), dtype), Shape((b, h, e), dtype), held())
-    shapes |= {"q": Shape((b, h, g, d), dtype), "buffers": held(c), "added": new}
+    shapes |= {"buffers": held(c), "added": (Shape((b, h, d), dtype), Shape((b, h, sizes.width), dtype), held())}
     if words:
         shapes |= {"planes": Shape((h, hashed, d), jnp.float32), "hashed_key": Shape((b, h, d), dtype)}
-    if noisy:
-        shapes |= {"seed": Shape((b,), jnp.uint32), "tau": Shape((b,), jnp.float32)}
-    if slopes:
-        shapes["slopes"] = Shape((h, g), jnp.float32)
     if keep:
         shapes["keep"] = Shape((b, h, c), jnp.bool_)
     if apart:
@@ -311,7 +301,7 @@ def stepping(
         shapes,
         forms=("tpu",),
         donated=("position", "k", "v", "buffers"),
-        again=lambda found: {name: getattr(found, name) for name in ("position", "k", "v", "buffers")},
+        again=lambda found: found.slots._asdict(),
         traffic=stored + rows,
     )
 

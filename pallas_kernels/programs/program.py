@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from pallas_kernels.decode_step.types import Query, Slots
+
 Shape = jax.ShapeDtypeStruct
 IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")
 
@@ -68,11 +70,15 @@ class Program:
 
     def arrays(self) -> dict[str, Any]:
         """Return random inputs: every slot is live, and queries come after all slots."""
-        rng = np.random.default_rng(0)
+        rng, shapes = np.random.default_rng(0), dict(self.shapes)
+        records = [name for name, shape in shapes.items() if isinstance(shape, Slots | Query)]
+        for name in records:
+            shapes |= shapes[name]._asdict()
 
         def fill(path: tuple[Any, ...], shape: Shape) -> jax.Array:
-            # The argument's name, and its field's name if it has fields.
-            name, field = (str(getattr(key, "key", getattr(key, "name", ""))) for key in (path[0], path[-1]))
+            # The argument's name, or its field's if it is a record of arguments, and the name of the last field.
+            names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+            name, field = names[names[0] in records], names[-1]
             if shape.dtype in (jnp.int8, jnp.uint8):
                 info = jnp.iinfo(shape.dtype)
                 return jnp.asarray(rng.integers(info.min + 1, info.max, size=shape.shape, dtype=shape.dtype))
@@ -80,7 +86,7 @@ class Program:
                 key = jax.random.key(int(rng.integers(2**31)))
                 made = jax.random.normal(key, shape.shape, shape.dtype)
                 if field == "scale":  # decoded numbers are around one
-                    return (jnp.abs(made) + 1) / (8 if getattr(self.shapes[name], "bits", 8) == 4 else 128)
+                    return (jnp.abs(made) + 1) / (8 if getattr(shapes[name], "bits", 8) == 4 else 128)
                 if (name == "layers" or field in ("first", "second", "third")) and made.ndim > 2:  # linear maps
                     return made * made.shape[-2] ** -0.5
                 if name == "q":  # attention that peaks at a few slots shows errors best
@@ -91,21 +97,21 @@ class Program:
             if shape.dtype == jnp.bool_:  # slots to keep: one in eight
                 return jnp.asarray(rng.random(shape.shape) < 1 / 8)
             if name in ("owner", "pages"):  # each head's pages are adjacent, and all pages are used
-                pages = self.shapes["position"].shape[0]
-                heads = math.prod(self.shapes["q"].shape[:2])
+                pages = shapes["position"].shape[0]
+                heads = math.prod(shapes["q"].shape[:2])
                 return jnp.asarray([0, pages], jnp.int32) if name == "pages" else jnp.arange(pages) * heads // pages
             if name in ("position", "key_position"):
                 return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
-            if "key_position" in self.shapes and name != "places":
+            if "key_position" in shapes and name != "places":
                 # A prompt's queries are its newest tokens; one of several readers has its first tokens.
-                keys, queries = self.shapes["key_position"].shape[-1], self.shapes["q"].shape[3]
-                first = 0 if {"own", "token"} & self.shapes.keys() else keys - queries
+                keys, queries = shapes["key_position"].shape[-1], shapes["q"].shape[3]
+                first = 0 if {"own", "token"} & shapes.keys() else keys - queries
                 return jnp.broadcast_to(first + jnp.arange(queries, dtype=shape.dtype), shape.shape)
             if name in ("places", "scores"):  # places, which matter only with slopes; numbers of layers and heads
                 return jnp.zeros(shape.shape, shape.dtype)
             # Queries come after every slot. A head may use all of its slots; half of them are recent tokens.
             share = {"sinks": 0, "recent": 2}.get(field, 1)
-            return jnp.full(shape.shape, share and self.shapes["position"].shape[-1] // share, shape.dtype)
+            return jnp.full(shape.shape, share and shapes["position"].shape[-1] // share, shape.dtype)
 
         return jax.tree_util.tree_map_with_path(fill, self.shapes)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from pallas_kernels.programs.operations import (
+    Sizes,
     decode,
     eviction,
     features,
@@ -23,18 +24,23 @@ from pallas_kernels.programs.program import Program
 def programs() -> Iterator[Program]:
     """Yield workloads of every operation at sizes of real models, and at odd sizes."""
     half, whole = jnp.bfloat16, jnp.float32
-    yield decode("8 heads x 4, 4096 slots, d 128, bfloat16", 32, 8, 4, 4096, 128, half)
-    yield decode("the same with Gumbel scores and rank 8", 32, 8, 4, 4096, 128, half, rank=8, noisy=True)
-    yield decode("the same with every probability", 32, 8, 4, 4096, 128, half, scores="each")
-    yield decode("multi-head, 256 slots, rank 8", 64, 32, 1, 256, 128, half, rank=8, scores="sum")
-    yield decode("multi-query x 16, 65536 slots, d 256", 1, 1, 16, 65536, 256, half, scores="sum")
-    yield decode("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
-    yield decode("embedded model, 64 slots", 1, 2, 2, 64, 32, whole, scores="sum")
+    large = Sizes(32, 8, 4, 4096, 128, half)
+    short = Sizes(64, 32, 1, 208, 128, half)
+    multi = Sizes(64, 32, 1, 256, 128, half)
+    prompt = Sizes(1, 8, 4, 8192, 128, half)
+    alibi = Sizes(2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
+    yield decode("8 heads x 4, 4096 slots, d 128, bfloat16", large)
+    yield decode("the same with Gumbel scores and rank 8", large._replace(noisy=True), rank=8)
+    yield decode("the same with every probability", large._replace(scores="each"))
+    yield decode("multi-head, 256 slots, rank 8", multi._replace(scores="sum"), rank=8)
+    yield decode("multi-query x 16, 65536 slots, d 256", Sizes(1, 1, 16, 65536, 256, half, scores="sum"))
+    yield decode("float32, d 64, ALiBi, window", alibi)
+    yield decode("embedded model, 64 slots", Sizes(1, 2, 2, 64, 32, whole, scores="sum"))
     for bits in (8, 4):
-        yield decode(f"8 heads x 4, 4096 slots, d 128, {bits} bits", 32, 8, 4, 4096, 128, half, bits=bits)
-        yield decode(f"multi-head, 256 slots, {bits} bits", 64, 32, 1, 256, 128, half, bits=bits, scores="sum")
-        yield decode(f"float32, 1000 slots, d 64, {bits} bits", 2, 4, 4, 1000, 64, whole, bits=bits, noisy=True)
-    yield decode("4096 slots, d 256 and e 64, soft cap", 8, 8, 4, 4096, 256, half, e=64, soft_cap=50.0)
+        yield decode(f"8 heads x 4, 4096 slots, d 128, {bits} bits", large._replace(bits=bits))
+        yield decode(f"multi-head, 256 slots, {bits} bits", multi._replace(bits=bits, scores="sum"))
+        yield decode(f"float32, 1000 slots, d 64, {bits} bits", Sizes(2, 4, 4, 1000, 64, whole, bits=bits, noisy=True))
+    yield decode("4096 slots, d 256 and e 64, soft cap", Sizes(8, 8, 4, 4096, 256, half, e=64, soft_cap=50.0))
     yield paged("8 heads x 4, 16384 pages of 32, d 128, bfloat16", 32, 8, 4, 16384, 32, 128, half)
     yield paged("32 heads x 1, 28672 pages of 16, d 128, bfloat16", 64, 32, 1, 28672, 16, 128, half)
     yield paged("float32, d 64, 100 pages of 16", 2, 4, 2, 100, 16, 64, whole)
@@ -46,39 +52,43 @@ def programs() -> Iterator[Program]:
     yield eviction("int8, 8 heads, 4096 slots, d 128", 32, 8, 4096, 128, jnp.int8)
     yield eviction("int4, 8 heads, 4096 slots, d 256, hashes", 32, 8, 4096, 128, jnp.uint8, words=1, keep=True)
     yield eviction("4 words a slot, 8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half, words=4)
-    yield stepping("8 heads x 4, 4096 slots, d 128, bfloat16", 32, 8, 4, 4096, 128, half, scores="sum")
-    yield stepping("8 heads x 8, 1008 slots, d 128, bfloat16", 32, 8, 8, 1008, 128, half, keep=True, soft_cap=50.0)
-    yield stepping("multi-head, 256 slots, d 128, bfloat16", 64, 32, 1, 256, 128, half, scores="sum")
-    yield stepping("the same with Gumbel scores", 64, 32, 1, 256, 128, half, noisy=True)
-    yield stepping("multi-head, 208 slots, 4 sinks, d 128, bfloat16", 64, 32, 1, 208, 128, half, apart=4)
-    yield stepping("the same with ALiBi", 64, 32, 1, 208, 128, half, apart=4, slopes=True)
+    yield stepping("8 heads x 4, 4096 slots, d 128, bfloat16", large._replace(scores="sum"))
     yield stepping(
-        "multi-head, 208 slots, pairs that leave, bfloat16", 64, 32, 1, 208, 128, half, scores="sum", pairs=True
+        "8 heads x 8, 1008 slots, d 128, bfloat16", Sizes(32, 8, 8, 1008, 128, half, soft_cap=50.0), keep=True
     )
-    yield stepping("the same without pairs, in the scores", 64, 32, 1, 208, 128, half, scores="sum", adds=True)
-    yield stepping("8 heads x 4, 4096 slots, Gumbel, in the scores", 32, 8, 4, 4096, 128, half, noisy=True, adds=True)
-    yield stepping("multi-head, 208 slots, hashes, bfloat16", 64, 32, 1, 208, 128, half, hashed=16)
-    yield stepping("8 heads x 4, 4096 slots, hashes of 2 words", 32, 8, 4, 4096, 128, half, hashed=64)
-    yield stepping("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
-    yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", 32, 8, 4, 4096, 128, half, bits=8, scores="sum")
-    yield stepping(
-        "multi-head, 208 slots, 8 bits, in the scores", 64, 32, 1, 208, 128, half, bits=8, scores="sum", adds=True
-    )
-    yield stepping("4096 slots, d 256 and e 128, 4 bits", 32, 8, 2, 4096, 256, half, e=128, bits=4, noisy=True)
-    yield stepping("embedded model, 16 slots", 1, 2, 2, 16, 32, whole, scores="sum")
+    yield stepping("multi-head, 256 slots, d 128, bfloat16", multi._replace(scores="sum"))
+    yield stepping("the same with Gumbel scores", multi._replace(noisy=True))
+    yield stepping("multi-head, 208 slots, 4 sinks, d 128, bfloat16", short, apart=4)
+    yield stepping("the same with ALiBi", short._replace(slopes=True), apart=4)
+    yield stepping("multi-head, 208 slots, pairs that leave, bfloat16", short._replace(scores="sum"), pairs=True)
+    yield stepping("the same without pairs, in the scores", short._replace(scores="sum"), adds=True)
+    yield stepping("8 heads x 4, 4096 slots, Gumbel, in the scores", large._replace(noisy=True), adds=True)
+    yield stepping("multi-head, 208 slots, hashes, bfloat16", short, hashed=16)
+    yield stepping("8 heads x 4, 4096 slots, hashes of 2 words", large, hashed=64)
+    yield stepping("float32, d 64, ALiBi, window", alibi)
+    yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", large._replace(bits=8, scores="sum"))
+    yield stepping("multi-head, 208 slots, 8 bits, in the scores", short._replace(bits=8, scores="sum"), adds=True)
+    yield stepping("4096 slots, d 256 and e 128, 4 bits", Sizes(32, 8, 2, 4096, 256, half, e=128, bits=4, noisy=True))
+    yield stepping("embedded model, 16 slots", Sizes(1, 2, 2, 16, 32, whole, scores="sum"))
     yield hashes("8 heads x 4, 4096 slots, 16 bits", 32, 8, 4, 4096, 16)
     yield hashes("the same, 64 bits", 32, 8, 4, 4096, 64, keep=True)
-    yield prefill("8 heads x 4, 8192 tokens, d 128, bfloat16", 1, 8, 4, 8192, 128, half)
-    yield prefill("the same without scores", 1, 8, 4, 8192, 128, half, scores=False)
-    yield prefill("the same with Gumbel scores at temperature 2", 1, 8, 4, 8192, 128, half, "noise", tau=2.0)
-    yield prefill("512 tokens after 1024 slots, weights", 2, 4, 1, 512, 64, half, "weights", cached=1024, window=256)
-    yield prefill("float32, d 256, 1000 tokens", 1, 1, 4, 1000, 256, whole, "noise")
-    yield prefill("multi-head, ALiBi, 2048 tokens", 1, 32, 1, 2048, 128, half, "slopes")
-    yield prefill("8 rows of weights, soft cap", 1, 8, 4, 4096, 128, half, "weights", rows=8, soft_cap=50.0)
-    yield prefill("16 rows of weights, values of 64", 1, 4, 4, 2048, 128, half, "weights", "noise", rows=16, e=64)
-    yield prefill("a quarter of 8192 tokens, window", 1, 8, 4, 8192, 128, half, readers=4, window=1024)
-    yield prefill("float32, 128 tokens after 262144 slots", 1, 1, 1, 128, 64, whole, "noise", cached=1 << 18, tau=2.0)
-    yield prefill("embedded model, 48 tokens", 1, 2, 2, 48, 32, whole)
+    yield prefill("8 heads x 4, 8192 tokens, d 128, bfloat16", prompt)
+    yield prefill("the same without scores", prompt, scores=False)
+    yield prefill("the same with Gumbel scores at temperature 2", prompt, "noise", tau=2.0)
+    yield prefill(
+        "512 tokens after 1024 slots, weights", Sizes(2, 4, 1, 512, 64, half, window=256), "weights", cached=1024
+    )
+    yield prefill("float32, d 256, 1000 tokens", Sizes(1, 1, 4, 1000, 256, whole), "noise")
+    yield prefill("multi-head, ALiBi, 2048 tokens", Sizes(1, 32, 1, 2048, 128, half, slopes=True))
+    yield prefill("8 rows of weights, soft cap", Sizes(1, 8, 4, 4096, 128, half, soft_cap=50.0), "weights", rows=8)
+    yield prefill(
+        "16 rows of weights, values of 64", Sizes(1, 4, 4, 2048, 128, half, e=64), "weights", "noise", rows=16
+    )
+    yield prefill("a quarter of 8192 tokens, window", prompt._replace(window=1024), readers=4)
+    yield prefill(
+        "float32, 128 tokens after 262144 slots", Sizes(1, 1, 1, 128, 64, whole), "noise", cached=1 << 18, tau=2.0
+    )
+    yield prefill("embedded model, 48 tokens", Sizes(1, 2, 2, 48, 32, whole))
     yield rotating("64 rows, 32 heads, d 128, bfloat16", 64, 32, 1, 128, half)
     yield rotating("32 rows, 8 heads x 4, d 128, bfloat16", 32, 8, 4, 128, half)
     yield rotating("8 rows, 8 heads x 2, d 128, float32", 8, 8, 2, 128, whole)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from jaxtyping import Array, Float
 
 from pallas_kernels.common import LANES, SUBLANES
-from pallas_kernels.op import Limit, Op, Options
+from pallas_kernels.op import How, Limit, Op, Options
 from pallas_kernels.rotate import reference
 
 
@@ -20,9 +20,7 @@ def rotate(
     still: Sequence[Float[Array, "b n d"]] = (),
     *,
     interleaved: bool = False,
-    implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **how: Unpack[How],
 ) -> tuple[Float[Array, "b n d"], ...]:
     """Rotate the first channels of one token's heads in pairs, for each row.
 
@@ -34,17 +32,11 @@ def rotate(
         cos, sin: cosines and sines of the angles, as `whole_widths` returns them.
         still: values, whose heads are moved without rotation.
         interleaved: rotates pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
-        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes float32 and
-            bfloat16, d = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16.
-            It compiles and has run in interpreters, never on a chip. There is no form for GPU.
-        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
-
-    Raises:
-        Unsupported: the requested implementation cannot run these arguments here.
-        ValueError: the implementation is unknown.
+        how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes float32 and bfloat16, d
+            = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16. It compiles
+            and has run in interpreters, never on a chip. There is no form for GPU.
     """
-    return Rotate(tuple(turned), cos, sin, tuple(still), interleaved)(implementation, interpret, platform)
+    return Rotate(tuple(turned), cos, sin, tuple(still), interleaved)(**how)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

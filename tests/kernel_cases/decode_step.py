@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, Sinks
-from pallas_kernels.decode_step import Hashed, decode_step
+from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token, decode_step
 from pallas_kernels.hamming import Hashing
 from pallas_kernels.operands import Quantised
 from tests.kernel_cases import decode_attention, evict, hamming
@@ -57,23 +57,37 @@ def left(pair: Any, new_position: Any) -> dict[str, Any]:
 
 
 def run(
-    inputs: dict[str, Any], *, scale: float, soft_cap: float | None, window: int | None, scores: Any, **options: Any
+    inputs: dict[str, Any],
+    *,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    scores: Any,
+    shrinks: bool,
+    **options: Any,
 ) -> dict[str, Any]:
     inputs = dict(inputs)
     spec = AttentionSpec(scale, soft_cap, window, inputs.pop("slopes", None))
     if "seed" in inputs:
         noise = decode_attention.LAYER, scores, inputs.pop("first", None)
         scores = Gumbel(inputs.pop("seed"), inputs.pop("tau"), *noise)
-    done = decode_step(**inputs, spec=spec, scores=scores, **options)
+    done = decode_step(
+        Slots(*(inputs[name] for name in ("position", "k", "v", "buffers"))),
+        Token(inputs["new_position"], *inputs["added"]),
+        Ranking(inputs["standing"], inputs["protection"], inputs.get("keep"), shrinks),
+        Query(inputs["q"], spec, inputs.get("sinks"), scores),
+        **options,
+    )
     if options["rounds"]:
         assert done.attended.out.dtype == inputs["q"].dtype
     attended = {name: value for name, value in done.attended._asdict().items() if value is not None}
-    held = {"k": done.k, "v": done.v, "buffers": done.buffers}
+    held = done.slots._asdict()
+    position = held.pop("position")
     if done.codes is not None:
         held["codes"] = done.codes
     leaves = {f"buffer{i}": leaf for i, leaf in enumerate(jax.tree.leaves(held))}
     gone = {} if done.pair is None else left(done.pair, inputs["new_position"])
-    return {"slot": done.slot, "left": done.left, "position": done.position} | leaves | attended | gone
+    return {"slot": done.slot, "left": done.left, "position": position} | leaves | attended | gone
 
 
 def case(

@@ -285,7 +285,7 @@ def test_kernels_refuse_a_format_by_name_and_auto_takes_xla(form: str) -> None:
     np.testing.assert_allclose(attend("auto").out, plain.out, rtol=1e-5, atol=1e-5)
     if form != "pallas":
         return
-    assert not decode_step.one_pass(q, k, v, spec, None, None, interpret=True, platform="tpu")
+    assert not decode_step.one_pass(decode_step.Query(q, spec), k, v, interpret=True, platform="tpu")
     with pytest.raises(Unsupported, match=message):
         paged_attention.paged_attention(
             q, stored((2, 16, 64)), stored((2, 16, 64)), at[0], jnp.arange(2), jnp.asarray([0, 2]), here, spec,

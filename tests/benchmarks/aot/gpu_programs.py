@@ -17,16 +17,20 @@ import jax.numpy as jnp
 
 from benchmarks.aot import gpu
 from pallas_kernels.common import Unsupported
-from pallas_kernels.programs import Program, decode, prefill, programs
+from pallas_kernels.programs import Program, Sizes, decode, prefill, programs
 
 
 def corners() -> Iterator[Program]:
     """Shapes at the edge of what the kernels take, besides those of real models: they need the most registers."""
-    yield decode("float32, d 256, 8 bits, Gumbel", 2, 4, 4, 4096, 256, jnp.float32, bits=8, noisy=True, rank=8)
+    yield decode("float32, d 256, 8 bits, Gumbel", Sizes(2, 4, 4, 4096, 256, jnp.float32, bits=8, noisy=True), rank=8)
     wide: dict[str, Any] = dict(scores="each", slopes=True, window=100, soft_cap=50.0)
-    yield decode("bfloat16, d 256, 1000 slots, ALiBi, window, soft cap", 1, 1, 16, 1000, 256, jnp.bfloat16, **wide)
-    yield prefill("float32, d 128, 16 rows, ALiBi", 1, 1, 4, 500, 128, jnp.float32, "weights", "slopes", rows=16)
-    yield prefill("bfloat16, d 256 and e 16", 1, 1, 4, 500, 256, jnp.bfloat16, "noise", e=16)
+    yield decode(
+        "bfloat16, d 256, 1000 slots, ALiBi, window, soft cap", Sizes(1, 1, 16, 1000, 256, jnp.bfloat16, **wide)
+    )
+    yield prefill(
+        "float32, d 128, 16 rows, ALiBi", Sizes(1, 1, 4, 500, 128, jnp.float32, slopes=True), "weights", rows=16
+    )
+    yield prefill("bfloat16, d 256 and e 16", Sizes(1, 1, 4, 500, 256, jnp.bfloat16, e=16), "noise")
 
 
 def of_gpu() -> list[Program]:

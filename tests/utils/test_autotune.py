@@ -18,16 +18,18 @@ import numpy as np
 import pytest
 
 from kvjax.cli import commands, main
-from kvjax.inference import autotune, decoder, extend
+from kvjax.inference import decoder, extend
 from kvjax.inference.decoder import settle_step, step_shapes
 from kvjax.inference.shapes import state_shapes
 from kvjax.model import load
 from kvjax.types import Kernels
+from kvjax.utils import autotune
+from kvjax.utils.autotune import Autotuner
 from pallas_kernels import common, race
-from pallas_kernels.common import Asked, Survey, Task, bucket, choose
+from pallas_kernels.common import Asked, Survey, Task, Tuned, bucket, choose
 from pallas_kernels.decode_attention import Decoded, decode_attention
 from pallas_kernels.decode_step import one_pass
-from pallas_kernels.programs import decode
+from pallas_kernels.programs import Sizes, decode
 from pallas_kernels.race import Runner, Verdict
 
 DEVICE = "Chip 9"
@@ -38,8 +40,6 @@ VERDICT = Verdict(("triton", "xla"), {"xla": 9.5, "pallas": 3.0, "triton": 2.0},
 def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine whose races have not been run, and where they are kept."""
     monkeypatch.setattr(race, "LEAST", 0.0)
-    monkeypatch.setattr(common, "WINNERS", {})
-    monkeypatch.setattr(autotune, "SURVEY", Survey())
     monkeypatch.setattr(autotune, "tuned_device", lambda: DEVICE)
     monkeypatch.delenv(common.VARIABLE, raising=False)
     monkeypatch.setenv("KVJAX_CACHE_DIR", str(tmp_path / "cache"))
@@ -65,16 +65,17 @@ def contenders(each: Asked) -> Verdict | None:
 def test_the_fastest_that_is_right_wins_and_who_is_wrong_is_told(chip, capsys):
     told = r"op b<=2 as 'pallas' differs from 'xla' by 0.5, more than 0.01, and is not used"
     with pytest.warns(UserWarning, match=told):
-        found = autotune.settle([asked(), asked("alone b<=1", "xla")], DEVICE, by=contenders)
+        tuner = Autotuner(DEVICE)
+        found = tuner.settle([asked(), asked("alone b<=1", "xla")], by=contenders)
     (verdict,) = found.values()
     assert verdict.order == ("triton", "xla") and verdict.errors["pallas"] == 0.5
-    assert common.WINNERS == {DEVICE: {"op b<=2": ("triton", "xla")}}
+    assert tuner.orders == {"op b<=2": ("triton", "xla")}
     assert "benchmarking kernels on Chip 9, once, for 1 shapes (" in capsys.readouterr().err
     lines = chip.read_text().splitlines()
     assert len(lines) > 10 and '   "op b<=2": {' in lines  # for people, too
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert autotune.settle([asked()], DEVICE, by=lambda _: pytest.fail("raced twice")) == {}
+        assert tuner.settle([asked()], by=lambda _: pytest.fail("raced twice")) == {}
 
 
 def test_results_that_are_no_numbers_are_wrong():
@@ -93,16 +94,17 @@ def test_nothing_is_told_where_the_reference_fails(chip, capsys):
         starts = {"xla": fail, "pallas": lambda: np.zeros(2)}
         return race.judge([Runner("op", "b<=2", name, 8, starts[name], compared=True) for name in starts], 1e-2)
 
-    assert autotune.settle([asked()], DEVICE, by=by) == {}
+    tuner = Autotuner(DEVICE)
+    assert tuner.settle([asked()], by=by) == {}
     assert "op b<=2, xla is left out: out of memory" in capsys.readouterr().err
-    assert common.WINNERS == {DEVICE: {"op b<=2": ()}} and not chip.exists()
+    assert tuner.orders == {"op b<=2": ()} and not chip.exists()
 
 
 def test_a_verdict_is_used_by_the_next_process(chip):
     autotune.keep(chip, DEVICE, {"op b<=2": VERDICT})
-    autotune.load(DEVICE)
-    assert common.WINNERS == {DEVICE: {"op b<=2": ("triton", "xla")}}
-    assert autotune.settle([asked()], DEVICE, by=lambda _: pytest.fail("raced again")) == {}
+    tuner = Autotuner(DEVICE)
+    assert tuner.orders == {"op b<=2": ("triton", "xla")} and not Autotuner("Chip 10").orders
+    assert tuner.settle([asked()], by=lambda _: pytest.fail("raced again")) == {}
     assert autotune.read(chip) == {DEVICE: {"op b<=2": VERDICT}}
 
 
@@ -110,10 +112,10 @@ def test_a_verdict_is_used_by_the_next_process(chip):
 def test_another_version_races_again(name, chip, capsys):
     autotune.keep(chip, DEVICE, {"op b<=2": VERDICT})
     chip.write_text(json.dumps(json.loads(chip.read_text()) | {name: "0.0.1"}))
-    autotune.load(DEVICE)
+    tuner = Autotuner(DEVICE)
     said = capsys.readouterr().err
-    assert f"{name} 0.0.1" in said and "is not used" in said and said.count("\n") == 1
-    assert autotune.settle([asked()], DEVICE, by=lambda _: VERDICT._replace(order=("xla",)))
+    assert f"{name} 0.0.1" in said and "is ignored" in said and said.count("\n") == 1
+    assert tuner.settle([asked()], by=lambda _: VERDICT._replace(order=("xla",)))
     assert autotune.read(chip)[DEVICE]["op b<=2"].order == ("xla",)
 
 
@@ -154,67 +156,70 @@ def test_writers_do_not_lose_each_others_verdicts(chip):
     assert [file.name for file in chip.parent.iterdir() if "lock" not in file.name] == [chip.name]
 
 
-def test_verdicts_live_for_a_process_where_nothing_can_be_kept(chip, monkeypatch, capsys):
+def test_verdicts_live_as_long_as_a_model_where_nothing_can_be_kept(chip, monkeypatch, capsys):
     monkeypatch.setattr(autotune, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError(13, "not yours")))
-    assert autotune.settle([asked()], DEVICE, by=lambda _: VERDICT)
+    tuner = load("tiny").automatic
+    assert isinstance(tuner, Autotuner) and tuner.settle([asked()], by=lambda _: VERDICT)
     assert f"{chip} cannot be written (not yours)" in capsys.readouterr().err
     monkeypatch.setenv("KVJAX_CACHE_DIR", "")
-    assert autotune.settle([asked("op b<=8")], DEVICE, by=lambda _: VERDICT)
-    assert common.WINNERS[DEVICE]["op b<=8"] == common.WINNERS[DEVICE]["op b<=2"] == VERDICT.order
+    assert tuner.settle([asked("op b<=8")], by=lambda _: VERDICT)
+    assert tuner.orders == dict.fromkeys(("op b<=2", "op b<=8"), VERDICT.order)
     assert not chip.exists()
 
 
 def test_auto_looks_winners_up_and_is_overruled(monkeypatch):
-    kind = common.kind_of_device("cpu")
-    monkeypatch.setattr(common, "WINNERS", {kind: {"op b<=2": ("pallas", "xla"), "op b<=4": ("triton", "pallas")}})
+    orders = {"op b<=2": ("pallas", "xla"), "op b<=4": ("triton", "pallas")}
+    tuned = Tuned(common.kind_of_device("cpu"), orders)
     two, four, eight = (Task(f"op b<={b}", print, {}) for b in (2, 4, 8))
 
-    def chosen(task: Task | None, implementation: str = "auto", **limits: str | None) -> str:
+    def chosen(task: Task | None, implementation: str = tuned, **limits: str | None) -> str:
         limits = limits or {"pallas": None}
         return choose("op", implementation, limits, platform="cpu", interpret=True, task=task)
 
     assert [chosen(task) for task in (two, four, eight, None)] == ["pallas", "pallas", "xla", "xla"]
+    assert chosen(two, "auto") == chosen(two, Tuned("Chip 10", orders)) == "xla"
     assert chosen(two, pallas="c=7 is odd") == "xla" and chosen(two, "xla") == "xla"
-    assert choose("op", "auto", {"pallas": None}, platform="gpu", task=two) == "xla"  # none is there
+    assert choose("op", tuned, {"pallas": None}, platform="gpu", task=two) == "xla"  # none is there
     monkeypatch.setenv(common.VARIABLE, "xla")
     assert chosen(two) == "xla"
 
 
 def test_races_are_left_out_where_a_variable_decides(monkeypatch):
-    def trace(kernels: Kernels) -> None:
+    def trace(survey: Survey) -> None:
         pytest.fail("surveyed")
 
-    autotune.settle_before(trace, Kernels("xla"))
-    jax.eval_shape(lambda: autotune.settle_before(trace, Kernels()))  # inside a program
+    autotune.settle_before(trace, "xla")
+    jax.eval_shape(lambda: autotune.settle_before(trace, autotune.automatic()))  # inside a program
     monkeypatch.setenv(common.VARIABLE, "pallas,xla")
-    autotune.settle_before(trace, Kernels())
+    autotune.settle_before(trace, autotune.automatic())
     monkeypatch.delenv(common.VARIABLE)
     monkeypatch.setattr(autotune, "tuned_device", lambda: None)
-    autotune.settle_before(trace, Kernels())
+    autotune.settle_before(trace, autotune.automatic())
 
 
 def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
-    program = decode("tiny", 2, 2, 2, 32, 16, jnp.float32, scores="sum")
+    program = decode("tiny", Sizes(2, 2, 2, 32, 16, jnp.float32, scores="sum"))
     raced: list[Asked] = []
 
     def by(each: Asked) -> Verdict:
         raced.append(each)
         return VERDICT
 
-    monkeypatch.setattr(autotune, "settle", functools.partial(autotune.settle, by=by))
+    monkeypatch.setattr(Autotuner, "settle", functools.partialmethod(Autotuner.settle, by=by))
+    tuner = Autotuner(DEVICE)
 
-    def trace(kernels: Kernels) -> None:
-        run = functools.partial(program.run, implementation=kernels.implementation, platform="gpu")
+    def trace(survey: Survey) -> None:
+        run = functools.partial(program.run, implementation=survey, platform="gpu")
         jax.eval_shape(lambda arrays: run(**arrays), program.shapes)
 
     for _ in range(2):
-        autotune.settle_before(trace, Kernels())
+        autotune.settle_before(trace, tuner)
     (each,) = raced
     assert each.task.bucket == (
         "decode_attention b<=2 c<=32 h=2 g=2 d=16 e=16 dtype=float32 keys=float32 values=float32 scores=sum"
     )
     assert each.candidates[:2] == ("xla", "pallas")
-    assert common.WINNERS[DEVICE] == {each.task.bucket: VERDICT.order}
+    assert tuner.orders == {each.task.bucket: VERDICT.order}
     verdict = race.settle(each._replace(candidates=("xla",)))  # on random inputs of these shapes
     assert verdict is not None and verdict.errors == {"xla": 0.0} and verdict.order == ("xla",)
 
@@ -225,15 +230,15 @@ def test_prompts_and_steps_are_surveyed_before_they_run(monkeypatch):
 
     asked: list[str] = []
     monkeypatch.setattr(
-        autotune, "settle", lambda tasks, _: asked.extend(each.task.bucket.split()[0] for each in tasks)
+        Autotuner, "settle", lambda _, tasks: asked.extend(each.task.bucket.split()[0] for each in tasks)
     )
     monkeypatch.setattr(decoder, "read_prompts", read)
     model = load("tiny")
     with pytest.raises(InterruptedError):
         extend.prefill(model, "h2o", [[1, 2, 3]], 16, max_new_tokens=40)
     assert asked == ["prefill_scores"]
-    monkeypatch.setattr(autotune, "SURVEY", Survey())
-    state = state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40)
+    kernels = Kernels(Autotuner(DEVICE))
+    state = state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40, implementation=kernels)
     settle_step(state.decoder, state.cache)
     assert asked == ["prefill_scores", "rotate", "evict", "decode_attention"]
 
@@ -250,17 +255,17 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     assert [first, *others] == [(op, both) for op in ("prefill_scores", "decode_step", "evict", "decode_attention")]
     asked = survey.asked[next(bucket for bucket in survey.asked if bucket.startswith("decode_step"))]
     arguments = asked.task.arguments
-    names = "q", "k", "v", "spec", "sinks", "scores"
-    fits = functools.partial(one_pass, *(arguments[name] for name in names), platform="tpu")
+    slots = arguments["slots"]
+    fits = functools.partial(one_pass, arguments["query"], slots.k, slots.v, platform="tpu")
+    lost = Tuned(DEVICE, {asked.task.bucket: ("xla",)})
     monkeypatch.setattr(common, "kind_of_device", lambda _: DEVICE)
     assert fits()
-    monkeypatch.setattr(common, "WINNERS", {DEVICE: {asked.task.bucket: ("xla",)}})
-    assert not fits()
-    assert race.program_of(asked).donated == ("position", "k", "v")  # slots hold nothing else but scores
+    assert not fits(implementation=lost)
+    assert race.program_of(asked).donated == ("slots",)  # slots hold nothing else but scores
 
 
 def test_random_inputs_tell_right_from_wrong(monkeypatch):
-    program = decode("tiny", 1, 2, 2, 32, 16, jnp.float32, scores="sum")
+    program = decode("tiny", Sizes(1, 2, 2, 32, 16, jnp.float32, scores="sum"))
     survey = Survey()
     jax.eval_shape(lambda arrays: program.run(**arrays, implementation=survey, platform="gpu"), program.shapes)
     (each,) = survey.asked.values()
@@ -368,7 +373,7 @@ def test_the_command_races_all_shapes_of_a_model(monkeypatch, capsys):
 
     note = Survey.note
     monkeypatch.setattr(Survey, "note", candidates)
-    monkeypatch.setattr(autotune, "settle", functools.partial(autotune.settle, by=lambda _: VERDICT))
+    monkeypatch.setattr(Autotuner, "settle", functools.partialmethod(Autotuner.settle, by=lambda _: VERDICT))
     words = "--policy h2o --budget 32 --batch 1 4 --prompt-length 40 --max-new-tokens 8"
     assert main.main(["tune", *words.split()]) == 0
     rows: list[list[str]] = [

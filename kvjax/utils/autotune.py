@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from kvjax.types import Kernels
 from kvjax.utils.compilation import cache_directory, version
 from kvjax.utils.files import write_text
 from pallas_kernels import common, race
-from pallas_kernels.common import Asked, Survey
+from pallas_kernels.common import Asked, Survey, Tuned
 from pallas_kernels.race import Verdict
 
 VARIABLE = "KVJAX_TUNE"
@@ -29,8 +28,69 @@ FILE = "kernels.json"
 Verdicts = dict[str, dict[str, Verdict]]
 """Benchmark results by kind of device and bucket of tasks."""
 
-SURVEY = Survey()
-"""Collects the tasks of traced programs; one for all, so that programs traced with it are traced once."""
+
+class Autotuner(Tuned):
+    """An `implementation` that benchmarks operations before programs are traced; `auto` with the winners.
+
+    Args:
+        device: kind of this machine's devices, from `tuned_device`.
+    """
+
+    survey: Survey
+    """Tasks of all programs so far."""
+
+    def __new__(cls, device: str) -> Autotuner:
+        file = verdicts_file()
+        kept = {} if file is None else read(file).get(device, {})
+        made = super().__new__(cls, device, {bucket: verdict.order for bucket, verdict in kept.items()})
+        made.survey = Survey()
+        return made
+
+    def settle(
+        self,
+        asked: Iterable[Asked],
+        *,
+        by: Callable[[Asked], Verdict | None] = race.settle,
+        again: bool = False,
+    ) -> dict[str, Verdict]:
+        """Benchmark tasks that have several implementations; remember the results, and store them on disk.
+
+        Args:
+            asked: tasks from a `Survey`.
+            by: benchmarks one task; returns None if it cannot.
+            again: True to repeat tasks that have a result.
+
+        Returns:
+            The new results, by bucket.
+        """
+        todo = [x for x in asked if len(x.candidates) > 1 and (again or x.task.bucket not in self.orders)]
+        if not todo:
+            return {}
+        print(
+            f"kvjax: benchmarking kernels on {self.device}, once, for {len(todo)} shapes ({VARIABLE}=off disables "
+            "this, kvjax tune --show prints the results)",
+            file=sys.stderr,
+        )
+        found = {each.task.bucket: by(each) for each in todo}
+        verdicts = {bucket: verdict for bucket, verdict in found.items() if verdict is not None}
+        # Tasks that cannot be benchmarked are not tried again.
+        self.orders.update({bucket: () if verdict is None else verdict.order for bucket, verdict in found.items()})
+        file = verdicts_file()
+        if file is not None and verdicts:
+            try:
+                keep(file, self.device, verdicts)
+            except OSError as error:
+                print(
+                    f"kvjax: {file} cannot be written ({error.strerror}), so benchmarks will be repeated.",
+                    file=sys.stderr,
+                )
+        return verdicts
+
+
+def automatic() -> str:
+    """Return what `auto` stands for on this machine: an `Autotuner` if benchmarks decide, else `auto`."""
+    device = tuned_device()
+    return "auto" if device is None else Autotuner(device)
 
 
 def tuned_device() -> str | None:
@@ -52,72 +112,20 @@ def tuned_device() -> str | None:
     return None if kind in common.LISTED else kind
 
 
-def settle_before(trace: Callable[[Kernels], Any], kernels: Kernels) -> None:
+def settle_before(trace: Callable[[Survey], Any], implementation: str) -> None:
     """Benchmark the operations of a program that have no result yet, before the program is traced.
 
-    Return without tracing if `auto` does not depend on benchmarks, or inside another traced program.
+    Return without tracing if benchmarks do not decide what runs, or inside another traced program.
 
     Args:
-        trace: traces the program with given kernels, by `eval_shape`.
-        kernels: implementations that the program will use.
+        trace: traces the program with a given implementation, by `eval_shape`.
+        implementation: the one that the program will run with.
     """
-    device = tuned_device()
     overruled = os.environ.get(common.VARIABLE) or "auto"
-    if device is None or kernels != Kernels() or overruled != "auto" or _is_traced():
+    if not isinstance(implementation, Autotuner) or overruled != "auto" or _is_traced():
         return
-    load(device)
-    trace(Kernels(SURVEY))
-    settle(SURVEY.asked.values(), device)
-
-
-def load(device: str) -> None:
-    """Load the tuning results for a kind of device from disk, once per process."""
-    file = verdicts_file()
-    if device not in common.WINNERS:
-        _publish({} if file is None else read(file).get(device, {}), device)
-
-
-def settle(
-    asked: Iterable[Asked],
-    device: str,
-    *,
-    by: Callable[[Asked], Verdict | None] = race.settle,
-    again: bool = False,
-) -> dict[str, Verdict]:
-    """Benchmark tasks that have several implementations; store the results for `auto` and on disk.
-
-    Args:
-        asked: tasks from a `Survey`.
-        device: kind of the device.
-        by: benchmarks one task; returns None if it cannot.
-        again: True to repeat tasks that have a result.
-
-    Returns:
-        The new results, by bucket.
-    """
-    known = common.WINNERS.get(device, {})
-    todo = [each for each in asked if len(each.candidates) > 1 and (again or each.task.bucket not in known)]
-    if not todo:
-        return {}
-    print(
-        f"kvjax: benchmarking kernels on {device}, once, for {len(todo)} shapes ({VARIABLE}=off disables this, kvjax "
-        "tune --show prints the results)",
-        file=sys.stderr,
-    )
-    found = {each.task.bucket: by(each) for each in todo}
-    verdicts = {bucket: verdict for bucket, verdict in found.items() if verdict is not None}
-    # Tasks that cannot be benchmarked are not tried again in this process.
-    common.WINNERS.setdefault(device, {}).update(dict.fromkeys(found, ()))
-    _publish(verdicts, device)
-    file = verdicts_file()
-    if file is not None and verdicts:
-        try:
-            keep(file, device, verdicts)
-        except OSError as error:
-            print(
-                f"kvjax: {file} cannot be written ({error.strerror}), so benchmarks will be repeated.", file=sys.stderr
-            )
-    return verdicts
+    trace(implementation.survey)
+    implementation.settle(implementation.survey.asked.values())
 
 
 def verdicts_file() -> Path | None:
@@ -183,11 +191,6 @@ def _verdict(order: list[str], microseconds: dict[str, float], errors: dict[str,
 
 def _versions() -> dict[str, str]:
     return {"kvjax": version(), "jax": jax.__version__}
-
-
-def _publish(verdicts: dict[str, Verdict], device: str) -> None:
-    orders = {bucket: verdict.order for bucket, verdict in verdicts.items()}
-    common.WINNERS.setdefault(device, {}).update(orders)
 
 
 def _is_traced() -> bool:

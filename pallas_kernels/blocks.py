@@ -1,0 +1,81 @@
+"""Calls of Pallas kernels with records: a kernel gets references in the records in which its caller gave arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+
+class Block(NamedTuple):
+    """An input or a result of a kernel."""
+
+    array: Any
+    """Array, or the shape of a result."""
+    spec: pl.BlockSpec
+    """Part that each grid step gets."""
+    over: Any = None
+    """Input whose memory a result takes."""
+
+
+def block(array: Any, spec: pl.BlockSpec) -> Any:
+    """Return an input, for the place of an array in a record."""
+    return Block(array, spec)
+
+
+def made(shape: tuple[int, ...], spec: pl.BlockSpec, dtype: Any = jnp.float32) -> Any:
+    """Return a result, for the place of an array in a record."""
+    return Block(jax.ShapeDtypeStruct(shape, dtype), spec)
+
+
+def over(given: Any, spec: pl.BlockSpec | None = None, dtype: Any = None) -> Any:
+    """Return a result in the memory of an input, with the input's parts and dtype unless others are given."""
+    shape = jax.ShapeDtypeStruct(given.array.shape, dtype or given.array.dtype)
+    return Block(shape, given.spec if spec is None else spec, given)
+
+
+def arrays(tree: Any) -> Any:
+    """Return a record's arrays in the same record."""
+    return jax.tree.map(lambda x: x.array, tree, is_leaf=_is_block)
+
+
+def specs(tree: Any) -> Any:
+    """Return the parts that grid steps get of a record's arrays, in the same record."""
+    return jax.tree.map(lambda x: x.spec, tree, is_leaf=_is_block)
+
+
+def aliases(inputs: Any, outputs: Any) -> dict[int, int]:
+    """Return the index of each input whose memory a result takes, and that of the result."""
+    given, results = (jax.tree.leaves(tree, is_leaf=_is_block) for tree in (inputs, outputs))
+    place = {id(x): i for i, x in enumerate(given)}
+    return {place[id(x.over)]: i for i, x in enumerate(results) if x.over is not None}
+
+
+def run(kernel: Callable[..., None], inputs: tuple[Any, ...], outputs: Any, **call: Any) -> Any:
+    """Run a kernel.
+
+    Args:
+        kernel: function of references in the records of the inputs, the outputs and the scratch memory.
+        inputs: records of `block`s.
+        outputs: record of results, from `made` and `over`.
+        call: other arguments of `pallas_call`.
+
+    Returns:
+        The record of results.
+    """
+    (found,) = pl.pallas_call(
+        kernel,
+        in_specs=specs(inputs),
+        out_specs=[specs(outputs)],
+        out_shape=[arrays(outputs)],
+        input_output_aliases=aliases(inputs, outputs),
+        **call,
+    )(*arrays(inputs))
+    return found
+
+
+def _is_block(x: object) -> bool:
+    return isinstance(x, Block)
