@@ -65,7 +65,7 @@ class Store:
 
 
 def open_store(options: argparse.Namespace, report: str) -> Store:
-    """Return the measurements of a report, which are told on standard error as they are made."""
+    """Return the measurements of a report, printed to standard error as they are made."""
     file = options.out / report / "measurements.json"
     return Store(file, options.redo, lambda line: print(line, file=sys.stderr))
 

@@ -12,6 +12,8 @@ import pytest
 import kvjax
 from kvjax.cli import evaluate
 from kvjax.evaluation.grid import RowFile, entries
+from kvjax.evaluation.summary import Measure
+from kvjax.evaluation.tasks.registry import TASKS
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.questions import answer_each
 from kvjax.methods.adakv import AdaKV
@@ -249,3 +251,10 @@ def test_wrong_grids_are_refused_before_anything_is_loaded(
     assert evaluate.main(words.format(text=text).split()) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+def test_rows_without_set_columns_show_what_has_a_standard_error() -> None:
+    row = {"policy": "h2o", "cases": 3, "acc": 0.5, "acc_standard_error": 0.1, "f1": 0.2, "f1_standard_error": 0.1}
+    columns = TASKS["harness"].columns_of([{"policy": "tova", "refused": "no"}, row])
+    assert columns.printed == columns.drawn == Measure("acc", "acc") and columns.also == ("f1",)
+    assert TASKS["harness"].columns_of([]).printed.key == ""
