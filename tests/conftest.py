@@ -82,16 +82,16 @@ ONE_WORKER = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Tests that share compiled programs run on one worker: those of a policy's contract, and `ONE_WORKER`."""
+    """Tests that share compiled programs run on one worker: those of a policy, and `ONE_WORKER`."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Sharing(LoadScopeScheduling):
         # Not `--dist=loadgroup`: with pytest 9.2, xdist 3.8 forgets the groups.
         def _split_scope(self, nodeid: str) -> str:
             file = re.sub(r"^tests/|\.py::.*", "", nodeid)
-            policy = re.search(r"\[(?:\d+-)?(.+)\]$", nodeid)
-            if file == "policies/test_contract" and policy:
-                return policy[1]
+            policy = re.search(r"\[(?:\d+-)?([^-+]+).*\]$", nodeid)
+            if file in ("methods/test_oracles", "policies/test_contract") and policy:
+                return f"{file} {policy[1]}"
             if file == "methods/less/test_less" and "algorithm_1" not in nodeid:
                 return file
             return ONE_WORKER.get(file, nodeid)

@@ -52,12 +52,13 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
         [compared(["keyformer", "tova", "lsh_e"], 6, (2, 4))],
         [compared(["less-performer", "fastgen", "lightkv"], 6, (2, 4))],
         *(slow([compared(names, 6, (2, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
-        [compared(["less+h2o+int4", "h2o+topk", "lightkv-offload"], 1, (1, 4))],
+        [compared(["less+h2o+int4", "lightkv-offload"], 1, (1, 4))],
+        slow([compared(["h2o+topk"], 1, (1, 4))]),
         # Pages of many heads, whose budgets tie.
         [compared(["random+adakv"], 8, (1, 4))],
         # Slots alone, whatever the number of heads.
-        [compared(["h2o", "less-performer"], 2, (2, 1, 4)), compared(["streaming", "lsh_e"], 2, (1, 2, 2))],
-        slow([compared(["h2o", "less-performer"], 2, (1, 2, 2)), compared(["streaming", "lsh_e"], 2, (2, 1, 4))]),
+        [compared(["h2o"], 2, (2, 1, 4)), compared(["lsh_e"], 2, (1, 2, 2))],
+        slow([compared(["h2o", "streaming", "less-performer", "lsh_e"], 2, (2, 1, 4), (1, 2, 2))]),
         *(slow([compared(names, 2, (1, 1, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
         [
             compared(["streaming", "h2o+adakv"], 2, (1, 4), model="SLOPED"),
@@ -65,11 +66,17 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             compared(["keyformer"], 2, (1, 2), model="LEARNED"),
             # Experts: one on each device, with and without slots of their own.
             compared(["h2o"], 2, (1, 8), model="MIXED"),
-            compared(["less-performer", "fastgen"], 2, (2, 4), model="MIXED"),
+            compared(["fastgen"], 2, (2, 4), model="MIXED"),
             compared(["h2o"], 2, (2, 4), model="WIDE_NORMS"),
-            compared(["streaming"], 2, (1, 4), model="GROWING"),
-            compared(["h2o", "less-performer", "fastgen"], 2, (2, 4), model="SINKS"),
+            compared(["less-performer"], 2, (2, 4), model="SINKS"),
         ],
+        slow(
+            [
+                compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="MIXED"),
+                compared(["streaming"], 2, (1, 4), model="GROWING"),
+                compared(["h2o", "less-performer", "fastgen"], 2, (2, 4), model="SINKS"),
+            ]
+        ),
         *EVERYTHING,
     ],
 )

@@ -21,6 +21,8 @@ from tests.oracles.decoder import Decoder
 from tests.small_models import GQA, LEARNED, LOCAL, MHA, MIXED, MQA, PARTIAL, SINKS, SLOPED, random_model
 
 CLASSIC = [name for name in FIRST if name not in RECENT]
+LIKE_OTHERS = ("streaming-every-8", "keyformer-every-8", "l2-every-8")
+"""Cases that evict in blocks as `h2o-every-8` and `tova-every-8` do."""
 SHAPES = {"mha": (MHA, (301,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
 SHAPES |= {"experts": (MIXED, (41, 9))}
 SHAPES |= {"partial": (PARTIAL, (41, 9)), "alibi": (SLOPED, (41, 9)), "learned": (LEARNED, (41, 9))}
@@ -83,7 +85,9 @@ def _random(config: ModelConfig) -> Model:
     return random_model(config, seed=1, dtype=jnp.float64)
 
 
-@pytest.mark.parametrize("name", [core(name) if name in CLASSIC else name for name in POLICIES])
+@pytest.mark.parametrize(
+    "name", [core(name) if name in CLASSIC else slow(name) if name in LIKE_OTHERS else name for name in POLICIES]
+)
 def test_equals_its_oracle(name: str, x64: None) -> None:
     config, lengths = SHAPES["gqa"]
     compare_with_oracle(POLICIES[name], _random(config), lengths, 110)

@@ -407,7 +407,7 @@ def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name: str) -> No
     assert temporary < 4 * n * n
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     name=st.sampled_from(["streaming", "h2o", "keyformer", "tova", "random"]),
     lengths=st.lists(st.integers(1, 30), min_size=2, max_size=2),
