@@ -30,6 +30,7 @@ from tests.oracles import (
     criticalkv,
     cur,
     dropkv,
+    duoattention,
     evict_every,
     fastgen,
     keydiff,
@@ -272,6 +273,12 @@ def simlayerkv_case(threshold: float, **settings: Any) -> Case:
     return Case("simlayerkv", simlayerkv.SimLayerKV, settings, budget=1.0, full={"threshold": 1.0})
 
 
+def duoattention_case(retrieval: float, **settings: Any) -> Case:
+    """DuoAttention with few tokens in the heads that do not retrieve."""
+    settings = {"retrieval": retrieval, "sinks": 2, "recent": 9, "length": 8} | settings
+    return Case("duoattention", duoattention.DuoAttention, settings, budget=1.0, full={"retrieval": 1.0})
+
+
 POLICIES: dict[str, Case] = {
     "full": Case("full", basic.Full, budget=1.0),
     "window": Case("window", basic.Window),
@@ -343,6 +350,8 @@ POLICIES: dict[str, Case] = {
     "kvzip": Case("kvzip", kvzip.KVzip, {"prompt": (3, 5, 8), "chunk": 16, "recent": 4}),
     "kvzip-plus": Case("kvzip", kvzip.KVzip, {"prompt": (9,), "normalized": True, "recent": 0.2, "sinks": 1}),
     "finch": Case("finch", snapkv.Finch, {"recent": 3, "delimiter": 34}),
+    "duoattention": duoattention_case(0.5),
+    "duoattention-special": duoattention_case(0.25, special=(2, 46, 54), seed=1),
     "simlayerkv": simlayerkv_case(0.02),
     "simlayerkv-mixed": simlayerkv_case(0.175),
     "simlayerkv-special": simlayerkv_case(0.1, special=(2, 46, 54)),
@@ -378,7 +387,18 @@ PROMPT_METHODS = (
 
 RECENT = {
     *PROMPT_METHODS,
-    *("cur", "vase", "rkv", "dropkv", "criticalkv", "snapkv_decode", "triattention", "simlayerkv", "keydiff"),
+    *(
+        "cur",
+        "vase",
+        "rkv",
+        "dropkv",
+        "criticalkv",
+        "snapkv_decode",
+        "triattention",
+        "simlayerkv",
+        "duoattention",
+        "keydiff",
+    ),
 }
 """Methods beside those of the five papers: no part of the core tests, and compared over fewer steps."""
 

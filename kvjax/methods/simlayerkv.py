@@ -9,16 +9,16 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.combine import combine
+from kvjax.methods.ends import EndsOrAll
 from kvjax.methods.register import register
 from kvjax.methods.window import Recency
-from kvjax.policies.allocation import Plan, Sizing, Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, PyTree, View, check, number, setting, wide, written
+from kvjax.types import Heads, New, PyTree, View, check, number, wide, written
 
 
 @struct.dataclass
-class LazyLayers(Uniform):
+class LazyLayers(EndsOrAll):
     r"""Full caches except in lazy layers, where the prompt's last query gives the first and newest tokens more than t.
 
     .. math:: C = \begin{cases} s + w & \text{if}\ \bar a_n(\{i < s\} \cup \{i > n - w\}) > t \\ N & \text{else}
@@ -35,27 +35,14 @@ class LazyLayers(Uniform):
         newest: w, newest tokens that lazy layers keep, the one being read included.
     """
 
+    method = "simlayerkv"
+
     threshold: float = number(0.9)
-    initial: int = setting(4)
-    newest: int = setting(1024)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if written(self.threshold):
             check(0 <= self.threshold <= 1, "threshold", self.threshold, "a share of attention in [0, 1]")
-        check(self.initial >= 0, "sinks", self.initial, "a number of tokens from 0")
-        check(self.newest >= 1, "recent", self.newest, "a number of tokens from 1")
-
-    @property
-    def sizing(self) -> Sizing:
-        """Slots computed from the prompt, for a text of the planned length."""
-        return Sizing(mode="profiled", per_head=True, fixed_length=True)
-
-    def spread_by(self, other: Plan) -> Plan:
-        """Refuse another plan: there is no budget to distribute."""
-        raise ValueError(
-            f"simlayerkv decides itself how many slots each layer gets, so budget and plan={type(other).__name__} mean "
-            "nothing to it; leave both out and change its settings."
-        )
 
     def asks(self, heads: Heads, new: New) -> Sums:
         """Request the attention of the last query, a mean over the layer's heads."""
@@ -68,11 +55,9 @@ class LazyLayers(Uniform):
         """Return s + w slots and those of special tokens in lazy layers, and slots for the whole text in the others."""
         ends = (view.position < self.initial) | (view.position > new.newest[:, None, None] - self.newest)
         mass = jnp.where(view.live & ends, answers, 0.0).sum(-1) / new.q.shape[2]
-        few, every, special = self.initial + self.newest, new.end[:, None], view.slots.protection
-        lazy = (mass > self.threshold) & (self.threshold < 1) & (new.read > few)[:, None]
-        if special is not None:
-            few += (view.live & special & (view.position >= self.initial)).sum(-1)
-        return jnp.where(lazy, jnp.minimum(few, every), every).astype(jnp.int32), view.state.plan
+        longer = new.read > self.initial + self.newest
+        lazy = (mass > self.threshold) & (self.threshold < 1) & longer[:, None]
+        return self.slots_of(lazy, view, new), view.state.plan
 
 
 @register(paper="SimLayerKV, 2024", group="ranked once for each prompt or turn")
@@ -90,5 +75,5 @@ def simlayerkv(
     models yet.
     """
     check(isinstance(recent, int), "recent", recent, "a number of tokens from 1")
-    plan = LazyLayers(threshold, sinks, recent)
+    plan = LazyLayers(sinks, recent, threshold)
     return combine(Recency(), plan=plan, sinks=sinks, recent=recent, special=special, **common)

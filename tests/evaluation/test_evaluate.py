@@ -91,7 +91,14 @@ SET: dict[str, dict[str, Any]] = {
 }
 
 
-EVICTS: dict[str, dict[str, Any]] = {"full": {}, "topk_oracle": {}, "fastgen": {}, "lightkv": {}, "simlayerkv": {}}
+EVICTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "topk_oracle": {},
+    "fastgen": {},
+    "lightkv": {},
+    "simlayerkv": {},
+    "duoattention": {},
+}
 """Policies in which no eviction can wait for others."""
 
 

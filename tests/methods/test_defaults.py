@@ -35,6 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "kvzip": COMMON
     | {"prompt": "\n\nRepeat the previous context exactly.", "chunk": 2048, "normalized": False, "recent": 32},
     "finch": COMMON | {"recent": 32, "delimiter": None},
+    "duoattention": COMMON | {"retrieval": 0.5, "sinks": 128, "recent": 256, "length": 512, "seed": 0},
     "simlayerkv": COMMON | {"threshold": 0.9, "sinks": 4, "recent": 1024},
     "expected_attention": COMMON | {"sinks": 4, "recent": 32, "future": 512, "epsilon": 0.0},
     "lightkv": COMMON

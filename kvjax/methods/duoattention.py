@@ -1,0 +1,146 @@
+"""DuoAttention: heads that retrieve keep the whole text, the others its first and newest tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.methods.combine import combine
+from kvjax.methods.ends import EndsOrAll
+from kvjax.methods.register import register
+from kvjax.methods.window import Recency
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import LayerWeights, block, embed, sink_logits_of
+from kvjax.policies.policy import Policy
+from kvjax.rope import rotate
+from kvjax.types import LayerConfig, New, PyTree, View, check, setting
+from pallas_kernels.attention import attend, with_sink
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+@struct.dataclass
+class RetrievalHeads(EndsOrAll):
+    r"""Full caches in retrieval heads, which attend to what followed the same token before.
+
+    .. math:: F_h = \frac 1 {G (L - 1)} \sum_{t = L}^{2 L - 2} \sum_g a_{tg}(t - L + 1)
+
+    in a text of L random tokens that is repeated once. The given fraction of the model's KV heads, those with the
+    largest F, are retrieval heads; the others keep s first and w newest tokens. Slots are for N = prompt +
+    `max_new_tokens`, beyond which logits are NaN. Special tokens of the prompt get additional slots; a generated one
+    replaces the oldest. The paper trains a number for each head instead; its published lists of heads are not read.
+
+    Args:
+        retrieval: fraction of retrieval heads, in [0, 1]; in the paper 0.25 with and 0.5 without one KV head for each
+            query head.
+        length: L, in tokens; half of the model's positions if they are fewer.
+        seed: of the random tokens.
+        full: masks of the retrieval heads of each layer, made by `bind`; in a layer its own.
+    """
+
+    method = "duoattention"
+    of_heads = ("full",)
+
+    retrieval: float = setting(0.5)
+    length: int = setting(512)
+    seed: int = setting(0)
+    full: tuple[Bool[Array, " h"], ...] | Bool[Array, " h"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(0 <= self.retrieval <= 1, "retrieval", self.retrieval, "a fraction of the heads in [0, 1]")
+        check(self.length >= 2, "length", self.length, "a number of tokens from 2")
+        check(self.seed >= 0, "seed", self.seed, "a whole number from 0")
+
+    def bind(self, model: LanguageModel) -> RetrievalHeads:
+        """Return a copy with the retrieval heads of a model."""
+        sizes = [layer.kv_heads for layer in model.config.layer_configs]
+        if self.full is not None:
+            if [len(mask) for mask in self.full] != sizes:
+                raise ValueError(
+                    f"this policy was bound to a model with KV heads {[len(mask) for mask in self.full]} by layer, "
+                    f"and {model.name!r} has {sizes}; bind the policy that you made, not the one of a state."
+                )
+            return self
+        found = np.concatenate(self._attention(model))
+        chosen = np.zeros(len(found), bool)
+        chosen[np.argsort(-found, kind="stable")[: round(self.retrieval * len(found))]] = True
+        masks = np.split(chosen, np.cumsum(sizes)[:-1])
+        return dataclasses.replace(self, full=tuple(map(jnp.asarray, masks)))
+
+    def _attention(self, model: LanguageModel) -> list[Float[np.ndarray, " h"]]:
+        # F of the heads of each layer.
+        config, lag = model.config, min(self.length, model.config.max_positions // 2)
+        half = np.random.default_rng(self.seed).integers(0, config.vocab_size, lag)
+        tokens = jnp.asarray([[*half, *half]], jnp.int32)
+        positions = jnp.arange(2 * lag)[None]
+        x, found = embed(model.weights, config, tokens, positions), []
+        for layer, shape in zip(model.weights.layers, config.layer_configs, strict=True):
+            x, score = _read(layer, x, positions, config=config, shape=shape, lag=lag)
+            found.append(np.asarray(score))
+        return found
+
+    def layer(self, index: int) -> RetrievalHeads:
+        """Return a copy with the mask of one layer."""
+        return self if self.full is None else dataclasses.replace(self, full=self.full[index])
+
+    def head_budgets(
+        self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
+    ) -> tuple[Int[Array, "b h"], PyTree]:
+        """Return slots for the whole text in retrieval heads, and s + w and those of special tokens in the others."""
+        assert isinstance(self.full, jax.Array)
+        return self.slots_of(~self.full[None], view, new), view.state.plan
+
+
+@functools.partial(jax.jit, static_argnames=("config", "shape", "lag"))
+def _read(
+    layer: LayerWeights,
+    x: Float[Array, "1 t width"],
+    positions: Int[Array, "1 t"],
+    *,
+    config: ModelConfig,
+    shape: LayerConfig,
+    lag: int,
+) -> tuple[Float[Array, "1 t width"], Float[Array, " h"]]:
+    """Run a layer over a repeated text, and return its output and F of its heads."""
+    scores = []
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        q = rotate(shape.rope, q, positions[:, None, None], positions.shape[1])
+        k = rotate(shape.rope, k, positions[:, None], positions.shape[1])
+        spec, at = shape.spec, positions[:, None]
+        partial, probs = attend(q, k, v, spec.mask(positions, at), spec, spec.bias(at, at))
+        after = jnp.diagonal(probs[:, :, :, lag:-1, 1:], axis1=3, axis2=4)
+        scores.append(after.mean((0, 2, 3)))
+        return with_sink(partial, sink_logits_of(layer, shape)).out.astype(q.dtype)
+
+    return block(layer, config, shape, x, positions, attention), scores[0]
+
+
+@register(paper="DuoAttention, 2024", group="ranked by position")
+def duoattention(
+    *,
+    retrieval: float = RetrievalHeads.retrieval,
+    sinks: int = 128,
+    recent: int = 256,
+    length: int = RetrievalHeads.length,
+    seed: int = RetrievalHeads.seed,
+    special: tuple[int, ...] = (),
+    **common: Any,
+) -> Policy:
+    """Keep everything in retrieval heads, and the first `sinks` and the newest `recent` tokens in the others.
+
+    When: with prompts much longer than `sinks` + `recent`. It has not been measured on many models yet. The heads are
+    found anew whenever a prompt is read, unless the policy is bound to its model: `kvjax.policy(...).bind(model)`.
+    """
+    check(isinstance(recent, int), "recent", recent, "a number of tokens from 1")
+    plan = RetrievalHeads(sinks, recent, retrieval, length, seed)
+    return combine(Recency(), plan=plan, sinks=sinks, recent=recent, special=special, **common)
