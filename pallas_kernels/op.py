@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
 from pallas_kernels.common import IMPLEMENTATIONS, Task, bucket, choose, pallas_form, platform_of
 
@@ -78,14 +78,14 @@ class Op(abc.ABC, Generic[Result]):
     def workload(self) -> tuple[Mapping[str, int], Mapping[str, Any]] | None:
         """Return the sizes and settings that name a benchmark, as `bucket` takes them; None if there is none."""
 
-    def __call__(self, **how: Unpack[How]) -> Result:
+    def __call__(self, implementation: str = "auto", interpret: Any = False, platform: str | None = None) -> Result:
         """Run the implementation that `choose` returns.
 
         Raises:
             Unsupported: the requested implementation cannot run these arguments here.
             ValueError: the implementation is unknown.
         """
-        options = options_of(**how)
+        options = options_of(implementation, interpret, platform)
         return self.run(self.choose(options), options)
 
     def choose(self, options: Options) -> str:
