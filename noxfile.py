@@ -66,7 +66,7 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Run all tests except the slow ones (20 minutes on two cores)."""
+    """Run all tests except the slow ones (25 minutes on two cores)."""
     run(session, "pytest", "-n", "auto", *session.posargs)
 
 
