@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvjax.policies import Plan as Plan
     from kvjax.policies import Policy as Policy
     from kvjax.policies import Protection as Protection
+    from kvjax.policies import Replay as Replay
     from kvjax.policies import Requirements as Requirements
     from kvjax.policies import Residual as Residual
     from kvjax.policies import Score as Score
@@ -72,6 +73,7 @@ _HOMES = {
         "Plan",
         "Policy",
         "Protection",
+        "Replay",
         "Requirements",
         "Residual",
         "Score",

@@ -19,6 +19,7 @@ from kvjax.methods.window import Recency
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, block, embed, sink_logits_of
 from kvjax.policies.policy import Policy
+from kvjax.policies.protection import Protection
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, PyTree, View, check, setting
 from pallas_kernels.attention import attend, with_sink
@@ -35,8 +36,8 @@ class RetrievalHeads(EndsOrAll):
 
     in a text of L random tokens that is repeated once. The given fraction of the model's KV heads, those with the
     largest F, are retrieval heads; the others keep s first and w newest tokens. Slots are for N = prompt +
-    `max_new_tokens`, beyond which logits are NaN. Special tokens of the prompt get additional slots; a generated one
-    replaces the oldest. The paper trains a number for each head instead; its published lists of heads are not read.
+    `max_new_tokens`, beyond which logits are NaN. Special tokens of the prompt get additional slots, generated ones
+    do not. The paper trains a number for each head instead; its published lists of heads are not read.
 
     Args:
         retrieval: fraction of retrieval heads, in [0, 1]; in the paper 0.25 with and 0.5 without one KV head for each
@@ -143,4 +144,5 @@ def duoattention(
     """
     check(isinstance(recent, int), "recent", recent, "a number of tokens from 1")
     plan = RetrievalHeads(sinks, recent, retrieval, length, seed)
-    return combine(Recency(), plan=plan, sinks=sinks, recent=recent, special=special, **common)
+    protection = Protection(sinks, recent, special, generated=False)
+    return combine(Recency(), plan=plan, protection=protection, **common)

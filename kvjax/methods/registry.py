@@ -63,8 +63,8 @@ def policy(
 
     Example:
         >>> policy = kvjax.policy("keyformer", recent=0.25, plan="adakv", codec="int8", **{"plan.floor": 0.3})
-        >>> policy.protection, policy.plan
-        (Protection(sinks=0, recent=0.25, special=(), one_in=None), AdaKV(extra_slots=0, floor=0.3, over='layer'))
+        >>> policy.protection.recent, policy.plan
+        (0.25, AdaKV(extra_slots=0, floor=0.3, over='layer'))
     """
     of_parts, own = _by_part(settings)
     made = _registered(name, own) if isinstance(name, str) else name

@@ -13,6 +13,7 @@ from kvjax.methods.ends import EndsOrAll
 from kvjax.methods.register import register
 from kvjax.methods.window import Recency
 from kvjax.policies.policy import Policy
+from kvjax.policies.protection import Protection
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, PyTree, View, check, number, wide, written
 
@@ -26,7 +27,7 @@ class LazyLayers(EndsOrAll):
 
     with the attention averaged over all query heads of the layer, the s first and w newest tokens, and N = prompt +
     `max_new_tokens`, beyond which logits are NaN. Each row has its own lazy layers, and none if its prompt has at most
-    s + w tokens. Special tokens of the prompt get additional slots; a generated one replaces the oldest.
+    s + w tokens. Special tokens of the prompt get additional slots, generated ones do not.
 
     Args:
         threshold: t, in [0, 1]; 1 for no lazy layer. The authors use 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for Mistral
@@ -76,4 +77,5 @@ def simlayerkv(
     """
     check(isinstance(recent, int), "recent", recent, "a number of tokens from 1")
     plan = LazyLayers(sinks, recent, threshold)
-    return combine(Recency(), plan=plan, sinks=sinks, recent=recent, special=special, **common)
+    protection = Protection(sinks, recent, special, generated=False)
+    return combine(Recency(), plan=plan, protection=protection, **common)

@@ -13,6 +13,7 @@ from kvjax.policies.rankings import OldestFirst as OldestFirst
 from kvjax.policies.residual import Residual as Residual
 from kvjax.policies.score import AccumulatedScore as AccumulatedScore
 from kvjax.policies.score import PromptScore as PromptScore
+from kvjax.policies.score import Replay as Replay
 from kvjax.policies.score import Requirements as Requirements
 from kvjax.policies.score import Score as Score
 from kvjax.policies.selection import Selection as Selection

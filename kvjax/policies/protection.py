@@ -56,6 +56,7 @@ class Protection(Part, interface=True):
         special: token ids that are evicted only if no other token can be.
         one_in: the first tokens get at least one in this many of a head's slots, and the newest as many, each no fewer
             than one; None for no such bound.
+        generated: False to protect special tokens of prompts and turns alone, for plans without slots for others.
 
     Example:
         >>> kvjax.Protection(sinks=4, recent=0.5).check_budget(6)
@@ -68,6 +69,7 @@ class Protection(Part, interface=True):
     recent: int | float = number(0)
     special: tuple[int, ...] = setting(())
     one_in: float | None = number(None)
+    generated: bool = setting(True)
 
     def __post_init__(self) -> None:
         if not written(self.sinks, self.recent):
@@ -89,7 +91,9 @@ class Protection(Part, interface=True):
         """Return a mask of the special tokens; None if no token ids are special."""
         if not self.special:
             return None
-        return jnp.broadcast_to(jnp.isin(new.token, jnp.asarray(self.special))[:, None], new.k.shape[:3])
+        counts = self.generated or new.given
+        found = jnp.isin(new.token, jnp.asarray(self.special)) & counts
+        return jnp.broadcast_to(found[:, None], new.k.shape[:3])
 
     def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
         """Return the number of protected first tokens in heads of `limit` slots; a scalar if all heads agree."""

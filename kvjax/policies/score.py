@@ -30,7 +30,7 @@ class Replay:
     `new.replayed`; `fold` sees only the slots of the cache.
 
     Args:
-        prompt: ids of the tokens that are read before each chunk.
+        prompt: ids of the tokens that are read before each chunk, a request for example.
         chunk: number of tokens of the text that are read together; fewer at the end of the model's positions.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +29,10 @@ class Recording(Full):
 def test_retrieval_heads_are_those_that_look_behind_the_same_token(x64: None) -> None:
     model = random_model(GQA, seed=1, dtype=jnp.float64)
     half = np.random.default_rng(SEED).integers(0, GQA.vocab_size, LENGTH).tolist()
-    usual = dict(kv_heads=GQA.kv_heads, groups=GQA.groups, sinks=0, recent=0, special=(), positions="original")
-    layers = [
+    usual: dict[str, Any] = dict(
+        kv_heads=GQA.kv_heads, groups=GQA.groups, sinks=0, recent=0, special=(), positions="original"
+    )
+    layers: list[Any] = [
         Recording([99] * GQA.kv_heads, layer=layer, layers=GQA.layers, recents=[0] * GQA.kv_heads, **usual)
         for layer in range(GQA.layers)
     ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from tests.oracles.simlayerkv import SimLayerKV
 
 
@@ -12,6 +14,7 @@ class DuoAttention(SimLayerKV):
     """Whether a head of a layer is a retrieval head."""
 
     def read(self, prompt):
+        self.length = prompt.prompt_length
         # The token being read has one of the slots, unless it takes it first.
         slots = self.initial + self.newest - (0 if self.evicts_first else 1)
         slots += sum(token in self.special for token in prompt.tokens[self.initial :])
@@ -19,15 +22,15 @@ class DuoAttention(SimLayerKV):
             self.limits[h] = self.limits[h] if retrieves else min(slots, self.limits[h])
 
 
-def repeated_attention(probs: Sequence[Sequence[Sequence[Sequence[float]]]], length: int) -> list[float]:
+def repeated_attention(probs: Sequence[Sequence[np.ndarray]], length: int) -> list[float]:
     """What each head of a layer pays, in a text of so many tokens that is repeated, to the token after the same one.
 
     Args:
-        probs: [h][g][query][key] over the whole text.
+        probs: [h][g], each [query, key] over the whole text.
         length: tokens before they are repeated.
     """
     found = []
     for head in probs:
-        pays = [of_group[t][t - length + 1] for of_group in head for t in range(length, 2 * length - 1)]
+        pays = [float(of_group[t, t - length + 1]) for of_group in head for t in range(length, 2 * length - 1)]
         found.append(sum(pays) / len(pays))
     return found

@@ -9,17 +9,16 @@ class SimLayerKV(Window):
     threshold: float
     initial: int
     newest: int
+    length: int
 
     def protected(self, h, i, newest):
+        """Special tokens of the prompt, too, but none that are generated."""
         position = self.heads[h].positions[i]
-        return position < self.sinks or position > newest - self.recents[h]
-
-    def scores(self, h, new):
-        """Special tokens leave last, the oldest of them first: a generated one takes its slot."""
-        tokens = self.heads[h].tokens
-        return [10**30 if token in self.special else s for token, s in zip(tokens, super().scores(h, new), strict=True)]
+        special = self.heads[h].tokens[i] in self.special and position < self.length
+        return special or position < self.sinks or position > newest - self.recents[h]
 
     def read(self, prompt):
+        self.length = prompt.prompt_length
         n, total = prompt.prompt_length, 0.0
         for h in range(self.kv_heads):
             for g in range(self.groups):
