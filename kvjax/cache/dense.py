@@ -224,7 +224,7 @@ class Dense(struct.PyTreeNode):
         layer: int,
         new: New,
         asks: PyTree,
-        low_rank: LowRank | None,
+        remembered: LowRank | Partial | None,
         selection: Selection | None,
         *,
         block: bool = False,
@@ -234,7 +234,7 @@ class Dense(struct.PyTreeNode):
         given = policy.codec.operands(config, view, new, block=block)
         attend = attention.attend_block if block else attention.attend_token
         own = without_again(asks)
-        partial, answers = attend(config, given, view, new, own, low_rank, selection)
+        partial, answers = attend(config, given, view, new, own, remembered, selection)
         earlier = functools.partial(policy.codec.earlier, config, view, given, new)
         return self, Attended(partial, with_again(asks, answers, config, given, view, earlier))
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected, select
-from kvjax.cache.step import Pending, Storage, low_rank_of, step, sum_over_layers, update_score
+from kvjax.cache.step import Pending, Storage, share_of_residual, step, sum_over_layers, update_score
 from kvjax.inference.allocate import allocated
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, embed, finish_block, project, sink_logits_of
@@ -278,7 +278,7 @@ def read_layers(
             storage = storage.append(policy, shape, index, new)
             heads = storage.heads(index)
             asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
-            remembered = low_rank_of(policy, storage, index, new)
+            remembered = share_of_residual(policy, storage, index, new)
             storage, found = storage.attend(policy, shape, index, new, asks, remembered, policy.selection, block=True)
             told = Pending(asks, found.answers, new)
             if of_all_layers(asks["score"]):

@@ -207,7 +207,7 @@ class Paged(Pages):
         layer: int,
         new: New,
         asks: PyTree,
-        low_rank: LowRank | None,
+        remembered: LowRank | Partial | None,
         selection: Selection | None,
         *,
         block: bool = False,
@@ -231,8 +231,8 @@ class Paged(Pages):
             **new.kernels._asdict(),
         )
         partial = Partial(found.out[:, :, :, None], found.lse[..., None])
-        if low_rank is not None:
-            partial = merge(partial, share_of_evicted(low_rank))
+        if remembered is not None:
+            partial = merge(partial, share_of_evicted(remembered))
         answers = page_answers(self, layer, new, asks, found)
         return self.replace(logits=found.logits), Attended(partial, answers)
 
