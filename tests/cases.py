@@ -25,6 +25,7 @@ from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
 from tests.oracles import (
+    attention_matching,
     basic,
     codecs,
     criticalkv,
@@ -151,6 +152,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known = plain(policy.plan) | inner | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
     known |= {"evict_every": policy.evict_every, "positions": policy.codec.positions, "codec": policy.codec.name}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
+    known |= {name: memory[name] for name in ("queries", "ridge") if name in memory}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
     known |= {"context_limit": limited.context_limit, "middle": limited.middle, "omega": policy.protection.omega}
@@ -411,6 +413,13 @@ class SelectingH2O(topk_oracle.Selecting, basic.H2O):
     """H2O of which every query reads only some."""
 
 
+RESIDUAL_ORACLES: dict[str, Callable[[type[Oracle]], type[Oracle]]] = {
+    "less": less.less,
+    "momentkv": momentkv.momentkv,
+    "attention_matching": attention_matching.attention_matching,
+}
+
+
 def pair(
     name: str,
     *,
@@ -424,7 +433,7 @@ def pair(
     oracle, parts = case.oracle, dict(settings or {})
     if residual is not None:
         oracle = evict_every.every(oracle) if "evict_every" in case.settings else oracle
-        oracle = {"less": less.less, "momentkv": momentkv.momentkv}[residual](oracle)
+        oracle = RESIDUAL_ORACLES[residual](oracle)
         parts |= {"residual": residual} | ({"residual.kernels": "performer"} if residual == "less" else {})
     if codec is not None:
         oracle = codecs.coded(oracle)
@@ -496,6 +505,13 @@ PAIRS: dict[str, Case] = {
     },
     **{f"momentkv+{name}+adakv": pair(name, residual="momentkv", plan="adakv") for name in ("h2o", "keyformer")},
     **{f"momentkv+{name}+int8": pair(name, residual="momentkv", codec="int8") for name in ("h2o", "fastgen-low")},
+    # Slots that stay get a bias and new values.
+    **{
+        f"attention_matching+{name}": pair(name, residual="attention_matching", settings={"residual.queries": 24})
+        for name in ("h2o", "snapkv", "keyformer", "tova", "l2", "h2o-pyramid")
+    },
+    "attention_matching+h2o+adakv": pair("h2o", residual="attention_matching", plan="adakv"),
+    "attention_matching+h2o+int8": pair("h2o", residual="attention_matching", codec="int8"),
     # A selection reads only some of what the score keeps, and all that a residual remembers.
     **{
         name: dataclasses.replace(
@@ -526,6 +542,7 @@ RARE = {
     *(f"{name}+adakv" for name in PROMPT_METHODS if name not in ("expected_attention", "lagkv", "chunkkv")),
     *(f"{name}+int8" for name in PROMPT_METHODS),
     *(f"less+{name}" for name in PROMPT_METHODS),
+    *("attention_matching+l2", "attention_matching+tova", "attention_matching+h2o-pyramid"),
     *("momentkv+pyramidkv", "momentkv+h2o-sequential", "momentkv+snapkv", "momentkv+keyformer+adakv"),
     *("tova+int8", "snapkv+int4", "tova+int4", "snapkv+adakv+int8", "keyformer+adakv+int8", "less+streaming+adakv"),
 }

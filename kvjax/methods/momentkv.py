@@ -16,9 +16,6 @@ from kvjax.types import Evicted, New, Partial, wide
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
-EXACT = jax.lax.Precision.HIGHEST
-"""Precision of products; a TPU would round float32 to bfloat16."""
-
 
 class MomentState(NamedTuple):
     """Moments of the evicted pairs of each head."""
@@ -81,12 +78,12 @@ class Moments(Residual):
         total = state.pairs + count
         share = leaving / jnp.maximum(count, 1)[..., None]
         key, value = (jnp.where(evicted.leaving[..., None], x, 0).astype(dtype) for x in (evicted.k, evicted.v))
-        mean_key, mean_value = (jnp.einsum("bhm,bhmd->bhd", share, x, precision=EXACT) for x in (key, value))
+        mean_key, mean_value = (jnp.einsum("bhm,bhmd->bhd", share, x, precision="highest") for x in (key, value))
         keys, values = key - mean_key[:, :, None], value - mean_value[:, :, None]
-        products = jnp.einsum("bhm,bhme,bhmd->bhed", leaving, values, keys, precision=EXACT)
+        products = jnp.einsum("bhm,bhme,bhmd->bhed", leaving, values, keys, precision="highest")
         part = count / jnp.maximum(total, 1)
         key_step, value_step = mean_key - state.key, mean_value - state.value
-        between = jnp.einsum("bh,bhe,bhd->bhed", state.pairs * part, value_step, key_step, precision=EXACT)
+        between = jnp.einsum("bh,bhe,bhd->bhed", state.pairs * part, value_step, key_step, precision="highest")
         return MomentState(
             total,
             state.key + part[..., None] * key_step,
@@ -98,11 +95,11 @@ class Moments(Residual):
         """Return the attention to evicted pairs, to first order."""
         assert new.config is not None
         q = new.q.astype(state.pairs.dtype)
-        found = jnp.einsum("bhgtd,bhd->bhgt", q, state.key, precision=EXACT)
+        found = jnp.einsum("bhgtd,bhd->bhgt", q, state.key, precision="highest")
         logit, scale = jax.jvp(new.config.spec.capped, (found,), (jnp.ones_like(found),))
         some = (state.pairs > 0)[:, :, None, None]
         count = jnp.maximum(state.pairs, 1)
-        tilted = jnp.einsum("bhgtd,bhed,bh->bhgte", q, state.products, 1 / count, precision=EXACT)
+        tilted = jnp.einsum("bhgtd,bhed,bh->bhgte", q, state.products, 1 / count, precision="highest")
         out = state.value[:, :, None, None] + scale[..., None] * tilted
         lse = jnp.where(some, jnp.log(count)[:, :, None, None] + logit, -jnp.inf)
         return Partial(jnp.where(some[..., None], out, 0), lse)

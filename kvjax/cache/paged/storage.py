@@ -217,6 +217,7 @@ class Paged(Pages):
         known = self.heads(layer)
         every = View(known.limit, known.state, self.kv, self.position, self.slots)
         given = policy.codec.operands(config, every, new, places=self.most)
+        config, given = given.with_bias(config, policy.slot_bias(every))
         found = paged_attention(
             given.q[:, :, :, 0],
             *given.stored,

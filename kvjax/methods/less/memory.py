@@ -111,10 +111,6 @@ class LowRankMemory(Residual, interface=True):
             kernels, trained = _in_bfloat16((kernels, trained))
         return dataclasses.replace(self, layers=kernels, trained=trained)
 
-    def over(self, base: str) -> LowRankMemory:
-        """Return a copy that looks for kernels of a base policy."""
-        return dataclasses.replace(self, base=base)
-
     def budgeted(self, budget: Any) -> LowRankMemory:
         """Return a copy with the kernels trained nearest to the budget, if there are several."""
         if not self.trained:
