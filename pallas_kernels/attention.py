@@ -178,8 +178,14 @@ def with_sink(attended: Partial, logits: Float[Array, "h g"] | None) -> Partial:
     return merge(attended, Partial(jnp.zeros_like(attended.out), lse))
 
 
-def share_of_evicted(memory: LowRank) -> Partial:
-    """Return attention over LESS's memory (equation 3): phi H / phi z, with sum phi z; empty if that is 0."""
+def share_of_evicted(memory: LowRank | Partial) -> Partial:
+    """Return attention over a memory of evicted tokens; a memory whose sum is 0 is an empty part.
+
+    Args:
+        memory: the attention itself, or LESS's memory (equation 3), over which it is phi H / phi z, with sum phi z.
+    """
+    if isinstance(memory, Partial):
+        return memory
     phi, h, z = memory
     exact = jax.lax.Precision.HIGHEST  # a TPU would round float32 to bfloat16
     mass = jnp.einsum("bhgtr,bhr->bhgt", phi, z, precision=exact)

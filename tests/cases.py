@@ -25,6 +25,7 @@ from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
 from tests.oracles import (
+    attention_matching,
     basic,
     codecs,
     criticalkv,
@@ -41,6 +42,7 @@ from tests.oracles import (
     less,
     lightkv,
     lsh_e,
+    momentkv,
     plans,
     prompt_scores,
     scissorhands,
@@ -150,6 +152,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known = plain(policy.plan) | inner | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
     known |= {"evict_every": policy.evict_every, "positions": policy.codec.positions, "codec": policy.codec.name}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
+    known |= {name: memory[name] for name in ("queries", "ridge") if name in memory}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
     known |= {"context_limit": limited.context_limit, "middle": limited.middle, "omega": policy.protection.omega}
@@ -410,20 +413,28 @@ class SelectingH2O(topk_oracle.Selecting, basic.H2O):
     """H2O of which every query reads only some."""
 
 
+RESIDUAL_ORACLES: dict[str, Callable[[type[Oracle]], type[Oracle]]] = {
+    "less": less.less,
+    "momentkv": momentkv.momentkv,
+    "attention_matching": attention_matching.attention_matching,
+}
+
+
 def pair(
     name: str,
     *,
     plan: str | None = None,
-    less_over: bool = False,
+    residual: str | None = None,
     codec: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Case:
     """A case of `POLICIES` with some of its parts replaced, and its twin likewise."""
     case = POLICIES[name]
     oracle, parts = case.oracle, dict(settings or {})
-    if less_over:
-        oracle = less.less(evict_every.every(oracle) if "evict_every" in case.settings else oracle)
-        parts |= {"residual": "less", "residual.kernels": "performer"}
+    if residual is not None:
+        oracle = evict_every.every(oracle) if "evict_every" in case.settings else oracle
+        oracle = RESIDUAL_ORACLES[residual](oracle)
+        parts |= {"residual": residual} | ({"residual.kernels": "performer"} if residual == "less" else {})
     if codec is not None:
         oracle = codecs.coded(oracle)
         parts |= {"codec": codec}
@@ -442,21 +453,21 @@ PAIRS: dict[str, Case] = {
             *("h2o-every-8", "streaming-every-8"),
         )
     },
-    "less+l2-every-8+adakv": pair("l2-every-8", less_over=True, plan="adakv"),
+    "less+l2-every-8+adakv": pair("l2-every-8", residual="less", plan="adakv"),
     # LESS over every score, and over every kind of plan.
     **{
-        f"less+{name}": pair(name, less_over=True)
+        f"less+{name}": pair(name, residual="less")
         for name in (
             *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
             *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-local"),
             *("cur", "vase", "rkv", "dropkv", "criticalkv"),
         )
     },
-    **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
-    "less+streaming+adakv": pair("streaming", less_over=True, plan="adakv"),
+    **{f"less+{name}+adakv": pair(name, residual="less", plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
+    "less+streaming+adakv": pair("streaming", residual="less", plan="adakv"),
     # Methods that rank a prompt once.
     **{f"{name}+adakv": pair(name, plan="adakv") for name in PROMPT_METHODS},
-    **{f"less+{name}": pair(name, less_over=True) for name in PROMPT_METHODS},
+    **{f"less+{name}": pair(name, residual="less") for name in PROMPT_METHODS},
     **{f"{name}+int8": pair(name, codec="int8") for name in PROMPT_METHODS},
     # Codes under everything.
     **{
@@ -482,19 +493,37 @@ PAIRS: dict[str, Case] = {
     "h2o+adakv+int4": pair("h2o", plan="adakv", codec="int4"),
     **{f"{name}+fp8": pair(name, codec="fp8") for name in ("h2o", "streaming", "snapkv")},
     "h2o+adakv+fp8": pair("h2o", plan="adakv", codec="fp8"),
-    "less+h2o+fp8": pair("h2o", less_over=True, codec="fp8"),
-    **{f"less+{name}+int8": pair(name, less_over=True, codec="int8") for name in ("h2o", "streaming", "fastgen-low")},
+    "less+h2o+fp8": pair("h2o", residual="less", codec="fp8"),
+    **{f"less+{name}+int8": pair(name, residual="less", codec="int8") for name in ("h2o", "streaming", "fastgen-low")},
     "fastgen-local+cache": pair("fastgen-local", settings={"positions": "cache"}),
-    "less+h2o+int4": pair("h2o", less_over=True, codec="int4"),
-    "less+keyformer+adakv+int8": pair("keyformer", less_over=True, plan="adakv", codec="int8"),
-    # A selection reads only some of what the score keeps, and all that LESS remembers.
+    "less+h2o+int4": pair("h2o", residual="less", codec="int4"),
+    "less+keyformer+adakv+int8": pair("keyformer", residual="less", plan="adakv", codec="int8"),
+    # Moments of what has left, over every kind of score, plan and storage.
+    **{
+        f"momentkv+{name}": pair(name, residual="momentkv")
+        for name in ("h2o", "streaming", "tova", "snapkv", "fastgen-low", "h2o-every-8", "h2o-sequential", "pyramidkv")
+    },
+    **{f"momentkv+{name}+adakv": pair(name, residual="momentkv", plan="adakv") for name in ("h2o", "keyformer")},
+    **{f"momentkv+{name}+int8": pair(name, residual="momentkv", codec="int8") for name in ("h2o", "fastgen-low")},
+    # Slots that stay get a bias and new values.
+    **{
+        f"attention_matching+{name}": pair(name, residual="attention_matching", settings={"residual.queries": 24})
+        for name in ("h2o", "snapkv", "keyformer", "tova", "l2", "h2o-pyramid")
+    },
+    "attention_matching+h2o+adakv": pair("h2o", residual="attention_matching", plan="adakv"),
+    "attention_matching+h2o+int8": pair("h2o", residual="attention_matching", codec="int8"),
+    # A selection reads only some of what the score keeps, and all that a residual remembers.
     **{
         name: dataclasses.replace(
-            pair("h2o", less_over=remembers, settings={"selection": "topk", "selection.k": 6}),
-            oracle=less.less(SelectingH2O) if remembers else SelectingH2O,
+            pair("h2o", residual=residual, settings={"selection": "topk", "selection.k": 6}),
+            oracle=oracle,
             equals_full=False,
         )
-        for name, remembers in (("h2o+topk", False), ("less+h2o+topk", True))
+        for name, residual, oracle in (
+            ("h2o+topk", None, SelectingH2O),
+            ("less+h2o+topk", "less", less.less(SelectingH2O)),
+            ("momentkv+h2o+topk", "momentkv", momentkv.momentkv(SelectingH2O)),
+        )
     },
 }
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
@@ -513,6 +542,8 @@ RARE = {
     *(f"{name}+adakv" for name in PROMPT_METHODS if name not in ("expected_attention", "lagkv", "chunkkv")),
     *(f"{name}+int8" for name in PROMPT_METHODS),
     *(f"less+{name}" for name in PROMPT_METHODS),
+    *("attention_matching+l2", "attention_matching+tova", "attention_matching+h2o-pyramid"),
+    *("momentkv+pyramidkv", "momentkv+h2o-sequential", "momentkv+snapkv", "momentkv+keyformer+adakv"),
     *("tova+int8", "snapkv+int4", "tova+int4", "snapkv+adakv+int8", "keyformer+adakv+int8", "less+streaming+adakv"),
 }
 """Pairs whose parts meet in others as well."""

@@ -35,7 +35,7 @@ def attend_token(
     view: View,
     new: New,
     asks: PyTree,
-    low_rank: LowRank | None,
+    remembered: LowRank | Partial | None,
     selection: Selection | None,
 ) -> tuple[Partial, PyTree]:
     """Attend from one token per row to its slots, and compute the requested statistics.
@@ -48,11 +48,12 @@ def attend_token(
         view: the slots, one of which holds the new token.
         new: the token.
         asks: tree of requested statistics.
-        low_rank: low-rank attention over evicted tokens, or None.
+        remembered: attention over evicted tokens; kernels take one of low rank. None without a residual.
         selection: chooses the tokens that the query attends to; None for all.
     """
     alone = selection is None and new.spread.slots == 1
     scores, summed = kernel_scores(asks, new) if alone else ("each" if selection or questions(asks)[0] else None, False)
+    low_rank = remembered if alone and isinstance(remembered, LowRank) else None
     found = decode_attention(
         given.q[:, :, :, 0],
         *given.stored,
@@ -60,21 +61,21 @@ def attend_token(
         new.position[:, 0],
         config.spec,
         places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
-        low_rank=_of_token(low_rank) if alone else None,  # otherwise merged below
+        low_rank=None if low_rank is None else low_rank._replace(features=low_rank.features[:, :, :, 0]),
         sinks=given.sinks,
         scores=scores,
         **new.kernels._asdict(),
     )
     if new.spread.slots > 1:
-        return _shared(found, given, view.position, new, asks, low_rank, selection)
+        return _shared(found, given, view.position, new, asks, remembered, selection)
     if selection is None:
         partial = Partial(found.out[:, :, :, None], found.lse[..., None])
+        if low_rank is None:
+            partial = _with_evicted(partial, remembered)
         return partial, requested_stats(asks, found, given, view.position, new, summed=summed)
     assert found.scores is not None
     probs = found.scores[:, :, :, None]
-    partial = narrowed(selection, probs, given.v, new, found.lse[..., None])
-    if low_rank is not None:
-        partial = merge(partial, share_of_evicted(low_rank))
+    partial = _with_evicted(narrowed(selection, probs, given.v, new, found.lse[..., None]), remembered)
     return partial, answered(asks, probs, lambda: whole(given.v, probs.dtype), view.position, new)
 
 
@@ -114,7 +115,7 @@ def _shared(
     position: Int[Array, "b h c"],
     new: New,
     asks: PyTree,
-    low_rank: LowRank | None,
+    remembered: LowRank | Partial | None,
     selection: Selection | None,
 ) -> tuple[Partial, PyTree]:
     # Returns attention of heads that share their slots with other devices, and the statistics of this device's slots.
@@ -155,9 +156,7 @@ def _shared(
         assert probs is not None and selection is not None
         out, lse = narrowed(selection, probs, given.v, new, lse[..., None])
         out, lse = new.spread.over_slots(out), lse[..., 0]
-    partial = Partial(out, lse[..., None])
-    if low_rank is not None:  # replicated on these devices
-        partial = merge(partial, share_of_evicted(low_rank))
+    partial = _with_evicted(Partial(out, lse[..., None]), remembered)  # which is replicated on these devices
 
     def answer(i: int, ask: Ask) -> Any:
         assert probs is not None
@@ -182,8 +181,8 @@ def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, 
     return jnp.where(jnp.isfinite(part), jnp.exp(part - jnp.where(jnp.isfinite(whole), whole, 0.0)), 0.0)
 
 
-def _of_token(low_rank: LowRank | None) -> LowRank | None:
-    return None if low_rank is None else low_rank._replace(features=low_rank.features[:, :, :, 0])
+def _with_evicted(attended: Partial, remembered: LowRank | Partial | None) -> Partial:
+    return attended if remembered is None else merge(attended, share_of_evicted(remembered))
 
 
 def attend_block(
@@ -192,7 +191,7 @@ def attend_block(
     view: View,
     new: New,
     asks: PyTree,
-    low_rank: LowRank | None,
+    remembered: LowRank | Partial | None,
     selection: Selection | None,
 ) -> tuple[Partial, PyTree]:
     """Attend from a block of a text to all slots, of which the last hold the block; see `attend_token`."""
@@ -241,9 +240,7 @@ def attend_block(
     if selection is not None:
         partial = select_by_blocks(config, share.given, view, share.new, selection, partial)
         lse = share.whole(partial.lse, 3)
-    partial = Partial(share.whole(partial.out, 3), lse)
-    if low_rank is not None:
-        partial = merge(partial, share_of_evicted(low_rank))
+    partial = _with_evicted(Partial(share.whole(partial.out, 3), lse), remembered)
     return partial, tree.unflatten(answers[i] for i in range(len(leaves)))
 
 

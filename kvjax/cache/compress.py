@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool
 
 from kvjax.cache import slots
 from kvjax.policies.policy import Policy
+from kvjax.policies.residual import Queries, SlotResidual
 from kvjax.types import New, View
 
 
@@ -36,3 +37,22 @@ def best_slots(policy: Policy, view: View, new: New, capacity: int) -> tuple[Arr
     staying = jnp.zeros(position.shape, bool)
     staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
     return best, kept, new.spread.own_slots((position >= 0) & ~staying)
+
+
+def rewritten(policy: Policy, before: View, after: View, queries: Queries, new: New) -> View:
+    """Return the slots that stay, as a residual of slots changes them for what has left.
+
+    Args:
+        policy: the policy.
+        before: the slots before eviction.
+        after: the slots that stay.
+        queries: that stand for later ones.
+        new: the tokens that are being read; rows that read nothing keep their slots.
+    """
+    residual = policy.residual
+    found = residual.rewrite(before, after, queries, new) if isinstance(residual, SlotResidual) else None
+    if found is None:
+        return after
+    changed = policy.codec.encode_values(found.values), found.bias
+    values, states = slots.where_read(new, changed, (after.kv.v, after.slots.residual))
+    return after.replace(kv=after.kv.replace(v=values), slots=after.slots.replace(residual=states))

@@ -146,7 +146,7 @@ class Dense(struct.PyTreeNode):
 
         def one_pass(scores: Any) -> bool:
             def given() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
-                found = policy.codec.operands(config, view, new)
+                _, found = policy.codec.operands(config, view, new).with_bias(config, policy.slot_bias(view))
                 if found.places is not None:
                     return None
                 hashed = hashed_codes(policy.ranking(view, new), view)
@@ -224,7 +224,7 @@ class Dense(struct.PyTreeNode):
         layer: int,
         new: New,
         asks: PyTree,
-        low_rank: LowRank | None,
+        remembered: LowRank | Partial | None,
         selection: Selection | None,
         *,
         block: bool = False,
@@ -232,9 +232,11 @@ class Dense(struct.PyTreeNode):
         """Attend from new tokens, which have slots already, to all slots of a layer."""
         view = self.layers[layer]
         given = policy.codec.operands(config, view, new, block=block)
+        if given.k is not new.k:  # a whole text has no slots with a bias yet
+            config, given = given.with_bias(config, policy.slot_bias(view))
         attend = attention.attend_block if block else attention.attend_token
         own = without_again(asks)
-        partial, answers = attend(config, given, view, new, own, low_rank, selection)
+        partial, answers = attend(config, given, view, new, own, remembered, selection)
         earlier = functools.partial(policy.codec.earlier, config, view, given, new)
         return self, Attended(partial, with_again(asks, answers, config, given, view, earlier))
 

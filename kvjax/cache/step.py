@@ -14,7 +14,7 @@ from kvjax.cache.paged.storage import Paged
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
 from kvjax.types import Evicted, Heads, LayerConfig, New, PyTree
-from pallas_kernels.attention import LowRank, with_sink
+from pallas_kernels.attention import LowRank, Partial, with_sink
 
 Storage = Dense | Paged
 
@@ -96,9 +96,9 @@ def _in_two_passes(
     config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]
 ) -> _Attended:
     storage, _ = exchange(config, policy, storage, layer, new)
-    asks, low_rank = asked(storage.heads(layer)), low_rank_of(policy, storage, layer, new)
+    asks, remembered = asked(storage.heads(layer)), share_of_residual(policy, storage, layer, new)
     with jax.named_scope("attention"):
-        storage, found = storage.attend(policy, config, layer, new, asks, low_rank, policy.selection)
+        storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
         out = with_sink(found.partial, new.sink_logits).out
     return _Attended(storage, asks, out, found.answers)
 
@@ -138,8 +138,8 @@ def update_score(policy: Policy, storage: Any, layer: int, asks: PyTree, answers
     return storage if advanced is None else storage.put_state(layer, score=advanced)
 
 
-def low_rank_of(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | None:
-    """Return the residual's low-rank term of the attention of the new queries; None without a residual."""
+def share_of_residual(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | Partial | None:
+    """Return the attention of the new queries to evicted pairs, as the residual has it; None without a residual."""
     with jax.named_scope("residual"):
         return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
 

@@ -67,7 +67,9 @@ def describe(policy: Policy) -> dict[str, Any]:
                 made[part] = _described(getattr(base, part))
     if policy.residual is None:
         return made
-    return {"name": methods.name_of(policy)} | _settings(policy.residual) | {"base": made}
+    kind = type(policy.residual)
+    named = next((name for name, known in methods.RESIDUALS.items() if known is kind), kind.__name__)
+    return {"name": named} | _settings(policy.residual) | {"base": made}
 
 
 def _described(part: Any) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from kvjax.inference.decoder import Decoder, decoder_specs, settle_step
 from kvjax.inference.prepare import (
     Budget,
     Tokens,
+    bucket,
+    check_length,
     check_on_host,
     check_tokens,
     checked_budget,
@@ -29,7 +31,18 @@ from kvjax.inference.prepare import (
     plan_slots,
     ready,
 )
-from kvjax.inference.press import Pressed, check_ranked, kept_of_all, named, on_pages, press, pressed_specs
+from kvjax.inference.press import (
+    Asking,
+    Pressed,
+    asking_specs,
+    check_ranked,
+    kept_of_all,
+    named,
+    on_pages,
+    press,
+    pressed_specs,
+)
+from kvjax.inference.queries import replayed_queries
 from kvjax.inference.replay import read_again
 from kvjax.inference.sharding import OF_HEADS, OF_VIEW, joined, on_mesh, placed_policy, shared
 from kvjax.inference.state import State, check_state
@@ -72,6 +85,7 @@ def compress(
     text: Tokens | None = None,
     plan: Plan | str | None = None,
     budget_of: str = "text",
+    replay: Tokens | None = None,
 ) -> State:
     """Compress a filled cache to another budget, or by another policy.
 
@@ -88,6 +102,8 @@ def compress(
             lists. None if the policy does not, or has done so.
         plan: distribution of the budget over layers or heads; None for the policy's own.
         budget_of: base of a fractional budget, see `kvjax.prefill`.
+        replay: token ids of a text for each row, such as a request to repeat the context and the context again, for a
+            residual that matches queries (`attention_matching`). It is read over the cache for its queries only.
 
     Raises:
         ValueError: the policy needs data that a cache does not hold, or the budget or the text does not fit the policy.
@@ -100,7 +116,7 @@ def compress(
         [16]
     """
     check_state(state)
-    check_on_host("compress", state.position, budget, text)
+    check_on_host("compress", state.position, budget, text, replay)
     budget, before = checked_budget(budget), state.decoder
     asked: Any = _Model(before.weights, before.config, before.mesh)
     own = jax.tree.map(_on_host, before.policy)
@@ -119,7 +135,8 @@ def compress(
         raise ValueError(f"{name_of(bound)} has states whose size is fixed when the text is read; read the text again.")
     again = _checked_text(bound, text, state, renewed)
     decoder = before.replace(policy=placed_policy(bound.sized(lines), before.mesh), asked=None)
-    pressed = _pressed(decoder, state.cache.replace(key=None), limits, capacities, renewed, again)
+    asking = None if replay is None else _replayed(before, state.cache.replace(key=None), replay)
+    pressed = _pressed(decoder, state.cache.replace(key=None), limits, capacities, renewed, again, asking)
     check_ranked(pressed, bound)
     storage: Any = pressed[0]
     if bound.plan.sizing.per_head:
@@ -148,6 +165,18 @@ def _checked_text(policy: Policy, text: Tokens | None, state: State, renewed: bo
     return tokens, lengths
 
 
+def _replayed(decoder: Decoder, cache: Cache, replay: Tokens) -> Asking:
+    ids, counts = rows_of(replay)
+    if len(ids) != len(cache.position):
+        raise ValueError(f"replay has {len(ids)} rows, the state {len(cache.position)}; give a text for each row.")
+    check_tokens(ids, counts, decoder.config)
+    check_length(int((on_host(cache.position) + counts).max()), decoder.policy, decoder.config)
+    padded = np.pad(ids, ((0, 0), (0, bucket(ids.shape[1]) - ids.shape[1])))
+    lengths = jnp.asarray(counts, jnp.int32)
+    valid = jnp.arange(padded.shape[1]) < lengths[:, None]
+    return replayed_queries(decoder, cache, jnp.asarray(padded, jnp.int32), lengths), valid
+
+
 def _pressed(
     decoder: Decoder,
     cache: Cache,
@@ -155,15 +184,16 @@ def _pressed(
     capacities: tuple[int, ...],
     renewed: bool,
     text: Text | None,
+    asking: Asking | None,
 ) -> Pressed:
     slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     if renewed and text is None:
-        return _renew(decoder, cache, slots, capacities)
+        return _renew(decoder, cache, slots, asking, capacities)
     programs: dict[str, Any] = dict(config=decoder.config, kernels=decoder.kernels, mesh=decoder.mesh)
     if text is not None:
         held = _renew_slots(decoder, cache, slots) if renewed else cache.unpacked(decoder.mesh).storage
         cache = read_again(decoder.weights, decoder.policy, cache.replace(storage=held), *text, **programs)
-    sizes: dict[str, Any] = dict(dtype=decoder.weights.dtype, capacities=capacities)
+    sizes: dict[str, Any] = dict(dtype=decoder.weights.dtype, capacities=capacities, asking=asking)
     return press(decoder.policy, cache, slots, **programs, **sizes)
 
 
@@ -182,16 +212,20 @@ def _check_same_tokens(state: State) -> None:
 
 @functools.partial(jax.jit, static_argnames="capacities")
 def _renew(
-    decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...], capacities: tuple[int, ...]
+    decoder: Decoder,
+    cache: Cache,
+    limits: tuple[Int[Array, "b h"], ...],
+    asking: Asking | None,
+    capacities: tuple[int, ...],
 ) -> Pressed:
-    def here(decoder: Decoder, cache: Cache, limits: tuple[Array, ...]) -> Pressed:
+    def here(decoder: Decoder, cache: Cache, limits: tuple[Array, ...], asking: Asking | None) -> Pressed:
         policies, views, new = _renewed_layers(decoder, cache, limits)
         shapes = on_device(decoder.config, decoder.mesh).layer_configs
-        return kept_of_all(policies, shapes, views, new, capacities, decoder.mesh)
+        return kept_of_all(policies, shapes, views, new, capacities, decoder.mesh, asking)
 
-    given = decoder_specs(decoder), cache_specs(cache), (OF_HEADS,) * len(limits)
+    given = decoder_specs(decoder), cache_specs(cache), (OF_HEADS,) * len(limits), asking_specs(asking)
     made = pressed_specs(decoder.policy, len(limits))
-    return on_mesh(here, decoder.mesh, given, made)(decoder, cache, limits)
+    return on_mesh(here, decoder.mesh, given, made)(decoder, cache, limits, asking)
 
 
 @jax.jit

@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.cache import slots
 from kvjax.cache.dense import Dense
-from kvjax.cache.paged.build import Selected, select
-from kvjax.cache.step import Pending, Storage, low_rank_of, step, sum_over_layers, update_score
-from kvjax.inference.allocate import allocated
+from kvjax.cache.paged.build import Selected
+from kvjax.cache.step import Pending, Storage, share_of_residual, step, sum_over_layers, update_score
+from kvjax.inference.keep import Kept, keep_after
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, embed, finish_block, project, sink_logits_of
 from kvjax.policies.base import Part
@@ -266,29 +264,19 @@ def read_layers(
         x: hidden states.
         first: True for a whole prompt.
     """
-    host_memory, paged = policies[0].score.requires.host_memory, first and policies[0].plan.sizing.per_head
+    paged = first and policies[0].plan.sizing.per_head
     pending: list[Pending] = []
     kept: list[Kept] = []
     for index, (layer, shape, policy) in enumerate(zip(layers, shapes, policies, strict=True)):
-        with layer_numbered(policy, numbers[index]):
-            normed, q, k, v = project(layer, config, shape, x, reading.position)
-            new = reading.new(shape, numbers[index], x, q, k, v, sink_logits=sink_logits_of(layer, shape))
-            if host_memory:
-                storage = storage.moved(index, jax.memory.Space.Device)
-            storage = storage.append(policy, shape, index, new)
-            heads = storage.heads(index)
-            asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
-            remembered = low_rank_of(policy, storage, index, new)
-            storage, found = storage.attend(policy, shape, index, new, asks, remembered, policy.selection, block=True)
-            told = Pending(asks, found.answers, new)
-            if of_all_layers(asks["score"]):
-                pending.append(told)
-            else:
-                storage, of_layer = _kept(policy, shape, storage, index, told, capacities[index], first)
-                kept.append(of_layer)
-            x = finish_block(layer, config, shape, x, normed, with_sink(found.partial, new.sink_logits).out)
+        place = index, numbers[index]
+        storage, told, x = append_and_attend(layer, config, shape, policy, storage, place, reading, x, first=first)
+        if of_all_layers(told.asks["score"]):
+            pending.append(told)
+        else:
+            storage, of_layer = keep_after(policy, shape, storage, index, told, capacities[index], first)
+            kept.append(of_layer)
     for index, told in enumerate(sum_over_layers(pending)):
-        storage, of_layer = _kept(policies[index], shapes[index], storage, index, told, capacities[index], first)
+        storage, of_layer = keep_after(policies[index], shapes[index], storage, index, told, capacities[index], first)
         kept.append(of_layer)
     for each in kept:
         if each.undefined is not None:  # NaN scores make the kept slots and the logits meaningless
@@ -296,61 +284,44 @@ def read_layers(
     return (tuple(each.selected for each in kept if each.selected is not None) if paged else storage), x
 
 
-class Kept(NamedTuple):
-    """Slots that `keep_best` selects for separate heads, and the rows whose scores are NaN."""
-
-    selected: Selected | None
-    """Selected slots under a plan with slots for each head, which the storage does not hold."""
-    undefined: Bool[Array, " b"] | None
-    """True for rows with scores of NaN; None if no scores were computed."""
-
-
-def _kept(
-    policy: Policy, shape: LayerConfig, storage: Dense, index: int, told: Pending, capacity: int, first: bool
-) -> tuple[Dense, Kept]:
-    asks, answers, new = told
-    storage = update_score(policy, storage, index, asks["score"], answers["score"], new)
-    if first:
-        storage = storage.replace_layer(index, allocated(policy, storage.layers[index], answers["plan"], new))
-    return keep_best(policy, shape, storage, index, new, capacity, first=first)
-
-
-def keep_best(
-    policy: Policy,
+def append_and_attend(
+    layer: LayerWeights,
+    config: ModelConfig,
     shape: LayerConfig,
+    policy: Policy,
     storage: Dense,
-    index: int,
-    new: New,
-    capacity: int,
+    place: tuple[int, int | Int[Array, ""]],
+    reading: Reading,
+    x: Float[Array, "b t width"],
     *,
-    first: bool,
-) -> tuple[Dense, Kept]:
-    """Evict the lowest-ranked tokens of a layer, and let the residual absorb them.
+    first: bool = False,
+) -> tuple[Dense, Pending, Float[Array, "b t width"]]:
+    """Append a block of text to the slots of a layer, attend, and finish the layer's block; nothing is evicted.
 
     Args:
-        policy: as the layer uses it.
+        layer: its weights.
+        config: of the model.
         shape: configuration of the layer.
-        storage: the cache before, with updated scores.
-        index: index of the layer in the storage.
-        new: the tokens just read.
-        capacity: slots of the layer's buffers afterwards.
-        first: True if the plan has just allocated slots to heads.
+        policy: as the layer uses it.
+        storage: the cache before.
+        place: index of the layer in the storage, and in the model.
+        reading: the tokens.
+        x: hidden states.
+        first: True for a whole prompt.
+
+    Returns:
+        The cache, attention statistics that the score and the plan requested, and hidden states.
     """
-    view = storage.layers[index]
-    ranking = policy.ranking(view, new)
-    undefined = (jnp.isnan(ranking) & view.live).any((1, 2)) if isinstance(ranking, jax.Array) else None
-    selected = None
-    if first and policy.plan.sizing.per_head:
-        selected, leaving = select(policy, shape, view, new)
-    else:
-        storage, leaving = storage.compress(policy, shape, index, new, capacity)
-    if policy.residual is not None:
-        absorb, before = policy.residual.absorb, view.state.residual
-        remembered = slots.fold_evicted(absorb, before, policy, shape, view, new, leaving)
-        storage = storage.put_state(index, residual=remembered)
-        if selected is not None:
-            state = selected.view.state.replace(residual=remembered)
-            selected = selected.replace(view=selected.view.replace(state=state))
-    if policy.score.requires.host_memory:
-        storage = storage.moved(index, jax.memory.Space.Host)
-    return storage, Kept(selected, undefined)
+    index, number = place
+    with layer_numbered(policy, number):
+        normed, q, k, v = project(layer, config, shape, x, reading.position)
+        new = reading.new(shape, number, x, q, k, v, sink_logits=sink_logits_of(layer, shape))
+        if policy.score.requires.host_memory:
+            storage = storage.moved(index, jax.memory.Space.Device)
+        storage = storage.append(policy, shape, index, new)
+        heads = storage.heads(index)
+        asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
+        remembered = share_of_residual(policy, storage, index, new)
+        storage, found = storage.attend(policy, shape, index, new, asks, remembered, policy.selection, block=True)
+        x = finish_block(layer, config, shape, x, normed, with_sink(found.partial, new.sink_logits).out)
+    return storage, Pending(asks, found.answers, new), x

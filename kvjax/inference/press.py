@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.evict import foreseen
@@ -22,7 +23,7 @@ from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import table
 from kvjax.inference.allocate import allocated, allocated_together
 from kvjax.inference.cache import Cache, cache_specs
-from kvjax.inference.layers import Kept, keep_best
+from kvjax.inference.keep import Kept, keep_best
 from kvjax.inference.prepare import Prompts, among_devices, round_slots
 from kvjax.inference.sharding import (
     OF_HEADS,
@@ -40,12 +41,40 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.sharding import on_device
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.policy import Policy
+from kvjax.policies.residual import Queries
 from kvjax.policies.stats import questions
 from kvjax.types import HEADS, ROWS, Kernels, LayerConfig, New, View
 from kvjax.utils.processes import on_host
 
 Pressed = tuple[Dense | tuple[Selected, ...], Bool[Array, " b"]]
 """Storage (or selected slots, under plans with slots for each head), and a mask of rows with scores of NaN."""
+
+Asking = tuple[tuple[Float[Array, "b h g n d"], ...], Bool[Array, "b n"]]
+"""Queries of each layer that stand for later ones, and a mask of those that are no padding."""
+
+
+def asking_specs(asking: Asking | None) -> Any:
+    """Return the specs of queries on a mesh."""
+    return None if asking is None else ((OF_HEADS,) * len(asking[0]), OF_ROWS)
+
+
+def check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries) -> None:
+    """Refuse a residual that depends on queries where there are none.
+
+    Args:
+        policy: the policy.
+        keep: evicts, given queries.
+        queries: of the shapes that it takes.
+
+    Raises:
+        ValueError: the result depends on them.
+    """
+    program = jax.make_jaxpr(lambda q: keep(queries=queries._replace(q=q)))(queries.q).jaxpr
+    if any(partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]):
+        raise ValueError(
+            f"{type(policy.residual).__name__} matches queries of a text, which a cache does not hold; give "
+            "kvjax.compress a replay, such as the context again."
+        )
 
 
 def reads_all_first(policy: Policy) -> bool:
@@ -87,6 +116,7 @@ def press(
     mesh: Mesh | None,
     dtype: DTypeLike,
     capacities: tuple[int, ...],
+    asking: Asking | None = None,
 ) -> Pressed:
     """Evict the lowest-ranked slots of all heads, by the policy under which the cache was filled.
 
@@ -99,9 +129,10 @@ def press(
         mesh: devices that shard the cache; None for one device.
         dtype: dtype of the model's activations.
         capacities: slots of the buffers, by layer.
+        asking: queries that stand for later ones; None if there are none.
     """
 
-    def here(policy: Policy, cache: Cache, limits: tuple[Array, ...]) -> Pressed:
+    def here(policy: Policy, cache: Cache, limits: tuple[Array, ...], asking: Asking | None) -> Pressed:
         reading, here = cache.newest.replace(kernels=kernels), on_device(config, mesh)
         x = jnp.zeros((*reading.token.shape, here.width), dtype)
         new = [reading.ahead(shape, index, x) for index, shape in enumerate(here.layer_configs)]
@@ -112,10 +143,10 @@ def press(
                 f"{named(policy)} ranks slots by the token that needs one, so it has no ranking before that token."
             )
         views = [view.replace(limit=limit) for view, limit in zip(views, limits, strict=True)]
-        return kept_of_all(policies, here.layer_configs, views, new, capacities, mesh)
+        return kept_of_all(policies, here.layer_configs, views, new, capacities, mesh, asking)
 
-    given = policy_specs(policy), cache_specs(cache), (OF_HEADS,) * len(limits)
-    return on_mesh(here, mesh, given, pressed_specs(policy, len(limits)))(policy, cache, limits)
+    given = policy_specs(policy), cache_specs(cache), (OF_HEADS,) * len(limits), asking_specs(asking)
+    return on_mesh(here, mesh, given, pressed_specs(policy, len(limits)))(policy, cache, limits, asking)
 
 
 def pressed_specs(policy: Policy, layers: int) -> Any:
@@ -130,6 +161,7 @@ def kept_of_all(
     new: Sequence[New],
     capacities: tuple[int, ...],
     mesh: Mesh | None,
+    asking: Asking | None = None,
 ) -> Pressed:
     """Allocate slots to heads and keep the best tokens of all layers; a function of one device's shards.
 
@@ -140,6 +172,7 @@ def kept_of_all(
         new: the tokens by which slots are ranked.
         capacities: slots of the buffers.
         mesh: devices that shard the cache; None for one device.
+        asking: queries of each layer that stand for later ones; None if there are none.
     """
     for policy, view, tokens in zip(policies, views, new, strict=True):
         if questions(policy.plan.asks(view, tokens))[0]:
@@ -153,8 +186,13 @@ def kept_of_all(
         given = zip(policies, views, new, strict=True)
         views = [allocated(policy, view, (), tokens) for policy, view, tokens in given]
     layers, found = list[View](), list[Kept]()
-    for policy, shape, view, tokens, capacity in zip(policies, shapes, views, new, capacities, strict=True):
-        storage, kept = keep_best(policy, shape, Dense((view,)), 0, tokens, capacity, first=True)
+    layer = zip(policies, shapes, views, new, capacities, strict=True)
+    for index, (policy, shape, view, tokens, capacity) in enumerate(layer):
+        keep = functools.partial(keep_best, policy, shape, Dense((view,)), 0, tokens, capacity, first=True)
+        queries = None if asking is None else Queries(asking[0][index], asking[1])
+        if queries is None:
+            check_no_queries(policy, keep, Queries(tokens.q, tokens.valid))
+        storage, kept = keep(queries=queries)
         layers.append(storage.layers[0])
         found.append(kept)
     undefined = jnp.zeros(len(views[0].limit), bool)

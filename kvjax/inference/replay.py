@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.step import Pending, low_rank_of, sum_over_layers, update_score
+from kvjax.cache.step import Pending, share_of_residual, sum_over_layers, update_score
 from kvjax.inference.cache import Cache, cache_specs
 from kvjax.inference.layers import layer_numbered
 from kvjax.inference.prepare import bucket
@@ -139,7 +139,7 @@ def _read_on_device(
             new = reading.new(shape, index, x, q, k, v, sink_logits=sink_logits_of(layer, shape))
             both = storage.alone(index).append(part, shape, 0, new)
             asks = part.score.asks(storage.heads(index), new)
-            remembered = low_rank_of(part, both, 0, new)
+            remembered = share_of_residual(part, both, 0, new)
             _, found = both.attend(part, shape, 0, new, asks, remembered, part.selection, block=True)
             answers = _of_cache(asks, found.answers, storage.layers[index].capacity)
             if of_all_layers(asks):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvjax.methods.attention_matching import Matching
 from kvjax.methods.fastgen import OF_FREQUENT, Profiled, TokenClasses
 from kvjax.methods.lightkv import AfterLimit, LastQueries
 from kvjax.policies.allocation import Sizing
@@ -83,6 +84,11 @@ PAIRS = (
         "codec {codec} holds keys as they are seen, but positions='cache' turns all of them at every step where "
         "tokens are protected for what they are or heads have slots of their own",
         "use positions='original', leave special out, or choose plan uniform",
+    ),
+    Pair(
+        lambda policy: isinstance(policy.residual, Matching) and policy.codec.positions == "cache",
+        "residual attention_matching matches queries at original positions, and positions='cache' moves the keys",
+        "use positions='original'",
     ),
     Pair(
         lambda policy: (

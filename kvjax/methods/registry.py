@@ -49,7 +49,7 @@ def policy(
         name: a key of `REGISTRY`; a `Policy`; or `FILE.py:NAME` for a policy, a score, or a function or class that
             returns one, in a file of your own, which is executed.
         plan: number of slots of each layer and head: a key of `PLANS`, or a `Plan`.
-        residual: memory of evicted pairs: `less`, or a `Residual`.
+        residual: memory of evicted pairs: `less`, `momentkv`, `attention_matching`, or a `Residual`.
         codec: storage of a slot: `plain`, `int8`, `int4`, `fp8`, a `Quantizer`, or a `Codec`, which also sets the
             positions of keys.
         selection: cached tokens to which a query attends: `topk`, or a `Selection`.
@@ -192,8 +192,9 @@ def replaced(
     if residual is not None or "residual" in of_parts:
         memory = of_parts.pop("residual", {})
         if residual is None or isinstance(residual, str):
-            named = "less" if residual is None else residual
-            chosen = residual_by_name(named, **({"base": name_of(made)} | memory))
+            chosen = residual_by_name("less" if residual is None else residual, **memory)
+            if "base" in {field.name for field in dataclasses.fields(chosen)} - memory.keys():  # type: ignore[arg-type]
+                chosen = dataclasses.replace(chosen, base=name_of(made))  # type: ignore[type-var]
         else:
             chosen = _made("residual", RESIDUALS, residual, memory)
         made = dataclasses.replace(made, residual=chosen)

@@ -11,6 +11,7 @@ from kvjax.policies.protection import Protection as Protection
 from kvjax.policies.rankings import HammingDistance as HammingDistance
 from kvjax.policies.rankings import OldestFirst as OldestFirst
 from kvjax.policies.residual import Residual as Residual
+from kvjax.policies.residual import SlotResidual as SlotResidual
 from kvjax.policies.score import AccumulatedScore as AccumulatedScore
 from kvjax.policies.score import PromptScore as PromptScore
 from kvjax.policies.score import Replay as Replay

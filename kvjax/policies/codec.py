@@ -27,8 +27,8 @@ class Operands(NamedTuple):
     q: Float[Array, "b h g t d"]
     k: Operand | Joined
     v: Operand | Joined
-    places: tuple[Int[Array, "b h t"], Int[Array, "b h c"]] | None = None
-    """Positions of queries and keys for attention, if they differ from the original ones."""
+    places: tuple[Array, Array] | None = None
+    """Positions of queries and keys for attention, if they differ from the original ones; or `with_bias`."""
     factor: Float[Array, "b h d"] | None = None
     """Channel factors that the queries have been multiplied by, if keys are quantized."""
     sinks: Sinks | None = None
@@ -39,6 +39,19 @@ class Operands(NamedTuple):
         """Keys and values if all of them are in slots, as in a decode step."""
         assert not isinstance(self.k, Joined) and not isinstance(self.v, Joined)
         return self.k, self.v
+
+    def with_bias(self, config: LayerConfig, bias: Float[Array, "b h c"] | None) -> tuple[LayerConfig, Operands]:
+        """Return these inputs, and a layer that adds a bias per slot to the logits of a model without ALiBi.
+
+        A bias per slot is ALiBi whose slopes are 1 and whose places are the biases.
+        """
+        if bias is None:
+            return config, self
+        assert config.slopes is None and self.places is None
+        slopes = ((1.0,) * config.groups,) * (config.kv_heads * config.spread.heads)
+        rows, heads, _, tokens, _ = self.q.shape
+        queries = jnp.zeros((rows, heads, tokens), bias.dtype)
+        return dataclasses.replace(config, slopes=slopes), self._replace(places=(queries, bias))
 
 
 @struct.dataclass(init=False)
@@ -157,6 +170,10 @@ class Codec:
     def numbers(self, new: New, state: CodecState | None) -> KV:
         """Return the pairs of new tokens as the quantizer receives them."""
         return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
+
+    def encode_values(self, values: Float[Array, "b h c e"]) -> Operand:
+        """Encode values in the form that slots store."""
+        return self._coded(values)
 
     def _coded(self, x: Any) -> Operand:
         stored = self.quantizer.encode(x)

@@ -16,7 +16,7 @@ from kvjax.policies.base import Part
 from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protected, Protection
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, as_numbers
-from kvjax.policies.residual import Residual
+from kvjax.policies.residual import Residual, SlotResidual
 from kvjax.policies.score import AccumulatedScore, Score, takes_attention
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import questions
@@ -163,8 +163,13 @@ class Policy:
             score=self.score.slot(new, state),
             protection=self.protection.slot(new, state),
             plan=self.plan.slot(new, state),
+            residual=None if self.residual is None else self.residual.slot(new, state),
             codec=self.codec.slot(new),
         )
+
+    def slot_bias(self, view: View) -> Float[Array, "b h c"] | None:
+        """Return what the residual adds to the logits of each slot; None for nothing."""
+        return view.slots.residual if isinstance(self.residual, SlotResidual) else None
 
     def ranking(self, view: View, new: New) -> Ranking:
         """Return the score's ranking of the slots.

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Part
-from kvjax.types import Evicted, New, Partial
+from kvjax.types import Evicted, New, Partial, PyTree, View, nothing
 from pallas_kernels.attention import LowRank, merge, share_of_evicted
+
+
+class Queries(NamedTuple):
+    """Queries that stand for those of later tokens."""
+
+    q: Float[Array, "b h g t d"]
+    valid: Bool[Array, "b t"]
+
+
+class Rewritten(NamedTuple):
+    """Slots that have been changed to stand for evicted ones, too."""
+
+    values: Float[Array, "b h c e"]
+    bias: Float[Array, "b h c"]
 
 
 class Residual(Part, interface=True):
@@ -20,8 +34,11 @@ class Residual(Part, interface=True):
         """Return the layer's state with some evicted pairs added to it."""
 
     @abc.abstractmethod
-    def share(self, state: Any, new: New) -> LowRank:
-        """Return the low-rank term that evicted pairs add to the attention of `new.q`."""
+    def share(self, state: Any, new: New) -> LowRank | Partial | None:
+        """Return the attention of `new.q` to evicted pairs; kernels merge one of low rank in the same pass.
+
+        None if slots are all that queries attend to.
+        """
 
     def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
         """Absorb the pairs that one token per row evicted, and merge `share` into the token's attention.
@@ -36,4 +53,36 @@ class Residual(Part, interface=True):
             The new state, and attention [b h g 1 e] over slots and evicted pairs.
         """
         state = self.absorb(state, evicted)
-        return state, merge(attended, share_of_evicted(self.share(state, new))).out
+        share = self.share(state, new)
+        assert share is not None
+        return state, merge(attended, share_of_evicted(share)).out
+
+
+class SlotResidual(Residual, interface=True):
+    """Changes of the slots that stay of a text: a bias of their logits, and new values. It has no memory of its own."""
+
+    @abc.abstractmethod
+    def rewrite(self, before: View, after: View, queries: Queries, new: New) -> Rewritten | None:
+        """Return new values and biases of the slots that stay of a text that is read in blocks; None to keep them.
+
+        Args:
+            before: the slots before eviction, with their biases in `slots.residual`.
+            after: the slots that stay.
+            queries: of the text, or of a replay.
+            new: the tokens that are being read.
+        """
+
+    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+        """Return no bias for new tokens."""
+        return nothing(new)
+
+    def absorb(self, state: Any, evicted: Evicted) -> Any:
+        """Return the state, which is none: pairs that one token evicts are dropped."""
+        return state
+
+    def share(self, state: Any, new: New) -> None:
+        """Return nothing: slots are all that queries attend to."""
+
+    def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
+        """Return the attention over the slots."""
+        return state, attended.out

@@ -32,7 +32,14 @@ RNG = np.random.default_rng(8)
 PROMPTS = [RNG.integers(0, GQA.vocab_size, length).tolist() for length in (41, 25, 33, 17, 38)]
 TEXT = RNG.integers(0, GQA.vocab_size, (400,))
 CASES = POLICIES | PAIRS
-MIXED = ["h2o+adakv", "streaming+adakv", "less+snapkv+adakv", "h2o+adakv+int8", "less+fastgen-low+int8"]
+MIXED = [
+    "h2o+adakv",
+    "streaming+adakv",
+    "less+snapkv+adakv",
+    "h2o+adakv+int8",
+    "less+fastgen-low+int8",
+    "momentkv+h2o+adakv",
+]
 ROWS_OF = ["own", "full", "streaming", "keyformer", "tova", "scissorhands", "lightkv", "lsh_e", "less-performer"]
 ROWS_OF += ["lightkv-offload", "fastgen", "h2o+int8", "h2o-cache-positions", "own+adakv", *MIXED]
 """Whatever differs in what heads and slots remember, and where."""

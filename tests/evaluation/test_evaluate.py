@@ -115,6 +115,8 @@ def test_descriptions_tell_policies_apart() -> None:
     assert describe(kvjax.policy("h2o")) == plain
     less = describe(kvjax.policy("h2o", residual="less"))
     assert less["name"] == "less" and less["base"] == plain and less["kernels"] == "learned"
+    moments = describe(kvjax.policy("h2o", residual="momentkv"))
+    assert moments == {"name": "momentkv", "base": plain}
     parts: tuple[dict[str, str], ...] = (
         {},
         {"codec": "int8"},

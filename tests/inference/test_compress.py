@@ -39,6 +39,7 @@ def follow(state: kvjax.State, steps: int = 4) -> np.ndarray:
         ("l2", {"plan": "adakv"}),
         ("l2", {"codec": "int8"}),
         ("random", {"residual": "less", "residual.kernels": "performer"}),
+        ("l2", {"residual": "momentkv", "recent": 3}),
         slow("streaming", {"positions": "original"}),
         slow("window", {"plan": "pyramid"}),
     ],

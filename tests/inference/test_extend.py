@@ -69,11 +69,12 @@ TURNS = [name for name in FIRST if POLICIES[name].policy not in ("fastgen", "top
 TURNS += ["keyformer-fresh", "keyformer-shared", "snapkv-max", "h2o-cache-positions", "lightkv-context", "h2o+topk"]
 TURNS += ["h2o+adakv", "less+snapkv+adakv", "streaming+adakv", "lightkv-running+adakv", "less+lightkv-context"]
 TURNS += ["h2o+int8", "streaming+int8", "h2o+adakv+int8", "less+h2o+int4", "tova+int4", "fastgen", "fastgen-high"]
-TURNS += ["streaming+fp8", "h2o+adakv+fp8"]
+TURNS += ["streaming+fp8", "h2o+adakv+fp8", "momentkv+h2o", "momentkv+h2o+adakv"]
+TURNS += ["attention_matching+h2o", "attention_matching+h2o+adakv", "attention_matching+h2o+int8"]
 
 
 DEFAULT = ("keyformer-fresh", "scissorhands", "snapkv-max", "less+lightkv-context", "h2o+adakv", "h2o+topk")
-DEFAULT += ("streaming+fp8", "h2o+adakv+fp8")
+DEFAULT += ("streaming+fp8", "h2o+adakv+fp8", "momentkv+h2o", "attention_matching+h2o")
 """Turns that the default suite reads: one for each way to ask, to store, to remember and to shrink."""
 
 

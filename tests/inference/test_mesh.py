@@ -50,7 +50,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
         # Rows on two devices, heads on two, three on each, and the slots of each on two.
         core([compared(["h2o"], 6, (2, 4))]),
         [compared(["keyformer", "tova", "lsh_e"], 6, (2, 4))],
-        [compared(["less-performer", "fastgen", "lightkv"], 6, (2, 4))],
+        [compared(["less-performer", "fastgen", "lightkv", "momentkv+h2o"], 6, (2, 4))],
         *(slow([compared(names, 6, (2, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
         [compared(["less+h2o+int4", "lightkv-offload"], 1, (1, 4))],
         slow([compared(["h2o+topk"], 1, (1, 4))]),
@@ -58,7 +58,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
         [compared(["random+adakv"], 8, (1, 4))],
         # Slots alone, whatever the number of heads.
         [compared(["h2o"], 2, (2, 1, 4)), compared(["lsh_e"], 2, (1, 2, 2))],
-        slow([compared(["h2o", "streaming", "less-performer", "lsh_e"], 2, (2, 1, 4), (1, 2, 2))]),
+        slow([compared(["h2o", "streaming", "less-performer", "lsh_e", "momentkv+h2o"], 2, (2, 1, 4), (1, 2, 2))]),
         *(slow([compared(names, 2, (1, 1, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
         [
             compared(["streaming", "h2o+adakv"], 2, (1, 4), model="SLOPED"),

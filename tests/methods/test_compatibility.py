@@ -48,6 +48,10 @@ EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
         lambda: kvjax.policy("streaming", special=(7,), codec="int8"),
         lambda: kvjax.policy("streaming", plan="adakv", codec="int4"),
     ),
+    (
+        lambda: kvjax.policy("h2o", residual="attention_matching", positions="cache"),
+        lambda: kvjax.policy("streaming", residual="attention_matching"),
+    ),
     (lambda: fitted(dataclasses.replace(kvjax.policy("lightkv", middle="mask"), protection=kvjax.Protection())),),
 )
 CASES = [(pair, make) for pair, makes in zip(PAIRS, EXAMPLES, strict=True) for make in makes]

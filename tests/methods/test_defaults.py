@@ -88,4 +88,4 @@ def test_parts_begin_with_their_papers_numbers(name: str) -> None:
 
 
 def test_names_of_parts() -> None:
-    assert (*RESIDUALS, *CODECS) == ("less", "fp8", "int4", "int8", "plain")
+    assert (*RESIDUALS, *CODECS) == ("attention_matching", "less", "momentkv", "fp8", "int4", "int8", "plain")

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.special import erf
 
 from tests.oracles.decoder import Oracle
+from tests.oracles.residual import Remembering
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
@@ -34,7 +35,7 @@ def performer(planes: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.array([math.exp(w @ x - x @ x / 2) / math.sqrt(len(planes)) for w in planes])
 
 
-class _Less(Oracle):
+class _Less(Remembering):
     kernels: str
     parameters: Any
 
@@ -61,44 +62,16 @@ class _Less(Oracle):
         self.h[h] = self.h[h] + np.outer(features, self.heads[h].values[i])
         self.z[h] = self.z[h] + features
 
-    def keep(self, prompt):
-        staying = super().keep(prompt)
-        for h in range(self.kv_heads):
-            for i in range(len(self.heads[h].positions)):
-                if i not in staying[h]:
-                    self.fold(h, i)
-        return staying
-
-    def leaving(self, new):
-        leaving = super().leaving(new)
-        for h in range(self.kv_heads):
-            if leaving[h] is not None:
-                self.fold(h, leaving[h])
-        return leaving
-
-    def retain(self, h, indices):
-        for i in range(len(self.heads[h].positions)):
-            if i not in indices:
-                self.fold(h, i)
-        super().retain(h, indices)
-
     def total(self, h: int, g: int, query: np.ndarray, logits: np.ndarray) -> float:
         evicted = 0.0 if isinstance(self.z[h], float) else self.phi(h, g, query) @ self.z[h]
         return super().total(h, g, query, logits) + float(evicted)
 
     def attend(self, h, g, query, probs):
         """Equation 3; while nothing has left, and so for a whole prompt, it is plain attention."""
-        head = self.heads[h]
         if isinstance(self.z[h], float):
             return super().attend(h, g, query, probs)
-        keys, queries = self.saw
         features = self.phi(h, g, query)
-        above, below = features @ self.h[h], features @ self.z[h]
-        bias = self.bias(h, g, self.places(h))
-        for i in self.reads(probs):
-            weight = math.exp(queries[g] @ keys[i] / math.sqrt(len(keys[i])) + bias[i])
-            above, below = above + weight * head.values[i], below + weight
-        return above / below
+        return self.beside(h, g, probs, features @ self.h[h], float(features @ self.z[h]))
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -350,3 +351,42 @@ def test_a_score_sees_keys_and_values_as_numbers(
     assert wanted.keys() == found.keys() and {position for _, position in found} == set(range(11))
     for place, pair in wanted.items():
         np.testing.assert_allclose(found[place], pair, atol=tolerance * np.abs(pair).max())
+
+
+COUNTING = """
+import flax
+import jax.numpy as jnp
+
+import kvjax
+from kvjax.types import Partial, wide
+
+
+@flax.struct.dataclass
+class Counting(kvjax.Residual):
+    def init(self, shape):
+        return jnp.zeros(shape.k.shape[:2], wide(shape.k.dtype))
+
+    def absorb(self, state, evicted):
+        return state + evicted.leaving.sum(2)
+
+    def share(self, state, new):
+        lse = jnp.broadcast_to(jnp.log(state)[:, :, None, None], new.q.shape[:4])
+        return Partial(jnp.zeros((*new.q.shape[:4], new.v.shape[-1]), lse.dtype), lse)
+"""
+"""Each evicted pair takes a little attention and gives nothing."""
+
+
+@pytest.mark.parametrize("plan", [None, "adakv"])
+def test_a_residual_in_a_file_goes_with_any_policy(tmp_path: Path, plan: str | None) -> None:
+    file = tmp_path / "counting.py"
+    file.write_text(COUNTING, encoding="utf-8")
+    policy = kvjax.policy("h2o", residual=f"{file}:Counting", recent=2)
+    model, text = random_model(GQA), [list(range(3, 33))]
+    state, _ = kvjax.prefill(model, policy, text, 8, plan=plan, max_new_tokens=4)
+    plain, _ = kvjax.prefill(model, kvjax.policy("h2o", recent=2), text, 8, plan=plan, max_new_tokens=4)
+    (state, logits), (_, expected) = (kvjax.decode_step(each, [7]) for each in (state, plain))
+    assert np.abs(np.asarray(logits) - np.asarray(expected)).max() > 1e-3
+    for layer in range(GQA.layers):
+        held = np.asarray(kvjax.held_positions(state)[layer]) >= 0
+        counted = state.storage.heads(layer).state.residual
+        np.testing.assert_array_equal(counted + held.sum(-1), np.full((1, GQA.kv_heads), 31))

@@ -207,7 +207,7 @@ class Paged(Pages):
         layer: int,
         new: New,
         asks: PyTree,
-        low_rank: LowRank | None,
+        remembered: LowRank | Partial | None,
         selection: Selection | None,
         *,
         block: bool = False,
@@ -217,6 +217,7 @@ class Paged(Pages):
         known = self.heads(layer)
         every = View(known.limit, known.state, self.kv, self.position, self.slots)
         given = policy.codec.operands(config, every, new, places=self.most)
+        config, given = given.with_bias(config, policy.slot_bias(every))
         found = paged_attention(
             given.q[:, :, :, 0],
             *given.stored,
@@ -231,8 +232,8 @@ class Paged(Pages):
             **new.kernels._asdict(),
         )
         partial = Partial(found.out[:, :, :, None], found.lse[..., None])
-        if low_rank is not None:
-            partial = merge(partial, share_of_evicted(low_rank))
+        if remembered is not None:
+            partial = merge(partial, share_of_evicted(remembered))
         answers = page_answers(self, layer, new, asks, found)
         return self.replace(logits=found.logits), Attended(partial, answers)
 

@@ -13,7 +13,7 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.recompute import whole, with_again, without_again
 from kvjax.cache.stats import answered
-from kvjax.cache.step import Pending, exchange, low_rank_of, sum_over_layers, update_score
+from kvjax.cache.step import Pending, exchange, share_of_residual, sum_over_layers, update_score
 from kvjax.inference.layers import Reading
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
@@ -232,7 +232,7 @@ def replay(
     )
     if mask == "full-softmax":  # the same logits, normalized over the whole text
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
-    remembered = low_rank_of(policy, storage, layer, new)
+    remembered = share_of_residual(policy, storage, layer, new)
     if remembered is not None:
         partial = merge(partial, share_of_evicted(remembered))
     partial = with_sink(partial, new.sink_logits)

@@ -1,0 +1,89 @@
+"""What stays of a block of text: eviction in one layer after its attention, and the residual's part in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from kvjax.cache import slots
+from kvjax.cache.compress import rewritten
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged.build import Selected, select
+from kvjax.cache.step import Pending, update_score
+from kvjax.inference.allocate import allocated
+from kvjax.policies.policy import Policy
+from kvjax.policies.residual import Queries
+from kvjax.types import LayerConfig, New
+
+
+class Kept(NamedTuple):
+    """Slots that `keep_best` selects for separate heads, and the rows whose scores are NaN."""
+
+    selected: Selected | None
+    """Selected slots under a plan with slots for each head, which the storage does not hold."""
+    undefined: Bool[Array, " b"] | None
+    """True for rows with scores of NaN; None if no scores were computed."""
+
+
+def keep_after(
+    policy: Policy, shape: LayerConfig, storage: Dense, index: int, told: Pending, capacity: int, first: bool
+) -> tuple[Dense, Kept]:
+    """Update the score of a layer after attention, and evict the lowest-ranked tokens; see `keep_best`."""
+    asks, answers, new = told
+    storage = update_score(policy, storage, index, asks["score"], answers["score"], new)
+    if first:
+        storage = storage.replace_layer(index, allocated(policy, storage.layers[index], answers["plan"], new))
+    return keep_best(policy, shape, storage, index, new, capacity, first=first)
+
+
+def keep_best(
+    policy: Policy,
+    shape: LayerConfig,
+    storage: Dense,
+    index: int,
+    new: New,
+    capacity: int,
+    *,
+    first: bool,
+    queries: Queries | None = None,
+) -> tuple[Dense, Kept]:
+    """Evict the lowest-ranked tokens of a layer, and let the residual absorb them or change the slots that stay.
+
+    Args:
+        policy: as the layer uses it.
+        shape: configuration of the layer.
+        storage: the cache before, with updated scores.
+        index: index of the layer in the storage.
+        new: the tokens just read.
+        capacity: slots of the layer's buffers afterwards.
+        first: True if the plan has just allocated slots to heads.
+        queries: queries that stand for later ones; None for those of the tokens just read.
+    """
+    view = storage.layers[index]
+    ranking = policy.ranking(view, new)
+    undefined = (jnp.isnan(ranking) & view.live).any((1, 2)) if isinstance(ranking, jax.Array) else None
+    selected = None
+    if first and policy.plan.sizing.per_head:
+        selected, leaving = select(policy, shape, view, new)
+    else:
+        storage, leaving = storage.compress(policy, shape, index, new, capacity)
+    if policy.residual is not None:
+        absorb, before = policy.residual.absorb, view.state.residual
+        remembered = slots.fold_evicted(absorb, before, policy, shape, view, new, leaving)
+        storage = storage.put_state(index, residual=remembered)
+        if selected is not None:
+            state = selected.view.state.replace(residual=remembered)
+            selected = selected.replace(view=selected.view.replace(state=state))
+        asking = Queries(new.q, new.valid) if queries is None else queries
+        if selected is None:
+            storage = storage.replace_layer(index, rewritten(policy, view, storage.layers[index], asking, new))
+        else:
+            staying = selected.view.replace(position=jnp.where(leaving, -1, view.position))
+            after = rewritten(policy, view, staying, asking, new)
+            selected = selected.replace(view=after.replace(position=view.position))
+    if policy.score.requires.host_memory:
+        storage = storage.moved(index, jax.memory.Space.Host)
+    return storage, Kept(selected, undefined)

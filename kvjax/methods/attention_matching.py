@@ -1,0 +1,155 @@
+"""Attention Matching (arXiv 2602.16284): a bias and new values for the slots that stay of a text."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.methods.register import register_part
+from kvjax.policies.residual import Queries, Rewritten, SlotResidual
+from kvjax.types import New, View, check, setting, wide
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+BOX = math.exp(-3), math.exp(3)
+"""Bounds of the factors B."""
+
+STEPS = 2
+"""Projected steps after least squares."""
+
+
+@register_part("attention_matching")
+@struct.dataclass
+class Matching(SlotResidual):
+    r"""Slots that stay of a text get a bias b and new values, such that queries find the mass and the output of all.
+
+    .. math::
+        B = \arg\min_{e^{-3} \le B \le e^3} \lVert M B - m \rVert^2, \quad M = e^{s q C^\top - \max}, \quad
+        b = \log B, \qquad
+        V' = \arg\min \lVert \mathrm{softmax}(s q C^\top + b) V' - \mathrm{softmax}(s q K^\top) V \rVert^2
+
+    with the keys C that the policy keeps of all keys K, and the mass m of all. B is clipped least squares, then two
+    projected steps. A ridge keeps B near 1 and V' near the kept values where few queries tell. The queries are those of
+    the text, each over all keys, since later queries see all of them; `kvjax.compress` takes those of a replay. What
+    leaves while the model writes is dropped. Layers with a window of their own keep their slots as they are.
+
+    From: Attention Matching, arXiv 2602.16284.
+
+    When: for a prompt that is compressed once and read often, with small budgets. Over `h2o` with 5% of the bytes 4.200
+    nats become 4.166 on books and 3.042 become 3.017 on stories; with 20% there is nothing left to gain. LESS's trained
+    kernels reach 4.109 and 2.974 (embedded model, after prompts of 512 tokens).
+
+    Args:
+        queries: most queries of a text that are matched, at even distances.
+        ridge: weight of the changes to B and to values, as a share of the mean square of a slot's column.
+    """
+
+    queries: int = setting(256)
+    ridge: float = setting(1e-2)
+
+    def __post_init__(self) -> None:
+        check(self.queries >= 1, "queries", self.queries, "a number from 1")
+        check(self.ridge > 0, "ridge", self.ridge, "a number above 0")
+
+    def bind(self, model: LanguageModel) -> Matching:
+        """Return the residual itself.
+
+        Raises:
+            ValueError: logits of the model fall with distance, which later queries do not share.
+        """
+        if model.config.position == "alibi":
+            raise ValueError(
+                f"attention_matching matches queries at all distances, on which logits of {model!r} depend (ALiBi); "
+                "use residual less."
+            )
+        return self
+
+    def rewrite(self, before: View, after: View, queries: Queries, new: New) -> Rewritten | None:
+        """Return values and biases of the slots that stay, fitted to the attention over the slots before eviction."""
+        assert new.config is not None
+        if new.spread.slots > 1:
+            raise ValueError("attention_matching fits all slots of a head together; use a mesh without slots.")
+        spec = new.config.spec
+        if spec.window is not None:
+            return None
+        kind = wide(new.k.dtype)
+        q, counts = _sampled(queries, self.queries, kind)
+
+        def logits(view: View) -> Float[Array, "b h r c"]:
+            products = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(kind), precision="highest")
+            x = spec.capped(products) + view.slots.residual[:, :, None]
+            return jnp.where(view.live[:, :, None], x, -jnp.inf)
+
+        every, staying = logits(before), logits(after)
+        highest = jnp.maximum(every.max(-1, keepdims=True), jnp.finfo(kind).min)
+        shares, kept = (jnp.exp(x - highest) * counts[..., None] for x in (every, staying))
+        mass = shares.sum(-1)
+        factors = matched_factors(kept, mass, self.ridge)
+        values, old = (jnp.where(view.live[..., None], view.values(new), 0).astype(kind) for view in (before, after))
+        output = jnp.einsum("bhrc,bhce->bhre", shares, values, precision="highest") / _safe(mass)[..., None]
+        weights = kept * factors[:, :, None]
+        weights = weights / _safe(weights.sum(-1))[..., None]
+        missing = output - jnp.einsum("bhrc,bhce->bhre", weights, old, precision="highest")
+        change = least_squares(weights, missing, self.ridge)
+        fewer = (after.live.sum(-1) < before.live.sum(-1))[..., None]
+        changed = fewer & after.live
+        bias = after.slots.residual + jnp.where(changed, jnp.log(factors), 0)
+        return Rewritten(jnp.where(changed[..., None], old + change, after.values(new)).astype(new.v.dtype), bias)
+
+
+def matched_factors(kept: Float[Array, "b h r c"], mass: Float[Array, "b h r"], ridge: float) -> Float[Array, "b h c"]:
+    """Return B: least squares of the mass, clipped, then projected steps of the gradient.
+
+    Args:
+        kept: M, zero for empty slots.
+        mass: of all keys, for each query.
+        ridge: see `Matching`.
+    """
+    missing = mass - kept.sum(-1)
+    factors = jnp.clip(1 + least_squares(kept, missing[..., None], ridge)[..., 0], *BOX)
+    gram = jnp.einsum("bhrc,bhrs->bhcs", kept, kept, precision="highest")
+    step = 1 / _safe(jnp.abs(gram).sum(-1).max(-1))[..., None]
+    for _ in range(STEPS):
+        error = jnp.einsum("bhrc,bhc->bhr", kept, factors, precision="highest") - mass
+        slope = jnp.einsum("bhrc,bhr->bhc", kept, error, precision="highest")
+        factors = jnp.clip(factors - step * slope, *BOX)
+    return factors
+
+
+def least_squares(
+    inputs: Float[Array, "b h r c"], outputs: Float[Array, "b h r e"], ridge: float
+) -> Float[Array, "b h c e"]:
+    """Return the x of least |inputs x - outputs|^2 + w |x|^2, where w is the ridge times the mean square of a column.
+
+    Columns of zeros do not count, and get zeros.
+    """
+    gram = jnp.einsum("bhrc,bhrs->bhcs", inputs, inputs, precision="highest")
+    squares = jnp.diagonal(gram, axis1=-2, axis2=-1)
+    weight = ridge * squares.sum(-1) / jnp.maximum((squares > 0).sum(-1), 1)
+    weight = jnp.where(weight > 0, weight, 1)
+    right = jnp.einsum("bhrc,bhre->bhce", inputs, outputs, precision="highest")
+    factor = jax.lax.linalg.cholesky(gram + weight[..., None, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype))
+    half = jax.lax.linalg.triangular_solve(factor, right, left_side=True, lower=True)
+    return jax.lax.linalg.triangular_solve(factor, half, left_side=True, lower=True, transpose_a=True)
+
+
+def _sampled(queries: Queries, most: int, kind: Any) -> tuple[Float[Array, "b h r d"], Float[Array, "b h r"]]:
+    # Some queries at even distances, those of a group one after the other, and 1 for each that counts.
+    b, h, g, t, d = queries.q.shape
+    count = queries.valid.sum(1, dtype=jnp.int32)[:, None]
+    index: Int[Array, "b m"] = jnp.broadcast_to(jnp.arange(min(t, most), dtype=jnp.int32), (b, min(t, most)))
+    spread = (2 * index + 1) * count // (2 * min(t, most))
+    at = jnp.where(count >= most, spread, index)
+    counts = jnp.broadcast_to((index < count)[:, None, None], (b, h, g, index.shape[1])).astype(kind)
+    q = jnp.take_along_axis(queries.q, at[:, None, None, :, None], 3).astype(kind)
+    return q.reshape(b, h, -1, d), counts.reshape(b, h, -1)
+
+
+def _safe(x: Array) -> Array:
+    return jnp.where(x > 0, x, 1)
