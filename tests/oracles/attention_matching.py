@@ -28,6 +28,7 @@ def factors_of(kept: np.ndarray, mass: np.ndarray, ridge: float) -> np.ndarray:
 
 class _AttentionMatching(Oracle):
     evicts_first = True
+    codec: str
     queries: int
     ridge: float
 
