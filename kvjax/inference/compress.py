@@ -55,6 +55,7 @@ from kvjax.models.model import rows_of
 from kvjax.models.sharding import on_device
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
+from kvjax.policies.residual import SlotResidual
 from kvjax.policies.stats import questions
 from kvjax.types import LayerConfig, New, View
 from kvjax.utils.processes import on_host
@@ -85,7 +86,6 @@ def compress(
     text: Tokens | None = None,
     plan: Plan | str | None = None,
     budget_of: str = "text",
-    replay: Tokens | None = None,
 ) -> State:
     """Compress a filled cache to another budget, or by another policy.
 
@@ -98,12 +98,12 @@ def compress(
             by what a cache holds (keys, values, positions), as `keydiff` does, and all heads of a layer must hold the
             same tokens, as under `full`.
         budget: slots per KV head, a fraction, or slots for each layer; it may be larger than before.
-        text: token ids of each row's text, for a policy that reads it again, as `kvzip` does: [b, n], or a list of
-            lists. None if the policy does not, or has done so.
+        text: token ids of a text for each row, for a policy that reads one over the cache: [b, n], or a list of lists.
+            `kvzip` takes the text that the cache holds, and reads it after its own request. The residual
+            `attention_matching` takes the queries of any text, such as a request to repeat the context and the context
+            again. None if the policy reads none, or did so before.
         plan: distribution of the budget over layers or heads; None for the policy's own.
         budget_of: base of a fractional budget, see `kvjax.prefill`.
-        replay: token ids of a text for each row, such as a request to repeat the context and the context again, for a
-            residual that matches queries (`attention_matching`). It is read over the cache for its queries only.
 
     Raises:
         ValueError: the policy needs data that a cache does not hold, or the budget or the text does not fit the policy.
@@ -116,7 +116,7 @@ def compress(
         [16]
     """
     check_state(state)
-    check_on_host("compress", state.position, budget, text, replay)
+    check_on_host("compress", state.position, budget, text)
     budget, before = checked_budget(budget), state.decoder
     asked: Any = _Model(before.weights, before.config, before.mesh)
     own = jax.tree.map(_on_host, before.policy)
@@ -133,9 +133,11 @@ def compress(
         _check_same_tokens(state)
     elif jax.tree.structure(bound.sized(lines)) != jax.tree.structure(bound):
         raise ValueError(f"{name_of(bound)} has states whose size is fixed when the text is read; read the text again.")
-    again = _checked_text(bound, text, state, renewed)
+    read_over = _checked_text(bound, text, state, renewed)
+    again = None if bound.score.requires.replay is None else read_over
     decoder = before.replace(policy=placed_policy(bound.sized(lines), before.mesh), asked=None)
-    asking = None if replay is None else _replayed(before, state.cache.replace(key=None), replay)
+    matched = read_over if isinstance(bound.residual, SlotResidual) else None
+    asking = None if matched is None else _queries(before, state.cache.replace(key=None), *matched)
     pressed = _pressed(decoder, state.cache.replace(key=None), limits, capacities, renewed, again, asking)
     check_ranked(pressed, bound)
     storage: Any = pressed[0]
@@ -151,25 +153,21 @@ Text = tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]
 
 
 def _checked_text(policy: Policy, text: Tokens | None, state: State, renewed: bool) -> Text | None:
-    replays = policy.score.requires.replay is not None
+    replays, matches = policy.score.requires.replay is not None, isinstance(policy.residual, SlotResidual)
     if text is None:
         if replays and renewed:
             raise ValueError(f"{named(policy)} reads the text again; give its token ids, text=[[...], ...].")
         return None
-    if not replays:
+    if not replays and not matches:
         raise ValueError(f"{named(policy)} does not read a text again; leave text out.")
     tokens, lengths = rows_of(text)
     if len(tokens) != len(state.position):
         raise ValueError(f"text has {len(tokens)} rows, the state {len(state.position)}; give a text for each row.")
-    check_tokens(tokens, lengths, state.config, least=0)
+    check_tokens(tokens, lengths, state.config, least=1 if matches else 0)
     return tokens, lengths
 
 
-def _replayed(decoder: Decoder, cache: Cache, replay: Tokens) -> Asking:
-    ids, counts = rows_of(replay)
-    if len(ids) != len(cache.position):
-        raise ValueError(f"replay has {len(ids)} rows, the state {len(cache.position)}; give a text for each row.")
-    check_tokens(ids, counts, decoder.config)
+def _queries(decoder: Decoder, cache: Cache, ids: Int[np.ndarray, "b n"], counts: Int[np.ndarray, " b"]) -> Asking:
     check_length(int((on_host(cache.position) + counts).max()), decoder.policy, decoder.config)
     padded = np.pad(ids, ((0, 0), (0, bucket(ids.shape[1]) - ids.shape[1])))
     lengths = jnp.asarray(counts, jnp.int32)

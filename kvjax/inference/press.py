@@ -73,7 +73,7 @@ def check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries)
     if any(partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]):
         raise ValueError(
             f"{type(policy.residual).__name__} matches queries of a text, which a cache does not hold; give "
-            "kvjax.compress a replay, such as the context again."
+            "kvjax.compress a text, such as the context again."
         )
 
 

@@ -36,8 +36,8 @@ class Matching(SlotResidual):
 
     with the keys C that the policy keeps of all keys K, and the mass m of all. B is clipped least squares, then two
     projected steps. A ridge keeps B near 1 and V' near the kept values where few queries tell. The queries are those of
-    the text, each over all keys, since later queries see all of them; `kvjax.compress` takes those of a replay. What
-    leaves while the model writes is dropped. Layers with a window of their own keep their slots as they are.
+    the text, each over all keys, since later queries see all of them; `kvjax.compress` takes those of a given text.
+    What is evicted while the model writes is dropped. Layers with a window of their own keep their slots as they are.
 
     From: Attention Matching, arXiv 2602.16284.
 

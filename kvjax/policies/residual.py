@@ -68,7 +68,7 @@ class SlotResidual(Residual, interface=True):
         Args:
             before: the slots before eviction, with their biases in `slots.residual`.
             after: the slots that stay.
-            queries: of the text, or of a replay.
+            queries: queries of the text, or of another one that `kvjax.compress` is given.
             new: the tokens that are being read.
         """
 

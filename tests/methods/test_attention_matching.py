@@ -95,7 +95,7 @@ def test_matches_the_queries_of_a_replay(plan: str | None, x64: None) -> None:
     """Keys, values and queries of the first layer are known, however the cache is compressed."""
     model = double()
     whole, policy = read(model, "full"), matching(**{"residual.queries": 8, "residual.ridge": 0.03})
-    pressed = kvjax.compress(whole, policy, BUDGET, plan=plan, replay=REPLAYS)
+    pressed = kvjax.compress(whole, policy, BUDGET, plan=plan, text=REPLAYS)
     plain = kvjax.compress(whole, kvjax.policy("l2", recent=3), BUDGET, plan=plan)
     before, after, queries = layers(whole)[0], pressed.storage.unpack().layers[0], asked(model)[0]
     for row, (text, replay) in enumerate(zip(TEXTS, REPLAYS, strict=True)):
@@ -123,7 +123,7 @@ def test_matches_the_queries_of_a_replay(plan: str | None, x64: None) -> None:
 
 def test_a_matched_cache_may_be_compressed_again_and_goes_on() -> None:
     model = random_model(GQA)
-    state = kvjax.compress(read(model, matching("h2o"), 24), None, BUDGET, replay=REPLAYS)
+    state = kvjax.compress(read(model, matching("h2o"), 24), None, BUDGET, text=REPLAYS)
     assert [len(head) for head in kept(state, 0)[0]] == [BUDGET] * GQA.kv_heads
     bias = np.asarray(layers(state)[0].slots.residual)
     assert np.abs(bias).max() > 0.1 and np.isfinite(bias).all()
@@ -165,9 +165,9 @@ def test_is_written_like_less() -> None:
 def test_what_cannot_be_matched_is_one_sentence() -> None:
     model = random_model(GQA)
     state = read(model, "full")
-    with pytest.raises(ValueError, match=r"which a cache does not hold; give kvjax\.compress a replay"):
+    with pytest.raises(ValueError, match=r"which a cache does not hold; give kvjax\.compress a text"):
         kvjax.compress(state, matching(), BUDGET)
-    with pytest.raises(ValueError, match="replay has 1 rows, the state 2; give a text for each row"):
-        kvjax.compress(state, matching(), BUDGET, replay=[[1, 2, 3]])
+    with pytest.raises(ValueError, match="text has 1 rows, the state 2; give a text for each row"):
+        kvjax.compress(state, matching(), BUDGET, text=[[1, 2, 3]])
     with pytest.raises(ValueError, match=r"attention_matching matches queries at all distances, .* \(ALiBi\)"):
         read(random_model(SLOPED), matching("h2o"), BUDGET)
