@@ -72,7 +72,7 @@ def test_a_conversation_is_kept_and_never_grows(model: kvjax.Model, tmp_path: Pa
     for directory, message in ((kept, "of another model, policy or dtype"), (tmp_path, "has no saved conversation")):
         with pytest.raises(ValueError, match=message):
             other.load(directory)
-    with pytest.raises(ValueError, match="is no saved conversation"):
+    with pytest.raises(ValueError, match="is not a saved conversation"):
         talk.save(tmp_path)
 
 

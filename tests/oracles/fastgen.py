@@ -77,7 +77,7 @@ class FastGen(Oracle):
         marked = [self.marked[h][part] for part in policy if part in ("special", "punctuation")]
         return {i for i, position in enumerate(self.heads[h].positions) if any(position in part for part in marked)}
 
-    def generated(self, h: int, policy: Policy) -> set[int]:
+    def of_generation(self, h: int, policy: Policy) -> set[int]:
         head = self.heads[h]
         ids = [getattr(self, part) for part in policy if part in ("special", "punctuation")]
         return {
@@ -150,7 +150,7 @@ class FastGen(Oracle):
         policy, every = self.optimal[h], set(range(len(self.heads[h].positions)))
         if policy == FULL:
             return every
-        kept = self.of_prompt(h, policy) | self.generated(h, policy) | self.local_tokens(h, policy, length)
+        kept = self.of_prompt(h, policy) | self.of_generation(h, policy) | self.local_tokens(h, policy, length)
         return kept | self.frequent_tokens(h, policy, length, every - kept)
 
     def keep(self, prompt):
@@ -191,7 +191,7 @@ class FastGen(Oracle):
                 continue
             # The buffer has no slot for the next token.
             local = self.local_tokens(h, policy, length)
-            generated = self.generated(h, policy) - local
+            generated = self.of_generation(h, policy) - local
             frequent = set(range(len(head.positions))) - local - generated - self.of_prompt(h, policy)
             oldest = min(generated or range(len(head.positions)))
             weakest = min(frequent, key=lambda i: (head.notes[i], i), default=oldest)
