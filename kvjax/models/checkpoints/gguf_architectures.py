@@ -151,6 +151,15 @@ def _qwen3_moe(settings: Settings, header: Header) -> Settings:
     }
 
 
+def _gpt_oss(settings: Settings, header: Header) -> Settings:
+    # The model rotates with YaRN's bounds as they are; the file does not say so.
+    return {
+        **_experts(header),
+        "intermediate_size": header.get("expert_feed_forward_length", settings["intermediate_size"]),
+        "rope_parameters": settings["rope_parameters"] | {"truncate": False},
+    }
+
+
 def _olmoe(settings: Settings, header: Header) -> Settings:
     return {**_experts(header), "clip_qkv": header.get("attention.clamp_kqv") or None}
 
@@ -200,6 +209,7 @@ _TABLE: Mapping[str, Architecture] = {
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture("qwen3_moe", (*_EXPERTS, "expert_feed_forward_length", "expert_weights_norm"), _qwen3_moe),
     "olmoe": Architecture("olmoe", (*_EXPERTS, "attention.clamp_kqv"), _olmoe),
+    "gpt-oss": Architecture("gpt_oss", (*_EXPERTS, "expert_feed_forward_length"), _gpt_oss),
     "olmo2": Architecture("olmo2", adapt=_olmo2),
     "gemma3": Architecture(
         "gemma3_text",

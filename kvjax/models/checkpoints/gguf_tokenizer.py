@@ -24,6 +24,14 @@ def _cased(digits: str) -> str:
     )
 
 
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BY_CASE = (  # o200k of GPT-4o and gpt-oss: a word ends where a capital follows a small letter
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 class _Split(NamedTuple):
     """Rules for splitting a text before BPE.
 
@@ -55,6 +63,7 @@ _SPLITS: Mapping[str, _Split] = {
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
     "falcon3": _LLAMA3,
+    "gpt-4o": _Split((_BY_CASE,)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "smollm": _DIGITS,

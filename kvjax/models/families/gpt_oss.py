@@ -57,21 +57,30 @@ def _stored_in_out(source: Source) -> Source:
     return dataclasses.replace(source, shape=shape, read=read)
 
 
+def _or(source: Source, name: str) -> Source:
+    """Return a source that is also found under another name, in the layout of the leaf (GGUF)."""
+    return dataclasses.replace(source, others=(Source(name),))
+
+
+_SINKS = "model.layers.{layer}.self_attn.sinks"
 _MLP = "model.layers.{layer}.mlp"
+_EXPERTS = f"{_MLP}.experts"
+_GATE, _UP, _DOWN = f"{_EXPERTS}.gate_proj", f"{_EXPERTS}.up_proj", f"{_EXPERTS}.down_proj"
+_GATE_UP = f"{_EXPERTS}.gate_up_proj"
 
 GPT_OSS = Family(
     _config,
     {
         **LLAMA_SOURCES,
-        "layers.sink_logits": Source("model.layers.{layer}.self_attn.sinks"),
+        "layers.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
         "layers.mlp.router": Source(f"{_MLP}.router.weight"),
         "layers.mlp.router_bias": Source(f"{_MLP}.router.bias"),
-        "layers.mlp.experts.gate.weight": _stored_in_out(_every_other(0, f"{_MLP}.experts.gate_up_proj")),
-        "layers.mlp.experts.gate.bias": _every_other(0, f"{_MLP}.experts.gate_up_proj_bias"),
-        "layers.mlp.experts.up.weight": _stored_in_out(_every_other(1, f"{_MLP}.experts.gate_up_proj")),
-        "layers.mlp.experts.up.bias": _every_other(1, f"{_MLP}.experts.gate_up_proj_bias"),
-        "layers.mlp.experts.down.weight": _stored_in_out(Source(f"{_MLP}.experts.down_proj")),
-        "layers.mlp.experts.down.bias": Source(f"{_MLP}.experts.down_proj_bias"),
+        "layers.mlp.experts.gate.weight": _or(_stored_in_out(_every_other(0, _GATE_UP)), f"{_GATE}.weight"),
+        "layers.mlp.experts.gate.bias": _or(_every_other(0, f"{_GATE_UP}_bias"), f"{_GATE}.bias"),
+        "layers.mlp.experts.up.weight": _or(_stored_in_out(_every_other(1, _GATE_UP)), f"{_UP}.weight"),
+        "layers.mlp.experts.up.bias": _or(_every_other(1, f"{_GATE_UP}_bias"), f"{_UP}.bias"),
+        "layers.mlp.experts.down.weight": _or(_stored_in_out(Source(_DOWN)), f"{_DOWN}.weight"),
+        "layers.mlp.experts.down.bias": _or(Source(f"{_DOWN}_bias"), f"{_DOWN}.bias"),
     },
     {
         **LLAMA_DEFAULTS,

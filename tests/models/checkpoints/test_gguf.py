@@ -111,7 +111,13 @@ def write_gguf(
         architecture: as the file names it, if not as it is.
     """
     model_type = str(described["model_type"])
-    renamed = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
+    renamed = {
+        "gemma3_text": "gemma3",
+        "gpt_neox": "gptneox",
+        "qwen3_moe": "qwen3moe",
+        "mixtral": "llama",
+        "gpt_oss": "gpt-oss",
+    }
     name = renamed.get(model_type, model_type)
     writer = gguf.GGUFWriter(file, architecture or name)
     kind = next(kind for kind, named in gguf.MODEL_ARCH_NAMES.items() if named == name)
@@ -239,6 +245,29 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
     "olmoe": (
         settings(model_type="olmoe", num_experts=4, num_experts_per_tok=2, clip_qkv=8.0),
         lambda w: (w.add_expert_count(4), w.add_expert_used_count(2), w.add_clamp_kqv(8.0)),
+    ),
+    "gpt_oss": (
+        settings(
+            model_type="gpt_oss",
+            head_dim=32,
+            attention_bias=True,
+            tie_word_embeddings=False,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            intermediate_size=128,
+            sliding_window=16,
+            rope_parameters=rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+        ),
+        lambda w: (
+            w.add_key_length(32),
+            w.add_expert_count(4),
+            w.add_expert_used_count(2),
+            w.add_expert_feed_forward_length(128),
+            w.add_sliding_window(16),
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+            w.add_rope_scaling_factor(4.0),
+            w.add_rope_scaling_orig_ctx_len(32),
+        ),
     ),
     "olmo2": (settings(model_type="olmo2"), lambda w: None),
     "smollm3": (settings(model_type="smollm3", num_hidden_layers=4), lambda w: None),
@@ -452,6 +481,7 @@ def test_splits_of_real_tokenizers(name: str, pre: str) -> None:
         ("qwen2", ["It", "'S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!\n", "  ", " x"]),
         ("smollm", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
         ("gpt-2", ["It", "'", "S", " 12345", " déjà", " vu", "!", "\n  ", " x"]),
+        ("gpt-4o", ["It'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
     ],
 )
 def test_splits(pre: str, words: list[str]) -> None:
@@ -459,6 +489,15 @@ def test_splits(pre: str, words: list[str]) -> None:
     splitter = gguf_tokenizer(metadata)[0].pre_tokenizer
     assert splitter is not None
     text = "It'S 12345 déjà vu!\n   x"
+    assert [text[slice(*place)] for _, place in splitter.pre_tokenize_str(text)] == words
+
+
+def test_words_of_gpt_4o_end_where_a_capital_follows_a_small_letter() -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-4o", "tokenizer.ggml.tokens": ["a"]}
+    splitter = gguf_tokenizer(metadata)[0].pre_tokenizer
+    assert splitter is not None
+    text = "camelCase HTTPServer we'll X/ y"
+    words = ["camel", "Case", " HTTPServer", " we'll", " X", "/", " y"]
     assert [text[slice(*place)] for _, place in splitter.pre_tokenize_str(text)] == words
 
 
