@@ -273,7 +273,8 @@ def read_layers(
         if of_all_layers(told.asks["score"]):
             pending.append(told)
         else:
-            storage, of_layer = keep_after(policy, shape, storage, index, told, capacities[index], first)
+            with layer_numbered(policy, numbers[index]):
+                storage, of_layer = keep_after(policy, shape, storage, index, told, capacities[index], first)
             kept.append(of_layer)
     for index, told in enumerate(sum_over_layers(pending)):
         storage, of_layer = keep_after(policies[index], shapes[index], storage, index, told, capacities[index], first)
