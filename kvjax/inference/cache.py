@@ -60,6 +60,17 @@ class Cache(struct.PyTreeNode):
             given=False,
         )
 
+    def following(self, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> Reading:
+        """Return given texts, at the positions after the cache's own text, in the form that layers read.
+
+        Args:
+            tokens: ids of the texts, padded on the right.
+            lengths: tokens of each text.
+        """
+        place = jnp.arange(tokens.shape[1])
+        position = jnp.where(place < lengths[:, None], self.position[:, None] + place, -1)
+        return self.reading(tokens, position, self.position + lengths).replace(given=True)
+
     @property
     def newest(self) -> Reading:
         """Newest token of each row without its contents, to rank the present slots."""

@@ -314,22 +314,19 @@ def _extend_on_device(
     decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
     config, weights = on_device(decoder.config, decoder.mesh), decoder.weights
-    place = jnp.arange(tokens.shape[1])
-    valid = place < lengths[:, None]
-    read = cache.position + lengths
-    given = jnp.where(lengths > 0, read, cache.prompt_length)
-    position = jnp.where(valid, cache.position[:, None] + place, -1)
-    reading = cache.reading(tokens, position, read)
-    reading = reading.replace(prompt_length=given, given=True, kernels=decoder.kernels)
+    reading = cache.following(tokens, lengths)
+    given = jnp.where(lengths > 0, reading.read, cache.prompt_length)
+    reading = reading.replace(prompt_length=given, kernels=decoder.kernels)
     # While a block is read, pages are unpacked into buffers of one size for all heads.
     dense = joined(cache.storage, decoder.mesh).unpack()
     capacities = tuple(view.capacity for view in dense.layers)
     after, hidden = read_block(weights, config, decoder.policy, dense, reading, capacities)
     assert isinstance(after, Dense)
     storage = shared(cache.storage.pack(after), decoder.mesh)
-    cache = cache.replace(storage=storage, position=read, prompt_length=given)
+    cache = cache.replace(storage=storage, position=reading.read, prompt_length=given)
     if every:
         logits = unembed(weights, config, hidden)
-        return cache, jnp.where(valid[..., None], logits, jnp.nan)
-    last = jnp.einsum("btw,bt->bw", hidden, (place == (lengths - 1)[:, None]).astype(hidden.dtype))
+        return cache, jnp.where((reading.position >= 0)[..., None], logits, jnp.nan)
+    at_end = jnp.arange(tokens.shape[1]) == (lengths - 1)[:, None]
+    last = jnp.einsum("btw,bt->bw", hidden, at_end.astype(hidden.dtype))
     return cache, jnp.where((lengths > 0)[:, None], unembed(weights, config, last), jnp.nan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.inference.cache import Cache, cache_specs
@@ -36,11 +35,8 @@ def _replay_on_device(
     decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Float[Array, "b h g n d"], ...]:
     config, weights = on_device(decoder.config, decoder.mesh), decoder.weights
-    place = jnp.arange(tokens.shape[1])
-    read = cache.position + lengths
-    position = jnp.where(place < lengths[:, None], cache.position[:, None] + place, -1)
-    reading = cache.reading(tokens, position, read)
-    reading = reading.replace(prompt_length=read, given=True, kernels=decoder.kernels)
+    reading = cache.following(tokens, lengths)
+    reading = reading.replace(prompt_length=reading.read, kernels=decoder.kernels)
     storage = joined(cache.storage, decoder.mesh).unpack()
     x = embed(weights, config, reading.token, reading.position)
     queries = []

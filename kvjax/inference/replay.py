@@ -12,20 +12,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.step import Pending, share_of_residual, sum_over_layers, update_score
+from kvjax.cache.step import Pending, sum_over_layers, update_score
 from kvjax.inference.cache import Cache, cache_specs
-from kvjax.inference.layers import layer_numbered
+from kvjax.inference.layers import append_and_attend
 from kvjax.inference.prepare import bucket
 from kvjax.inference.sharding import OF_ROWS, joined, on_mesh, policy_specs, shared, storage_specs
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, embed, finish_block, project, sink_logits_of
+from kvjax.models.decoder import Weights, embed
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import Replay
 from kvjax.policies.stats import Seen, is_ask, of_all_layers
 from kvjax.types import Kernels, PyTree
 from kvjax.utils.processes import on_host
-from pallas_kernels.attention import with_sink
 
 LEAST = 32
 """Fewest positions that must be left to read a chunk of a longer text."""
@@ -106,50 +105,29 @@ def _read(
     kernels: Kernels,
     mesh: Mesh | None,
 ) -> Dense:
-    run = functools.partial(_read_on_device, config=config, kernels=kernels, mesh=mesh)
-    specs = cache_specs(cache)
-    given = weight_specs(weights, config, mesh), policy_specs(policy), specs, OF_ROWS, OF_ROWS
-    return on_mesh(run, mesh, given, storage_specs(cache.storage))(weights, policy, cache, tokens, lengths)
-
-
-def _read_on_device(
-    weights: Weights,
-    policy: Policy,
-    cache: Cache,
-    tokens: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    *,
-    config: ModelConfig,
-    kernels: Kernels,
-    mesh: Mesh | None,
-) -> Dense:
-    config = on_device(config, mesh)
-    place = jnp.arange(tokens.shape[1])
-    position = jnp.where(place < lengths[:, None], cache.position[:, None] + place, -1)
-    reading = cache.reading(tokens, position, cache.position + lengths)
-    reading = reading.replace(given=True, replayed=True, kernels=kernels)
-    storage: Dense = joined(cache.storage, mesh)
-    x = embed(weights, config, reading.token, reading.position)
-    pending: list[Pending] = []
-    policies = [policy.layer(index) for index in range(config.layers)]
-    for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
-        part = policies[index]
-        with layer_numbered(part, index):
-            normed, q, k, v = project(layer, config, shape, x, reading.position)
-            new = reading.new(shape, index, x, q, k, v, sink_logits=sink_logits_of(layer, shape))
-            both = storage.alone(index).append(part, shape, 0, new)
-            asks = part.score.asks(storage.heads(index), new)
-            remembered = share_of_residual(part, both, 0, new)
-            _, found = both.attend(part, shape, 0, new, asks, remembered, part.selection, block=True)
-            answers = _of_cache(asks, found.answers, storage.layers[index].capacity)
+    def here(weights: Weights, policy: Policy, cache: Cache, tokens: Array, lengths: Array) -> Dense:
+        here = on_device(config, mesh)
+        reading = cache.following(tokens, lengths).replace(replayed=True, kernels=kernels)
+        storage: Dense = joined(cache.storage, mesh)
+        x = embed(weights, here, reading.token, reading.position)
+        pending: list[Pending] = []
+        policies = [policy.layer(index) for index in range(here.layers)]
+        for index, (layer, shape) in enumerate(zip(weights.layers, here.layer_configs, strict=True)):
+            part, alone = policies[index], storage.alone(index)
+            _, told, x = append_and_attend(layer, here, shape, part, alone, (0, index), reading, x)
+            asks = told.asks["score"]
+            found = Pending(asks, _of_cache(asks, told.answers["score"], alone.layers[0].capacity), told.new)
             if of_all_layers(asks):
-                pending.append(Pending(asks, answers, new))
+                pending.append(found)
             else:
-                storage = update_score(part, storage, index, asks, answers, new)
-            x = finish_block(layer, config, shape, x, normed, with_sink(found.partial, new.sink_logits).out)
-    for index, each in enumerate(sum_over_layers(pending)):
-        storage = update_score(policies[index], storage, index, each.asks, each.answers, each.new)
-    return shared(storage, mesh)
+                storage = update_score(part, storage, index, *found)
+        for index, found in enumerate(sum_over_layers(pending)):
+            storage = update_score(policies[index], storage, index, *found)
+        return shared(storage, mesh)
+
+    of_cache = cache_specs(cache)
+    given = weight_specs(weights, config, mesh), policy_specs(policy), of_cache, OF_ROWS, OF_ROWS
+    return on_mesh(here, mesh, given, storage_specs(cache.storage))(weights, policy, cache, tokens, lengths)
 
 
 def _of_cache(asks: PyTree, answers: PyTree, slots: int) -> PyTree:
