@@ -3,41 +3,196 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from kvjax import methods
 from kvjax.cli.main import main as kvjax
+from kvjax.evaluation.figures import legend_beside, new_figure, save_figure
+from kvjax.evaluation.grid import RowFile
+from kvjax.evaluation.summary import paired
+from kvjax.methods.register import PAPERS
+from kvjax.utils.files import write_text
+from kvjax.utils.markdown import markdown_table
 
-LEFT_OUT = ("topk_oracle", "baseline_plus")
+LEFT_OUT = ("full", "topk_oracle", "baseline_plus")
 """Methods that evict nothing, or that are others with more slots."""
+
+Row = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measure what is missing, and write the page of what there is; a run that is cut off goes on where it stopped."""
     options = _parser().parse_args(argv)
     rows = options.out / options.name
-    names = (
-        [name for name in methods.REGISTRY if name not in LEFT_OUT] if options.policies is None else options.policies
+    if not options.page_only:
+        for budget in options.budgets.split(","):  # all methods at one budget first, so that a part can be read
+            for task in _tasks(options):
+                given = ["--model", options.model, "--policies", ",".join(_names(options)), "--out", str(rows)]
+                code = kvjax(["evaluate", *task, *given, "--budgets", budget])
+                if code:
+                    return code
+    texts, needles = (_measured(rows / f"{task}.jsonl", options.model) for task in ("perplexity", "retrieval"))
+    _draw(texts, rows / "loss.png")
+    write_text(options.out / f"{options.name}.md", page(texts, needles, options))
+    return 0
+
+
+def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespace) -> str:
+    """Return the page as Markdown.
+
+    Args:
+        texts: rows of perplexity.
+        needles: rows of retrieval.
+        options: of the command line.
+    """
+    command = (
+        f"python -m experiments.methods --model {options.model} --text {' '.join(file.name for file in options.text)} "
+        f"--budgets {options.budgets} --rows {options.rows} --length {options.length} --cases {options.cases}"
     )
-    given = ["--model", options.model, "--policies", ",".join(names), "--out", str(rows)]
-    tasks = [
-        ["perplexity", "--text", *map(str, options.text), "--rows", options.rows, "--lengths", options.length],
-        [
-            "retrieval",
-            "--families",
-            "single,multi_key,key_values",
-            "--lengths",
-            options.length,
-            "--cases",
-            options.cases,
-        ],
+    full = [row for row in texts if row["policy"] == "full"]
+    nats = f"{np.mean([row['nats_per_token'] for row in full]):.4f}" if full else "not measured"
+    parts = [
+        f"# Methods on {options.model}",
+        f"Every method with its default settings, at budgets of {', '.join(_budgets(texts))} of the text. Half of each "
+        f"passage of {options.length} tokens is read as a prompt and compressed to the budget; the other half is then "
+        "predicted token by token, while the method evicts on. No method knows what comes, so the table is about both "
+        f"phases together. Made by `{command}`, which goes on where it stopped.",
+        "Methods that are ranked once for each prompt keep 32 recent tokens by default, and evict generated tokens "
+        "first. At a budget of 5% there is little left for them to choose.",
+        "## Loss on texts",
+        f"Nats per token less those of the full cache ({nats}), the mean over passages ± its standard error. Sorted "
+        "by the loss at the first budget within each group of `kvjax generate --policy list`.",
+        f"![Loss of every method]({options.name}/loss.png)",
+        _table(texts, _loss),
+        "## Agreement on texts",
+        "Share of tokens whose likeliest is that of the full cache.",
+        _table(texts, lambda row, full: f"{row['agreement']:.1%}"),
     ]
-    for task in tasks if options.cases != "0" else tasks[:1]:
-        code = kvjax(["evaluate", *task, *given, "--budgets", options.budgets])
-        if code:
-            return code
-    title = ["--title", f"Methods on {options.model}"]
-    return kvjax(["evaluate", "report", "--runs", str(rows), "--out", str(options.out), "--name", options.name, *title])
+    if needles:
+        parts += ["## Facts in a long text", _told(needles, options), _table(needles, _match)]
+    parts += [
+        "## Bytes",
+        "Bytes of the cache over those of the full one. All buffers count: with `evict_every` a head has slots in "
+        "which new tokens wait, and heads with budgets of their own have the buffers of the largest.",
+        _table(texts, lambda row, full: f"{row['cache_bytes'] / row['full_cache_bytes']:.1%}"),
+    ]
+    refused = {(row["policy"], f"{row['budget']:g}", row["refused"]) for row in [*texts, *needles] if "refused" in row}
+    if refused:
+        parts += ["## Left out", markdown_table(["policy", "budget", "reason"], sorted(refused))]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _told(needles: Sequence[Row], options: argparse.Namespace) -> str:
+    full = {}
+    for row in needles:
+        if row["policy"] == "full":
+            full.setdefault(row["family"], []).append(row["string_match"])
+    answered = ", ".join(f"{np.mean(found):.0%} of `{family}`" for family, found in full.items())
+    return (
+        f"Share of questions answered whose answer stands in a text of {options.length} tokens, mean over families and "
+        "depths ± the standard error of the difference from the full cache. The text is compressed before the question "
+        f"is read. The full cache answers {answered}."
+    )
+
+
+def _loss(row: Row, full: Row) -> str:
+    mean, error = paired(row["of_cases"], full["of_cases"])
+    return f"{mean:+.3f} ± {error:.3f}"
+
+
+def _match(row: Row, full: Row) -> str:
+    _, error = paired(row["string_match_of_cases"], full["string_match_of_cases"])
+    return f"{row['string_match']:.0%} ± {error:.0%}"
+
+
+def _table(rows: Sequence[Row], shown: Callable[[Row, Row], str]) -> str:
+    """Return a table of methods and budgets; methods that choose their own size have one column of their own."""
+    merged = _merged(rows)
+    budgets = _budgets(rows)
+    full = merged.get(("full", 1.0))
+    if full is None:
+        return "Not measured."
+    lines = []
+    for group, papers in PAPERS.items():
+        names = [name for name in papers if name != "full" and any(name == policy for policy, _ in merged)]
+        for name in sorted(names, key=lambda name: _order(merged, name)):
+            cells = [merged.get((name, float(budget))) for budget in (*budgets, "1")]
+            lines.append([group, f"`{name}`", *(None if row is None else shown(row, full) for row in cells)])
+    own = any(line[-1] is not None for line in lines)
+    heads = ["group", "method", *(f"{float(budget):.0%}" for budget in budgets), "size of its own"]
+    return markdown_table(heads if own else heads[:-1], lines if own else [line[:-1] for line in lines])
+
+
+def _order(merged: dict[tuple[str, float], Row], name: str) -> float:
+    mine = {budget: row for (policy, budget), row in merged.items() if policy == name}
+    row = mine[min(mine)]
+    return row["nats_per_token"] if "nats_per_token" in row else -row["string_match"]
+
+
+def _merged(rows: Sequence[Row]) -> dict[tuple[str, float], Row]:
+    """Return one row for each method and budget: means over texts, families and depths, and their cases in order."""
+    of: dict[tuple[str, float], list[Row]] = {}
+    for row in rows:
+        if "refused" not in row:
+            of.setdefault((row["policy"], float(row["budget"])), []).append(row)
+    whole = max((len(some) for some in of.values()), default=0)
+    return {key: _mean(some) for key, some in of.items() if len(some) == whole}
+
+
+def _mean(rows: Sequence[Row]) -> Row:
+    # Rows of one budget and method are in the order in which cases were measured, as those of the full cache are.
+    mean: Row = {}
+    for name, value in rows[0].items():
+        if isinstance(value, list):
+            mean[name] = [one for row in rows for one in row[name]]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            mean[name] = float(np.mean([row[name] for row in rows]))
+    return mean
+
+
+def _budgets(rows: Sequence[Row]) -> list[str]:
+    return [f"{budget:g}" for budget in sorted({float(row["budget"]) for row in rows} - {1.0})]
+
+
+def _measured(file: Path, model: str) -> list[Row]:
+    return [row for row in RowFile(file).rows if row["model"] == model]
+
+
+def _draw(rows: Sequence[Row], file: Path) -> None:
+    """Draw the loss of every method, with a line for the standard error."""
+    merged = _merged(rows)
+    full = merged.get(("full", 1.0))
+    if full is None:
+        return
+    names = sorted({name for name, _ in merged} - {"full"}, key=lambda name: -_order(merged, name))
+    figure, (axes,) = new_figure(width=8.0, height=1.0 + 0.22 * len(names))
+    for number, budget in enumerate(sorted({budget for name, budget in merged if name != "full"})):
+        found = [(y, merged[name, budget]) for y, name in enumerate(names) if (name, budget) in merged]
+        means, errors = zip(*(paired(row["of_cases"], full["of_cases"]) for _, row in found), strict=True)
+        label = "size of its own" if budget == 1 else f"{budget:.0%}"
+        style = dict(fmt="osD^v"[number % 5], color=f"C{number}", markersize=4, linewidth=1, label=label)
+        axes.errorbar(means, [y for y, _ in found], xerr=errors, **style)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xscale("symlog", linthresh=0.1)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.grid(axis="both", linewidth=0.3)
+    axes.set_xlabel("nats per token more than the full cache")
+    legend_beside(axes)
+    save_figure(figure, file)
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    return options.policies or [name for name in methods.REGISTRY if name not in LEFT_OUT]
+
+
+def _tasks(options: argparse.Namespace) -> list[list[str]]:
+    texts = ["perplexity", "--text", *map(str, options.text), "--rows", options.rows, "--lengths", options.length]
+    needles = ["retrieval", "--families", options.families, "--lengths", options.length, "--cases", options.cases]
+    return [texts] if options.cases == "0" else [texts, needles]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,12 +200,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="held-out texts")
     parser.add_argument("--policies", nargs="+", help="methods (default: all)")
-    parser.add_argument("--budgets", default="0.05,0.1,0.25,0.5")
+    parser.add_argument("--budgets", default="0.1,0.25,0.05,0.5", help="in the order in which they are measured")
     parser.add_argument("--rows", default="8", help="passages of each text (default: 8)")
     parser.add_argument("--length", default="1024", help="tokens of passages and contexts (default: 1024)")
-    parser.add_argument("--cases", default="8", help="of each family of needles; 0 for none (default: 8)")
+    parser.add_argument("--families", default="single,multi_key,key_values", help="of questions about long texts")
+    parser.add_argument("--cases", default="8", help="of each family and depth; 0 for none (default: 8)")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--name", default="methods", help="of the page and of the folder of rows (default: methods)")
+    parser.add_argument("--page-only", action="store_true", help="write the page of what there is; measure nothing")
     return parser
 
 

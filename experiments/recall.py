@@ -103,7 +103,7 @@ def recall(
                 key=jax.random.key(seed),
             )
             held, whole = held + cache_bytes(state), whole + full_cache_bytes(state)
-            hits = stream(state, logits, asking)[1]
+            hits = stream(state, logits, asking)[1] == asking
             right += sum(bool(row[1 : 1 + len(answer)].all()) for row, (_, answer) in zip(hits, group, strict=True))
         share[form] = right / cases
     return Recalled(share, cases, held, whole)

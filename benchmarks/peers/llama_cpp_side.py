@@ -1,4 +1,4 @@
-"""llama.cpp's side of `llama_cpp.py`: loads a GGUF file, and reads a prompt and writes tokens for each line of input.
+"""llama.cpp's side of `cpu.py`: loads a GGUF file, and reads a prompt and writes tokens for each line of input.
 
 It runs in an environment with xllamacpp and without kvjax.
 """
@@ -22,6 +22,7 @@ def main() -> None:
     settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(settings)
     asked = dict(prompt=prompt, n_predict=new_tokens, temperature=0, cache_prompt=False, ignore_eos=True)
+    print("{}", flush=True)  # ready
     for _ in sys.stdin:
         answer = server.handle_completions(asked)
         timings = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]

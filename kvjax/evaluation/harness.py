@@ -271,11 +271,11 @@ class CompressedLM:
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text.rest)] = text.rest
         with Compiling() as compiling:
-            nats, first = stream(state, logits, tokens)
+            nats, likeliest = stream(state, logits, tokens)
             self.decode_seconds += compiling.lap()
         self.timed_tokens += sum(len(text.rest) for text in texts)
         parts = [(row, slice(len(text.rest) - text.scored, len(text.rest))) for row, text in enumerate(texts)]
-        return [(-float(nats[part].sum(dtype=np.float64)), bool(first[part].all())) for part in parts]
+        return [(-float(nats[part].sum(dtype=np.float64)), bool((likeliest == tokens)[part].all())) for part in parts]
 
     def _note(self, programs: Sequence[jax.stages.Lowered]) -> None:
         self.peak_temporary_bytes = max(self.peak_temporary_bytes or 0, temporary_bytes(programs) or 0) or None

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty_layers
@@ -32,6 +32,7 @@ class Streamed:
 
     Args:
         nats: negative log-likelihood of each predicted token [b, m].
+        likeliest: the model's first choice in the place of each predicted token [b, m].
         prefix: tokens read before the first prediction; column i is predicted after `prefix + i` tokens.
         cache_bytes: bytes allocated for all rows.
         full_cache_bytes: bytes that `full` allocates for them.
@@ -42,6 +43,7 @@ class Streamed:
     """
 
     nats: Float[np.ndarray, "b m"]
+    likeliest: Int[np.ndarray, "b m"]
     prefix: int
     cache_bytes: int
     full_cache_bytes: int
@@ -71,25 +73,25 @@ class Streamed:
         return float(self.rows(beyond).mean())
 
 
-def judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
-    """Return the negative log-likelihood of each token, and whether it was the likeliest."""
+def judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Float[Array, " b"], Int[Array, " b"]]:
+    """Return the negative log-likelihood of each token, and the likeliest one in its place."""
     likelihood = jax.nn.log_softmax(logits.astype(wide(logits.dtype)))
     nats = -jnp.take_along_axis(likelihood, token[:, None], axis=-1)[:, 0]
-    return nats, jnp.argmax(logits, axis=-1) == token
+    return nats, jnp.argmax(logits, axis=-1)
 
 
 @jax.jit
 def _read(
     decoder: Decoder, cache: Cache, read: Int[Array, "b m"], following: Int[Array, "b m"]
-) -> tuple[Float[Array, "b m"], Bool[Array, "b m"]]:
+) -> tuple[Float[Array, "b m"], Int[Array, "b m"]]:
     def one(
         cache: Cache, tokens: tuple[Int[Array, " b"], Int[Array, " b"]]
-    ) -> tuple[Cache, tuple[Float[Array, " b"], Bool[Array, " b"]]]:
+    ) -> tuple[Cache, tuple[Float[Array, " b"], Int[Array, " b"]]]:
         cache, logits = decoder.step(cache, tokens[0])
         return cache, judge(logits, tokens[1])
 
-    nats, hits = jax.lax.scan(one, cache, (read.T, following.T))[1]
-    return nats.T, hits.T
+    nats, likeliest = jax.lax.scan(one, cache, (read.T, following.T))[1]
+    return nats.T, likeliest.T
 
 
 def begin(
@@ -148,7 +150,7 @@ def begin(
 
 def stream(
     state: State, logits: Float[Array, "b vocab"], tokens: Int[np.ndarray | Array, "b m"]
-) -> tuple[Float[np.ndarray, "b m"], Bool[np.ndarray, "b m"]]:
+) -> tuple[Float[np.ndarray, "b m"], Int[np.ndarray, "b m"]]:
     """Read given tokens into a prefilled state, in one compiled loop.
 
     Args:
@@ -157,16 +159,16 @@ def stream(
         tokens: continuations of the rows.
 
     Returns:
-        Nats of each token, and whether it was the model's first choice.
+        Nats of each token, and the model's first choice in its place.
     """
     ids = jnp.asarray(tokens, jnp.int32)
     # The last token is predicted and not read.
     after = _read(state.decoder, state.cache, ids[:, :-1], ids[:, 1:])
-    nats, hits = (
+    nats, likeliest = (
         jnp.concatenate([first[:, None], rest], axis=1)
         for first, rest in zip(judge(logits, ids[:, 0]), after, strict=True)
     )
-    return np.asarray(nats), np.asarray(hits)
+    return np.asarray(nats), np.asarray(likeliest)
 
 
 def perplexity(
@@ -202,17 +204,17 @@ def perplexity(
             state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
             read, prefill_seconds = jnp.asarray(ids, jnp.int32), 0.0
             compiling.lap()
-            nats = np.asarray(_read(state.decoder, state.cache, read[:, :-1], read[:, 1:])[0])
+            nats, likeliest = map(np.asarray, _read(state.decoder, state.cache, read[:, :-1], read[:, 1:]))
         else:
             keys = jax.random.split(jax.random.key(seed), len(ids))
             state, logits = prefill(model, policy, prompts, budget, key=keys, **planned)
             jax.block_until_ready(logits)
             prefill_seconds = compiling.lap()
             read = jnp.asarray(ids[:, prefix:], jnp.int32)
-            nats = stream(state, logits, read)[0]
+            nats, likeliest = stream(state, logits, read)
         seconds = prefill_seconds, compiling.lap()
     programs = [_read.lower(state.decoder, state.cache, read[:, :-1], read[:, 1:])]
     if prefix > 1:  # binds the policy again, which the times above exclude
         programs += lower_prefill(model, policy, prompts, budget, **planned)
     sizes = cache_bytes(state), full_cache_bytes(state), temporary_bytes(programs)
-    return Streamed(nats, prefix, *sizes, *seconds)
+    return Streamed(nats, likeliest, prefix, *sizes, *seconds)

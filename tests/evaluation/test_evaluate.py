@@ -46,6 +46,7 @@ def test_perplexity_of_a_full_budget_is_that_of_the_forward_pass(policy: str, pr
     made = evaluation.perplexity(model, policy, tokens, 1.0, prefix=prefix)
     np.testing.assert_allclose(made.nats, expected, atol=2e-5)
     assert made.nats_per_token() == pytest.approx(expected.mean(), abs=1e-5)
+    assert made.likeliest.tolist() == likelihood[:, prefix - 1 :].argmax(-1).tolist()
     assert made.rows(20).tolist() == pytest.approx(expected[:, 21 - prefix :].mean(1).tolist(), abs=1e-5)
 
 
@@ -53,12 +54,14 @@ def test_perplexity_is_what_prefill_and_decode_steps_say() -> None:
     model, tokens = random_model(GQA), ids()
     policy = kvjax.policy("less", kernels=kernels_for(GQA))
     state, logits = kvjax.prefill(model, policy, tokens[:, :1], 16, max_new_tokens=39, prefill_chunk=1)
-    nats = []
+    nats, likeliest = [], []
     for token in jnp.asarray(tokens[:, 1:], jnp.int32).T:
         nats.append(-jax.nn.log_softmax(logits)[jnp.arange(2), token])
+        likeliest.append(logits.argmax(-1))
         state, logits = kvjax.decode_step(state, token)
     made = evaluation.perplexity(model, policy, tokens, 16)
     np.testing.assert_allclose(made.nats.T, nats, atol=2e-5)
+    np.testing.assert_array_equal(made.likeliest.T, likeliest)
     assert made.cache_bytes == kvjax.cache_bytes(state) and made.full_cache_bytes == kvjax.full_cache_bytes(state)
 
 
@@ -74,7 +77,7 @@ def test_perplexity_refuses_in_one_sentence(policy: str, settings: dict[str, Any
     with pytest.raises(ValueError, match=message):
         evaluation.perplexity(random_model(GQA), policy, ids(), 36, **settings)
     with pytest.raises(ValueError, match="beyond 39"):
-        evaluation.Streamed(np.zeros((2, 39)), 1, 0, 0, 0, 0.0, 0.0).rows(39)
+        evaluation.Streamed(np.zeros((2, 39)), np.zeros((2, 39), int), 1, 0, 0, 0, 0.0, 0.0).rows(39)
 
 
 SET: dict[str, dict[str, Any]] = {

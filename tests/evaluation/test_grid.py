@@ -86,6 +86,7 @@ def test_a_grid_goes_on_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureF
     assert rows[1]["nats_per_token"] != pytest.approx(rows[0]["nats_per_token"], rel=1e-4)
     assert rows[1]["cache_bytes"] < rows[0]["cache_bytes"] == rows[0]["full_cache_bytes"]
     assert rows[0]["cases"] == len(rows[0]["of_cases"]) == 2
+    assert rows[0]["agreement"] == rows[2]["agreement"] == 1 > rows[1]["agreement"] > 0.5
 
 
 MINE = """

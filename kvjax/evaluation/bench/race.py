@@ -55,9 +55,17 @@ def race(contenders: list[Contender], repeats: int) -> None:
             contender.seconds.append(time.perf_counter() - began)
 
 
-def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray, steps: int) -> Contender:
+def decoder(
+    model: Model,
+    name: str | Policy,
+    budget: int | float,
+    tokens: np.ndarray,
+    steps: int,
+    *,
+    prefill_chunk: int | None = None,
+) -> Contender:
     """Return a benchmark of greedy decode steps in one program, after a prefilled prompt."""
-    state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps)
+    state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps, prefill_chunk=prefill_chunk)
 
     @jax.jit
     def run(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> Carry:

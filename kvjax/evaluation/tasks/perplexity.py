@@ -6,8 +6,9 @@ import argparse
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from kvjax.evaluation.grid import Cell, Entry
 from kvjax.evaluation.masked import masked_perplexity
@@ -28,7 +29,7 @@ class PerplexityTask(Task):
     columns = Columns(
         Measure("perplexity", "perplexity", relative=True),
         Measure("nats_per_token", "nats per token"),
-        ("perplexity", "nats_per_word", "nats_per_byte"),
+        ("perplexity", "agreement", "nats_per_word", "nats_per_byte"),
         "of_cases",
     )
 
@@ -50,7 +51,8 @@ class PerplexityTask(Task):
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
         """Measure nats after the prompt per token, word and byte, with the bytes and seconds they took.
 
-        Masked texts have no seconds, since no decode steps read them.
+        The agreement is the share of tokens whose likeliest is the full cache's. Masked texts have neither an agreement
+        nor seconds, since no decode steps read them.
         """
         read, prefix = texts.cell_passages(model, options, cell), cell["prefix"]
         if options.masked is not None:
@@ -59,12 +61,20 @@ class PerplexityTask(Task):
             return _of_nats(model, read, prefix, masked.nats[:, prefix - 1 :]) | sizes
         made = perplexity(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
         return _of_nats(model, read, prefix, made.nats) | {
+            "agreement": float((made.likeliest == first_choices(model, read.tokens)[:, prefix:]).mean()),
             "cache_bytes": made.cache_bytes,
             "full_cache_bytes": made.full_cache_bytes,
             "peak_temporary_bytes": made.peak_temporary_bytes,
             "prefill_seconds": made.prefill_seconds,
             "decode_tokens_per_second": made.nats.size / made.decode_seconds,
         }
+
+
+def first_choices(model: Model, tokens: Int[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:
+    """Return the likeliest token in the place of each under full attention; the first of a row is itself."""
+    # Logits are large: those of one row at a time.
+    rows = [np.asarray(jnp.argmax(model.logits(row[None])[0, :-1], axis=-1)) for row in tokens]
+    return np.concatenate([tokens[:, :1], np.stack(rows)], axis=1)
 
 
 def _of_nats(model: Model, read: Passages, prefix: int, nats: Float[np.ndarray, "b m"]) -> dict[str, Any]:

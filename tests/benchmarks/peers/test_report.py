@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.peers.llama_cpp import compared
+from benchmarks.peers.cpu import compared
 from benchmarks.peers.report import overlap, paired
 
 
@@ -23,9 +23,9 @@ def test_differences_are_paired() -> None:
     assert math.isnan(paired([1.0], [2.0])[1])
 
 
-def test_ratios_to_llama_cpp_are_of_speeds_and_of_the_file() -> None:
-    peer, ours = dict(prompt=1.0, token=0.1, bytes=2e8), dict(prompt=2.0, token=0.05, bytes=3e8)
+def test_ratios_are_of_speeds_to_the_first_side_and_of_bytes_to_the_file() -> None:
+    peer, ours = dict(prompt=1.0, token=0.1, bytes=2e8, peak=3e8), dict(prompt=2.0, token=0.05, bytes=3e8, peak=5e8)
     rows = {"llama.cpp": [peer], "kvjax": [ours, {**ours, "token": 0.2}]}
     *_, first, second = compared(rows, 100_000_000).splitlines()
-    assert first == "| llama.cpp | 1.00 (1.00) | 1.00 (1.00) | 2.0 |"
-    assert second == "| kvjax | 2.00 (0.80) | 0.50 (0.50) | 3.0 |"
+    assert first == "| llama.cpp | 1.00 (1.00) | 1.00 (1.00) | 2.0 | 3.0 |"
+    assert second == "| kvjax | 2.00 (0.80) | 0.50 (0.50) | 3.0 | 5.0 |"

@@ -1,0 +1,54 @@
+"""The page of all methods, from rows that are written here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.methods import main
+
+CASES = {"full": [2.0, 3.0], "h2o": [2.1, 3.3], "streaming": [2.5, 3.5], "fastgen": [2.0, 3.1]}
+"""Nats of two passages."""
+
+
+def _row(policy: str, budget: float, cases: list[float]) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "policy": policy,
+        "budget": budget,
+        "cases": 2,
+        "of_cases": cases,
+        "nats_per_token": sum(cases) / 2,
+        "agreement": 0.75,
+        "cache_bytes": 10,
+        "full_cache_bytes": 100,
+    }
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> str:
+    """The page of rows at one budget."""
+    rows = [_row(name, 1.0 if name in ("full", "fastgen") else 0.1, cases) for name, cases in CASES.items()]
+    rows += [_row("h2o", 0.25, [2.0, 3.0]) | {"model": "another"}]
+    rows += [{"model": "tiny", "policy": "tova", "budget": 0.1, "refused": "one clear reason"}]
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "perplexity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["--model", "tiny", "--text", "a.txt", "--out", str(tmp_path), "--page-only"]) == 0
+    assert (tmp_path / "methods" / "loss.png").exists()
+    return (tmp_path / "methods.md").read_text()
+
+
+def test_losses_are_means_over_passages_with_their_errors(written: str) -> None:
+    assert "those of the full cache (2.5000)" in written
+    assert "| ranked by attention at every token | `h2o` | +0.200 ± 0.100 | – |" in written
+    assert "| ranked by attention at every token | `fastgen` | – | +0.050 ± 0.050 |" in written
+    assert "| ranked by position | `streaming` | +0.500 ± 0.000 | – |" in written
+
+
+def test_lists_what_was_left_out_and_no_other_model(written: str) -> None:
+    assert "| tova | 0.1 | one clear reason |" in written
+    assert "25%" not in written
+    assert "Facts in a long text" not in written
