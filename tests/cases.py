@@ -341,6 +341,8 @@ POLICIES: dict[str, Case] = {
     "expected_attention": Case(
         "expected_attention", prompt_scores.ExpectedAttention, {"recent": 4, "future": 24}, inject=_rope
     ),
+    "omp": Case("omp", prompt_scores.OMP, {"recent": 4, "queries": 24, "each": 1}),
+    "omp-each-3": Case("omp", prompt_scores.OMP, {"recent": 4, "each": 3, "ridge": 0.1}),
     "lagkv": Case("lagkv", prompt_scores.LagKV, {"recent": 4, "lag": 8}),
     "leverage": Case("leverage", prompt_scores.Leverage, {"recent": 4, "sketch": 5}, inject=_sketches),
     "noncausal": Case("noncausal", prompt_scores.NonCausal, {"recent": 4, "chunk": 16}, inject=_rope),
@@ -384,7 +386,7 @@ POLICIES: dict[str, Case] = {
 
 PROMPT_METHODS = (
     *("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv", "chunkkv", "finch"),
-    "kvzip",
+    *("kvzip", "omp"),
 )
 """Methods that rank a prompt once, from keys, values and queries."""
 
@@ -466,7 +468,7 @@ PAIRS: dict[str, Case] = {
     **{f"less+{name}+adakv": pair(name, residual="less", plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
     "less+streaming+adakv": pair("streaming", residual="less", plan="adakv"),
     # Methods that rank a prompt once.
-    **{f"{name}+adakv": pair(name, plan="adakv") for name in PROMPT_METHODS},
+    **{f"{name}+adakv": pair(name, plan="adakv") for name in PROMPT_METHODS if name != "omp"},
     **{f"less+{name}": pair(name, residual="less") for name in PROMPT_METHODS},
     **{f"{name}+int8": pair(name, codec="int8") for name in PROMPT_METHODS},
     # Codes under everything.
@@ -508,7 +510,7 @@ PAIRS: dict[str, Case] = {
     # Slots that stay get a bias and new values.
     **{
         f"attention_matching+{name}": pair(name, residual="attention_matching", settings={"residual.queries": 24})
-        for name in ("h2o", "snapkv", "keyformer", "tova", "l2", "h2o-pyramid")
+        for name in ("h2o", "snapkv", "keyformer", "tova", "l2", "h2o-pyramid", "omp")
     },
     "attention_matching+h2o+adakv": pair("h2o", residual="attention_matching", plan="adakv"),
     "attention_matching+h2o+int8": pair("h2o", residual="attention_matching", codec="int8"),

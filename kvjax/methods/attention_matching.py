@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_part
@@ -79,7 +80,7 @@ class Matching(SlotResidual):
         if spec.window is not None:
             return None
         kind = wide(new.k.dtype)
-        q, counts = _sampled(queries, self.queries, kind)
+        q, counts = sampled(queries, self.queries, kind)
 
         def logits(view: View) -> Float[Array, "b h r c"]:
             products = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(kind), precision="highest")
@@ -90,7 +91,7 @@ class Matching(SlotResidual):
         highest = jnp.maximum(every.max(-1, keepdims=True), jnp.finfo(kind).min)
         shares, kept = (jnp.exp(x - highest) * counts[..., None] for x in (every, staying))
         mass = shares.sum(-1)
-        factors = matched_factors(kept, mass, self.ridge)
+        factors = matched_factors(kept, mass, self.ridge, BOX)
         values, old = (jnp.where(view.live[..., None], view.values(new), 0).astype(kind) for view in (before, after))
         output = jnp.einsum("bhrc,bhce->bhre", shares, values, precision="highest") / _safe(mass)[..., None]
         weights = kept * factors[:, :, None]
@@ -103,22 +104,25 @@ class Matching(SlotResidual):
         return Rewritten(jnp.where(changed[..., None], old + change, after.values(new)).astype(new.v.dtype), bias)
 
 
-def matched_factors(kept: Float[Array, "b h r c"], mass: Float[Array, "b h r"], ridge: float) -> Float[Array, "b h c"]:
+def matched_factors(
+    kept: Float[Array, "b h r c"], mass: Float[Array, "b h r"], ridge: float, box: tuple[float, float]
+) -> Float[Array, "b h c"]:
     """Return B: least squares of the mass, clipped, then projected steps of the gradient.
 
     Args:
         kept: M, zero for empty slots.
         mass: of all keys, for each query.
         ridge: see `Matching`.
+        box: bounds of B.
     """
     missing = mass - kept.sum(-1)
-    factors = jnp.clip(1 + least_squares(kept, missing[..., None], ridge)[..., 0], *BOX)
+    factors = jnp.clip(1 + least_squares(kept, missing[..., None], ridge)[..., 0], *box)
     gram = jnp.einsum("bhrc,bhrs->bhcs", kept, kept, precision="highest")
     step = 1 / _safe(jnp.abs(gram).sum(-1).max(-1))[..., None]
     for _ in range(STEPS):
         error = jnp.einsum("bhrc,bhc->bhr", kept, factors, precision="highest") - mass
         slope = jnp.einsum("bhrc,bhr->bhc", kept, error, precision="highest")
-        factors = jnp.clip(factors - step * slope, *BOX)
+        factors = jnp.clip(factors - step * slope, *box)
     return factors
 
 
@@ -139,8 +143,14 @@ def least_squares(
     return jax.lax.linalg.triangular_solve(factor, half, left_side=True, lower=True, transpose_a=True)
 
 
-def _sampled(queries: Queries, most: int, kind: Any) -> tuple[Float[Array, "b h r d"], Float[Array, "b h r"]]:
-    # Some queries at even distances, those of a group one after the other, and 1 for each that counts.
+def sampled(queries: Queries, most: int, kind: DTypeLike) -> tuple[Float[Array, "b h r d"], Float[Array, "b h r"]]:
+    """Return queries at even distances, those of a group one after the other, and 1 for each that counts.
+
+    Args:
+        queries: of a text.
+        most: largest number of queries of a query head.
+        kind: dtype of the results.
+    """
     b, h, g, t, d = queries.q.shape
     count = queries.valid.sum(1, dtype=jnp.int32)[:, None]
     index: Int[Array, "b m"] = jnp.broadcast_to(jnp.arange(min(t, most), dtype=jnp.int32), (b, min(t, most)))

@@ -30,6 +30,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "lagkv": COMMON | {"sinks": 4, "recent": 32, "lag": 128},
     "leverage": COMMON | {"recent": 32, "sketch": 48, "seed": 0},
     "noncausal": COMMON | {"recent": 32, "chunk": 256},
+    "omp": COMMON | {"recent": 32, "queries": 256, "each": 4, "ridge": 1e-2},
     "compactor": COMMON | {"sinks": 8, "recent": 32, "sketch": 48, "seed": 0, "chunk": 256, "blending": None},
     "capkv": COMMON | {"sinks": 4, "recent": 32, "tau": 5.0, "future": 512},
     "kvzip": COMMON

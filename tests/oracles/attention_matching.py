@@ -17,13 +17,19 @@ def ridge_regression(inputs: np.ndarray, outputs: np.ndarray, ridge: float) -> n
     return np.linalg.solve(inputs.T @ inputs + weight * np.eye(inputs.shape[1]), inputs.T @ outputs)
 
 
-def factors_of(kept: np.ndarray, mass: np.ndarray, ridge: float) -> np.ndarray:
-    """The B of least |M B - m|^2 between e^-3 and e^3: clipped least squares around 1, and two projected steps."""
-    factors = np.clip(1 + ridge_regression(kept, mass - kept.sum(1), ridge), math.exp(-3), math.exp(3))
+def factors_of(kept: np.ndarray, mass: np.ndarray, ridge: float, bound: float = 3) -> np.ndarray:
+    """The B of least |M B - m|^2 from e^-bound to e^bound: clipped least squares around 1, and two projected steps."""
+    box = math.exp(-bound), math.exp(bound)
+    factors = np.clip(1 + ridge_regression(kept, mass - kept.sum(1), ridge), *box)
     step = 1 / np.abs(kept.T @ kept).sum(1).max()
     for _ in range(2):
-        factors = np.clip(factors - step * kept.T @ (kept @ factors - mass), math.exp(-3), math.exp(3))
+        factors = np.clip(factors - step * kept.T @ (kept @ factors - mass), *box)
     return factors
+
+
+def places_of(count: int, most: int) -> list[int]:
+    """The queries of a text that are matched, at even distances."""
+    return list(range(count)) if count < most else [(2 * i + 1) * count // (2 * most) for i in range(most)]
 
 
 class _AttentionMatching(Oracle):
@@ -49,9 +55,7 @@ class _AttentionMatching(Oracle):
 
     def match(self, h: int, prompt, staying: list[int]) -> None:
         head = self.heads[h]
-        count = len(prompt.tokens)
-        at = [(2 * i + 1) * count // (2 * self.queries) for i in range(self.queries)]
-        at = list(range(count)) if count < self.queries else at
+        at = places_of(len(prompt.tokens), self.queries)
         queries = np.concatenate([prompt.queries[h][g][at] for g in range(self.groups)])
         keys, values = np.array(head.keys), np.array(head.values)
         bias = np.array([self.added[h].get(position, 0.0) for position in head.positions])

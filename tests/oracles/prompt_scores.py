@@ -8,6 +8,7 @@ import math
 import numpy as np
 from jaxtyping import Float
 
+from tests.oracles.attention_matching import factors_of, places_of
 from tests.oracles.decoder import Oracle, Prompt, softmax
 from tests.oracles.plans import recent_window
 
@@ -98,6 +99,37 @@ class ExpectedAttention(WithQueries):
             for i, share in zip(later, softmax(np.array(logits)), strict=True):
                 attention[i] += share / self.groups
         return [(attention[i] + self.epsilon) * math.sqrt(sum(head.values[i] ** 2)) for i in range(len(head.positions))]
+
+
+class OMP(PromptRanked):
+    """Keys are chosen one after another by what they explain of the mass that is missing; the rest scores 0."""
+
+    queries: int
+    each: int
+    ridge: float
+
+    def ranked(self, h, text):
+        keys = np.array(self.heads[h].keys)
+        at = places_of(len(text.tokens), self.queries)
+        queries = np.concatenate([text.queries[h][g][at] for g in range(self.groups)])
+        logits = queries @ keys.T / math.sqrt(keys.shape[1])
+        phi = np.exp(logits - logits.max(1, keepdims=True))
+        mass = phi.sum(1)
+        found, chosen, missing = [0.0] * len(keys), [], mass
+        rounds = math.ceil(min(self.most, len(keys)) / self.each)
+        for number in range(rounds):
+            gains = phi.T @ missing
+            left = sorted((i for i in range(len(keys)) if i not in chosen), key=lambda i: -gains[i])
+            for place, i in enumerate(left[: self.each]):
+                found[i] = 1 - (number * self.each + place) / (rounds * self.each)
+                chosen.append(i)
+            missing = mass - phi[:, chosen] @ factors_of(phi[:, chosen], mass, self.ridge, 7)
+        return found
+
+    @property
+    def most(self) -> int:
+        """Slots of the largest head."""
+        return max(self.limits) + (0 if self.evicts_first else 1)
 
 
 class LagKV(PromptRanked):

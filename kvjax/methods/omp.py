@@ -1,0 +1,141 @@
+"""Orthogonal matching pursuit: keys that together explain how much attention queries pay to a text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.methods.attention_matching import matched_factors, sampled
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.policies.residual import Queries
+from kvjax.policies.score import PromptScore, Requirements
+from kvjax.types import New, View, check, setting, wide
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+BOX = math.exp(-7), math.exp(7)
+"""Bounds of the factors B."""
+
+
+@struct.dataclass
+class Pursuit(PromptScore):
+    r"""Order in which keys are chosen, each for the mass that those before it leave unexplained.
+
+    .. math::
+        j = \arg\max_{j \notin S} \; \Phi_j^\top (m - \Phi_S B), \quad S \gets S \cup \{j\}, \quad
+        B \gets \arg\min_B \lVert \Phi_S B - m \rVert^2, \quad
+        \Phi = e^{s q K^\top - \max}, \quad m_q = \sum_j \Phi_{qj}
+
+    with the queries of the text, each over all keys. B is that of `attention_matching`, between e^-7 and e^7.
+
+    Args:
+        queries: most queries of a text that are matched, at even distances.
+        each: keys chosen before B is computed again; 1 is the paper's algorithm, more are faster.
+        ridge: see `attention_matching`.
+        lines: largest number of slots of each layer, set by `sized`; all tokens are put in order without it.
+    """
+
+    paper = "Attention Matching, arXiv 2602.16284"
+
+    queries: int = setting(256)
+    each: int = setting(4)
+    ridge: float = setting(1e-2)
+    lines: tuple[int, ...] = setting(())
+
+    def __post_init__(self) -> None:
+        check(self.queries >= 1, "queries", self.queries, "a number from 1")
+        check(self.each >= 1, "each", self.each, "a number of keys from 1")
+        check(self.ridge > 0, "ridge", self.ridge, "a number above 0")
+
+    @property
+    def requires(self) -> Requirements:
+        """Requirements of an order that depends on all keys of a head."""
+        return Requirements(whole_heads=True)
+
+    def bind(self, model: LanguageModel) -> Pursuit:
+        """Return the score itself.
+
+        Raises:
+            ValueError: logits of the model fall with distance, which later queries do not share.
+        """
+        if model.config.position == "alibi":
+            raise ValueError(
+                f"omp matches queries at all distances, on which logits of {model!r} depend (ALiBi); use h2o."
+            )
+        return self
+
+    def sized(self, slots: tuple[int, ...]) -> Pursuit:
+        """Return a copy that chooses as many keys as a layer has slots."""
+        return dataclasses.replace(self, lines=slots)
+
+    def layer(self, index: int) -> Pursuit:
+        """Return a copy with the slots of one layer."""
+        return dataclasses.replace(self, lines=self.lines[index : index + 1])
+
+    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return 1 for the key chosen first, less for later ones, and 0 for those that are not chosen."""
+        assert new.config is not None
+        kind = wide(new.k.dtype)
+        q, counts = sampled(Queries(new.q, new.valid), self.queries, kind)
+        products = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(kind), precision="highest")
+        logits = jnp.where(view.live[:, :, None], new.config.spec.capped(products), -jnp.inf)
+        highest = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(kind).min)
+        shares = jnp.exp(logits - highest) * counts[..., None]
+        most = min(self.lines[0], view.capacity) if self.lines else view.capacity
+        return chosen_first(shares, -(-most // self.each), min(self.each, most), self.ridge)
+
+
+def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge: float) -> Float[Array, "b h c"]:
+    """Return the score of each column: 1 for that chosen first, less for later ones, and 0 for all others.
+
+    Args:
+        shares: Phi, zero for empty slots.
+        rounds: number of choices.
+        each: columns chosen at a time.
+        ridge: see `Pursuit`.
+    """
+    mass, total = shares.sum(-1), rounds * each
+
+    def choose(carry: tuple[Array, Array, Array], number: Array) -> tuple[tuple[Array, Array, Array], None]:
+        scores, missing, chosen = carry
+        gain = jnp.einsum("bhrc,bhr->bhc", shares, missing, precision="highest")
+        _, at = jax.lax.top_k(jnp.where(scores > 0, -jnp.inf, gain), each)
+        order = (total - number * each - jnp.arange(each)) / total
+        scores = jnp.put_along_axis(
+            scores, at, jnp.broadcast_to(order, at.shape).astype(scores.dtype), -1, inplace=False
+        )
+        columns = jnp.take_along_axis(shares, at[:, :, None], -1)
+        chosen = jax.lax.dynamic_update_slice_in_dim(chosen, columns, number * each, -1)
+        factors = matched_factors(chosen, mass, ridge, BOX)
+        missing = mass - jnp.einsum("bhrc,bhc->bhr", chosen, factors, precision="highest")
+        return (scores, missing, chosen), None
+
+    b, h, r, c = shares.shape
+    before = jnp.zeros((b, h, c), shares.dtype), mass, jnp.zeros((b, h, r, total), shares.dtype)
+    return jax.lax.scan(choose, before, jnp.arange(rounds))[0][0]
+
+
+@register(paper="Attention Matching, 2026", group="ranked once for each prompt or turn")
+def omp(
+    *,
+    recent: int | float = 32,
+    queries: int = Pursuit.queries,
+    each: int = Pursuit.each,
+    ridge: float = Pursuit.ridge,
+    **common: Any,
+) -> Policy:
+    """Keys that together explain how much attention the queries of the prompt pay, chosen one after another.
+
+    When: under `--residual attention_matching`, for a prompt that is compressed once and read often. Choosing takes a
+    small least squares for every `each` slots. Generated tokens are evicted first, except the newest `recent` ones.
+    """
+    return combine(Pursuit(queries=queries, each=each, ridge=ridge), recent=recent, **common)
