@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from pallas_kernels.gpus import capability
 from pallas_kernels.operands import Encoded, Quantised
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton", "mosaic")
@@ -29,6 +28,9 @@ LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite"
 
 HOPPER = 90
 """Compute capability, in tenths, of the GPUs whose instructions `mosaic` uses."""
+
+CAPABILITIES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": HOPPER}
+"""Compute capability of device kinds that programs are compiled for without the device, which cannot be asked."""
 
 SIMULATED = "tpu"
 """Form of a Pallas kernel that interpreters run without an accelerator."""
@@ -295,6 +297,12 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
             had = "there is none to ask here" if found is None else f"this one's is {found / 10}"
             return f"it needs a GPU of compute capability {HOPPER / 10} (Hopper), and {had}"
     return limits[name]
+
+
+def capability() -> int | None:
+    """Return the compute capability of the GPU in `jax.set_mesh` if it is in `CAPABILITIES`, else None."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return CAPABILITIES.get(getattr(device, "device_kind", ""))
 
 
 def _capability() -> int | None:

@@ -1,4 +1,4 @@
-"""Workloads of the kernels at sizes of real models: compiled for absent chips, lowered to CUDA, and benchmarked."""
+"""Workloads of the kernels at any sizes, to benchmark them and to compile them for absent chips."""
 
 from pallas_kernels.programs.operations import Sizes as Sizes
 from pallas_kernels.programs.operations import decode as decode
@@ -15,4 +15,3 @@ from pallas_kernels.programs.program import H100 as H100
 from pallas_kernels.programs.program import IMPLEMENTATIONS as IMPLEMENTATIONS
 from pallas_kernels.programs.program import Program as Program
 from pallas_kernels.programs.program import Shape as Shape
-from pallas_kernels.programs.sizes import programs as programs

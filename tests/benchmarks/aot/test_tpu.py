@@ -16,12 +16,12 @@ from benchmarks import aot, chip_steps
 from benchmarks.aot import page
 from benchmarks.aot.bundles import Schedule, read_schedule
 from benchmarks.aot.module import read_module
+from benchmarks.aot.programs import programs
 from benchmarks.aot.tpu import Grid, Kernel, counted, grids_of
 from kvjax.cache.dense import Dense
 from kvjax.models.weights import weight_shapes
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised
-from pallas_kernels.programs import programs
 from tests.paths import ROOT
 
 VARIABLE = "KVJAX_TPU_PYTHON"

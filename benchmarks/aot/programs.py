@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from pallas_kernels.programs.operations import (
+from pallas_kernels.programs import (
+    Program,
     Sizes,
     decode,
     eviction,
@@ -18,7 +19,6 @@ from pallas_kernels.programs.operations import (
     rotating,
     stepping,
 )
-from pallas_kernels.programs.program import Program
 
 
 def programs() -> Iterator[Program]:
