@@ -42,8 +42,7 @@ from kvjax.inference.press import (
     press,
     pressed_specs,
 )
-from kvjax.inference.queries import replayed_queries
-from kvjax.inference.replay import read_again
+from kvjax.inference.replay import read_again, replayed_queries
 from kvjax.inference.sharding import OF_HEADS, OF_VIEW, joined, on_mesh, placed_policy, shared
 from kvjax.inference.state import State, check_state
 from kvjax.methods.neighbors import text_order
@@ -172,7 +171,12 @@ def _queries(decoder: Decoder, cache: Cache, ids: Int[np.ndarray, "b n"], counts
     padded = np.pad(ids, ((0, 0), (0, bucket(ids.shape[1]) - ids.shape[1])))
     lengths = jnp.asarray(counts, jnp.int32)
     valid = jnp.arange(padded.shape[1]) < lengths[:, None]
-    return replayed_queries(decoder, cache, jnp.asarray(padded, jnp.int32), lengths), valid
+    texts, programs = (jnp.asarray(padded, jnp.int32), lengths), _programs(decoder)
+    return replayed_queries(decoder.weights, decoder.policy, cache, *texts, **programs), valid
+
+
+def _programs(decoder: Decoder) -> dict[str, Any]:
+    return dict(config=decoder.config, kernels=decoder.kernels, mesh=decoder.mesh)
 
 
 def _pressed(
@@ -187,7 +191,7 @@ def _pressed(
     slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     if renewed and text is None:
         return _renew(decoder, cache, slots, asking, capacities)
-    programs: dict[str, Any] = dict(config=decoder.config, kernels=decoder.kernels, mesh=decoder.mesh)
+    programs = _programs(decoder)
     if text is not None:
         held = _renew_slots(decoder, cache, slots) if renewed else cache.unpacked(decoder.mesh).storage
         cache = read_again(decoder.weights, decoder.policy, cache.replace(storage=held), *text, **programs)
