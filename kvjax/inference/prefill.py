@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty, empty_layers
 from kvjax.cache.paged.build import Selected
+from kvjax.inference.cache import policy_seeds
 from kvjax.inference.layers import Reading, read_block, read_layers, read_token
 from kvjax.inference.prepare import Loaded, Prompts
 from kvjax.inference.sharding import (
@@ -289,11 +290,6 @@ def _reading(
         seed=policy_seeds(keys),
         kernels=kernels,
     )
-
-
-def policy_seeds(keys: Key[Array, " b"]) -> UInt32[Array, " b"]:
-    """Derive the policy's random seed of each row from its key."""
-    return jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
 
 
 def _at_last(

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.attention import power_below, wide
-from pallas_kernels.operands import Operand, cut, values
-from pallas_kernels.prefill_scores.types import Joined, PrefillInputs, PromptAttention
+from pallas_kernels.operands import Joined, Operand, cut, values
+from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
 
 
 class Blocks(NamedTuple):
