@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
@@ -57,6 +56,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.residual import SlotResidual
 from kvjax.policies.stats import questions
 from kvjax.types import LayerConfig, New, View
+from kvjax.utils.dependence import depends_on
 from kvjax.utils.processes import on_host
 
 UNKNOWN = {
@@ -274,7 +274,7 @@ def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[
         token=jnp.zeros_like(at),
     )
 
-    def read(unknown: dict[str, Array]) -> View:
+    def read(**unknown: Array) -> View:
         known = tokens.replace(**unknown)
         made = empty(policy, shape, new.layer, limit=view.limit, slots=0, dtype=keys.dtype)
         storage = Dense((made,)).append(policy, shape, 0, known)
@@ -287,17 +287,15 @@ def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[
         storage = update_score(policy, storage, 0, asks, asks, known)
         return storage.layers[0]
 
-    def ranks(unknown: dict[str, Array]) -> Any:
-        made = read(unknown)
+    def ranks(**unknown: Array) -> Any:
+        made = read(**unknown)
         return made, policy.standing(made, tokens.replace(**unknown))[0]
 
     unknown = {name: getattr(tokens, name) for name in UNKNOWN}
-    program = jax.make_jaxpr(ranks)(unknown).jaxpr
-    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    missing = [UNKNOWN[name] for name, needed in zip(sorted(unknown), used, strict=True) if needed]
+    missing = [UNKNOWN[name] for name in sorted(depends_on(ranks, unknown))]
     if missing:
         raise ValueError(
             f"{named(policy)} needs {missing[0]} of the text, which a cache does not hold; read the text with "
             "kvjax.prefill."
         )
-    return read(unknown), tokens
+    return read(**unknown), tokens
