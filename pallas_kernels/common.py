@@ -39,6 +39,9 @@ SIMULATED = "tpu"
 LANES, SUBLANES = 128, 8
 """Size of a TPU register: the last two dimensions of arrays are tiled by it."""
 
+VMEM_BYTES = 14 << 20
+"""VMEM that a TPU kernel may take on every chip."""
+
 
 class Unsupported(ValueError):
     """Error of an implementation that cannot run here or with these arguments; the message names the limit."""
@@ -259,6 +262,16 @@ def tpu_params(parallel: int, arbitrary: int = 0, vmem: int | None = None) -> An
 
     semantics: Any = ("parallel",) * parallel + ("arbitrary",) * arbitrary
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem, disable_bounds_checks=True)
+
+
+def chip() -> Any:
+    """Return what jax knows of the target TPU, a `TpuInfo`; None if there is no TPU, or one unknown to jax."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        return pltpu.get_tpu_info()
+    except ValueError:
+        return None
 
 
 def over_cores(units: int) -> tuple[int, int]:
