@@ -254,13 +254,25 @@ def read_full(
             layer: LayerWeights = layer,
             x: Array = x,
         ) -> Float[Array, "b h g n e"]:
-            rotated, keys = (rotate(shape.rope, y, positions[0], tokens.shape[1]) for y in (q, k))
-            held = jnp.broadcast_to(positions[:, None], k.shape[:3])
-            found = prefill_scores(rotated, keys, v, positions, held, shape.spec, scores=False)
+            found = attend_fully(shape, q, k, v, positions)
             reads.append(_Read(x, q, k, v, found.lse))
-            out = with_sink(Partial(found.out, found.lse), sink_logits_of(layer, shape)).out
+            out = with_sink(found, sink_logits_of(layer, shape)).out
             outputs.append(out)
             return out
 
         x = block(layer, config, shape, x, positions, attention)
     return reads, outputs
+
+
+def attend_fully(
+    shape: LayerConfig,
+    q: Float[Array, "b h g n d"],
+    k: Float[Array, "b h n d"],
+    v: Float[Array, "b h n e"],
+    positions: Int[Array, "b n"],
+) -> Partial:
+    """Attend from whole texts to all of their tokens; queries and keys are those before rotation."""
+    q, k = (rotate(shape.rope, x, positions[0], positions.shape[1]) for x in (q, k))
+    held = jnp.broadcast_to(positions[:, None], k.shape[:3])
+    found = prefill_scores(q, k, v, positions, held, shape.spec, scores=False)
+    return Partial(found.out, found.lse)
