@@ -8,10 +8,7 @@ from pallas_kernels.programs.operations import hashes as hashes
 from pallas_kernels.programs.operations import operand as operand
 from pallas_kernels.programs.operations import paged as paged
 from pallas_kernels.programs.operations import prefill as prefill
-from pallas_kernels.programs.operations import remembering as remembering
 from pallas_kernels.programs.operations import rotating as rotating
 from pallas_kernels.programs.operations import stepping as stepping
-from pallas_kernels.programs.program import H100 as H100
-from pallas_kernels.programs.program import IMPLEMENTATIONS as IMPLEMENTATIONS
 from pallas_kernels.programs.program import Program as Program
 from pallas_kernels.programs.program import Shape as Shape
