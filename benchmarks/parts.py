@@ -172,6 +172,5 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--prompt-tokens", type=int, default=512, help="that are read before")
     options.add_argument("--new-tokens", type=int, default=16, help="steps of a run")
     options.add_argument("--repeats", type=int, default=7, help="runs, of which the fastest counts")
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     options.add_argument("--json", type=Path, help="also write the numbers to this file")
     return finish("bench parts", lambda: run(options.parse_args(argv)))

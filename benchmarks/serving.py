@@ -25,7 +25,7 @@ from kvjax.serving.engine import Engine
 from kvjax.serving.requests import Finished, Piece, Request, Ticket
 from kvjax.utils.files import write_text
 from kvjax.utils.markdown import markdown_table
-from kvjax.utils.progress import progress
+from kvjax.utils.progress import Bar
 from kvjax.utils.settings import whole_number
 
 DISTINCT = 400
@@ -143,7 +143,7 @@ def endurance(model: Model, requests: int, rows: int) -> dict[str, Any]:
                 leaves = int(rng.integers(1, 8)) if rng.random() < DISCONNECTS else None
                 yield pool[int(rng.integers(len(pool)))], leaves
 
-        with progress("requests", requests) as advance:
+        with Bar("requests", requests) as bar:
 
             def done(client: Client) -> None:
                 answer, found = alone[numbers[client.request.seed]], client.tokens
@@ -157,7 +157,7 @@ def endurance(model: Model, requests: int, rows: int) -> dict[str, Any]:
                 count = sum(told.values())
                 if count % every == 0:
                     memory.append((count, resident_bytes()))
-                advance()
+                bar.advance()
 
             began = time.perf_counter()
             ask(engine, wanted(), 2 * rows, done)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from benchmarks.aot import CHIPS, ENVIRONMENT
-from pallas_kernels.gpus import GPUS
+from benchmarks.aot.gpus import GPUS
 
 HERE, VIRTUAL, H100 = "here", "cpu", "h100"
 GIB = 2**30

@@ -7,10 +7,10 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvjax.cli.batch_files import Work, answer_lines, continue_lines
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model, unreadable_input
 from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
@@ -24,9 +24,6 @@ from kvjax.generation.prompts import encode
 from kvjax.inference.prepare import WHOLES
 from kvjax.utils.files import JSON_LINES, read_text
 from kvjax.utils.settings import Messages, conversation, whole_number
-
-if TYPE_CHECKING:
-    from kvjax.model import Model
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,7 +64,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--length-penalty", type=float, default=1.0, help="of the beam search: above 0 favors long texts"
     )
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="model and cache dtype")
     options.add_argument("--ignore-eos", action="store_true", help="continue beyond the end of a text")
     options.add_argument("--json", action="store_true", help="print one JSON object instead of the text")
     options.add_argument(
@@ -148,10 +144,7 @@ def prompt_of(options: argparse.Namespace) -> str | Messages:
         try:
             text = sys.stdin.read().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"standard input is not {error.encoding} text; give it in that encoding, or say which with "
-                "PYTHONIOENCODING."
-            ) from None
+            raise unreadable_input(error) from None
     return text.removesuffix("\n")  # editors and echo append it
 
 
@@ -180,7 +173,7 @@ def run(options: argparse.Namespace) -> None:
         _continue_one(options, settings, chat)
         return
     work = Work(
-        load=lambda: _load(options),
+        load=lambda: load_model(options),
         file=source,
         out=options.out,
         batch_size=options.batch_size or 8,
@@ -196,15 +189,9 @@ def run(options: argparse.Namespace) -> None:
         answer_lines(work, prompt_of(options), in_json=options.json or options.out is not None)
 
 
-def _load(options: argparse.Namespace) -> Model:
-    from kvjax.model import load
-
-    return load(options.model, options.dtype, options.revision, options.weights, options.mesh)
-
-
 def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
     prompt, policy, stop = prompt_of(options), settings["policy"], settings["stop"]
-    model = _load(options)
+    model = load_model(options)
     ids = encode(model, prompt, chat, options.system)
     settings["chat"] = chat or not isinstance(prompt, str)
     streams = not options.json and options.num_samples == options.beams == 1

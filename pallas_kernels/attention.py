@@ -148,6 +148,17 @@ def attend(
     return Partial(out, lse), probs
 
 
+def log_sum(top: Float[Array, "*b"], total: Float[Array, "*b"], empty: float = -jnp.inf) -> Float[Array, "*b"]:
+    """Return the logarithm of a sum of exponentials that are relative to `top`; `empty` if it is over no tokens."""
+    some = total > 0
+    return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), empty)
+
+
+def positive(total: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Return sums of exponentials as divisors: those over no tokens, which are 0, become the smallest number."""
+    return jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+
+
 def slot_block(slots: int, least: int, most: int) -> int:
     """Return the largest block from `least` to `most`, a multiple of 16, that divides the slots; else all slots."""
     sizes = range(most, least - 1, -16)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Self
 import jax
 import numpy as np
 
-from pallas_kernels.gpus import capability
 from pallas_kernels.operands import Encoded, Quantised
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton", "mosaic")
@@ -30,12 +29,18 @@ LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite"
 HOPPER = 90
 """Compute capability, in tenths, of the GPUs whose instructions `mosaic` uses."""
 
+CAPABILITIES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": HOPPER}
+"""Compute capability of device kinds that programs are compiled for without the device, which cannot be asked."""
+
 SIMULATED = "tpu"
 """Form of a Pallas kernel that interpreters run without an accelerator."""
 
 
 LANES, SUBLANES = 128, 8
 """Size of a TPU register: the last two dimensions of arrays are tiled by it."""
+
+VMEM_BYTES = 14 << 20
+"""VMEM that a TPU kernel may take on every chip."""
 
 
 class Unsupported(ValueError):
@@ -259,6 +264,16 @@ def tpu_params(parallel: int, arbitrary: int = 0, vmem: int | None = None) -> An
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem, disable_bounds_checks=True)
 
 
+def chip() -> Any:
+    """Return what jax knows of the target TPU, a `TpuInfo`; None if there is no TPU, or one unknown to jax."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        return pltpu.get_tpu_info()
+    except ValueError:
+        return None
+
+
 def over_cores(units: int) -> tuple[int, int]:
     """Return the first axes of a grid over `units` units: cores of a chip, two at most, and the units of each."""
     cores = 2 if units % 2 == 0 else 1
@@ -295,6 +310,12 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
             had = "there is none to ask here" if found is None else f"this one's is {found / 10}"
             return f"it needs a GPU of compute capability {HOPPER / 10} (Hopper), and {had}"
     return limits[name]
+
+
+def capability() -> int | None:
+    """Return the compute capability of the GPU in `jax.set_mesh` if it is in `CAPABILITIES`, else None."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return CAPABILITIES.get(getattr(device, "device_kind", ""))
 
 
 def _capability() -> int | None:

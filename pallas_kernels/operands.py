@@ -138,6 +138,25 @@ Operand = Array | Quantised | Encoded | Turned
 """Keys or values [... c d] of attention."""
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["old", "new"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Keys or values in two arrays: the slots of `old`, then those of `new`; blocks are read without joining them."""
+
+    old: Operand
+    new: Operand
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of both together."""
+        b, h, c, d = self.old.shape
+        return b, h, c + self.new.shape[2], d
+
+    def values(self, dtype: Any) -> Float[Array, "b h c d"]:
+        """Return both decoded, in one array."""
+        return jnp.concatenate([values(self.old, dtype), values(self.new, dtype)], axis=2)
+
+
 def unpacked(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
     """Return codes as int8, one for each channel."""
     if codes.dtype == jnp.int8:
@@ -146,7 +165,7 @@ def unpacked(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
     return (jnp.concatenate([low, high], axis=-1).astype(jnp.int8)) - jnp.int8(8)
 
 
-def values(operand: Operand, dtype: Any) -> Float[Array, "*b c d"]:
+def values(operand: Operand | Joined, dtype: Any) -> Float[Array, "*b c d"]:
     """Return an operand decoded to an array; code that reads a cache passes one block at a time."""
     return operand.astype(dtype) if isinstance(operand, jax.Array) else operand.values(dtype)
 

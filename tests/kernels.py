@@ -11,12 +11,21 @@ import jax
 import ml_dtypes
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
 
 BOUNDS = {"float32": 2e-5, "bfloat16": 1e-2}
 """Largest error of a number of order one, absolute or relative, by the dtype of the inputs."""
 
 ROUNDED = 1e-3
 """The same where float32 meets codes as two digits of eight bits."""
+
+
+def gpu(kind: str) -> AbstractMesh:
+    """A GPU that is not there, for which programs are lowered."""
+    return AbstractMesh((1,), ("one",), abstract_device=AbstractDevice(kind, None, "gpu"))
+
+
+H100 = gpu("NVIDIA H100 80GB HBM3")
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ import jax
 
 from benchmarks.aot.chips import CHIPS, ENVIRONMENT, SPECIFICATIONS
 from benchmarks.aot.page import bundles, markdown, plot
+from benchmarks.aot.programs import programs
 from benchmarks.aot.rows import Kind, Rows
 from benchmarks.aot.tpu import compile_for, mesh_of
 from pallas_kernels.common import Unsupported
-from pallas_kernels.programs import Program, programs
+from pallas_kernels.programs import Program
 
 
 class Work(NamedTuple):

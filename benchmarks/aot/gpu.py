@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.gpus import GPUS, WARP
+from benchmarks.aot.gpus import GPUS, WARP
 from pallas_kernels.programs import Program
 
 ENVIRONMENT = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.aot.chips import CHIPS, LATENCY, SPECIFICATIONS
-from pallas_kernels.programs import programs
+from benchmarks.aot.programs import programs
 
 Row = dict[str, Any]
 

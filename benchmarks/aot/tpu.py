@@ -133,7 +133,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
     mesh = mesh_of(chip)
     shapes = placed(program.shapes, mesh)
     with jax.set_mesh(mesh):  # kernels read the target chip from the mesh
-        compiled = compile_traced(program.trace(implementation, "tpu", shapes))
+        compiled = compile_traced(program.jit(implementation, "tpu").trace(**shapes))
     row = dict(chip=chip, op=program.op, size=program.label, implementation=implementation)
     known = SPECIFICATIONS[chip]
     estimate = sum(kernel.seconds(known) for kernel in compiled.kernels)

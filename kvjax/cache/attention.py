@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.query_shards import Share
-from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks, whole
+from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
 from kvjax.cache.stats import answered, damage, drawn, highest, normalised, over_heads, summed, tempered, weighed
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
@@ -19,6 +19,7 @@ from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
 from pallas_kernels.noise import layer_seed
+from pallas_kernels.operands import values
 from pallas_kernels.prefill_scores import prefill_scores
 
 
@@ -60,7 +61,7 @@ def attend_token(
         view.position,
         new.position[:, 0],
         config.spec,
-        places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
+        places=given.token_places,
         low_rank=None if low_rank is None else low_rank._replace(features=low_rank.features[:, :, :, 0]),
         sinks=given.sinks,
         scores=scores,
@@ -69,14 +70,12 @@ def attend_token(
     if new.spread.slots > 1:
         return _shared(found, given, view.position, new, asks, remembered, selection)
     if selection is None:
-        partial = Partial(found.out[:, :, :, None], found.lse[..., None])
-        if low_rank is None:
-            partial = _with_evicted(partial, remembered)
+        partial = found.partial if low_rank is not None else with_evicted(found.partial, remembered)
         return partial, requested_stats(asks, found, given, view.position, new, summed=summed)
     assert found.scores is not None
     probs = found.scores[:, :, :, None]
-    partial = _with_evicted(narrowed(selection, probs, given.v, new, found.lse[..., None]), remembered)
-    return partial, answered(asks, probs, lambda: whole(given.v, probs.dtype), view.position, new)
+    partial = with_evicted(narrowed(selection, probs, given.v, new, found.lse[..., None]), remembered)
+    return partial, answered(asks, probs, lambda: values(given.v, probs.dtype), view.position, new)
 
 
 def kernel_scores(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
@@ -106,7 +105,7 @@ def requested_stats(
     assert scores is not None
     if summed:
         return tree.unflatten(over_heads(ask, weighed(ask, scores), new) for ask in leaves)
-    return answered(asks, scores[:, :, :, None], lambda: whole(given.v, scores.dtype), position, new)
+    return answered(asks, scores[:, :, :, None], lambda: values(given.v, scores.dtype), position, new)
 
 
 def _shared(
@@ -156,14 +155,14 @@ def _shared(
         assert probs is not None and selection is not None
         out, lse = narrowed(selection, probs, given.v, new, lse[..., None])
         out, lse = new.spread.over_slots(out), lse[..., 0]
-    partial = _with_evicted(Partial(out, lse[..., None]), remembered)  # which is replicated on these devices
+    partial = with_evicted(Partial(out, lse[..., None]), remembered)  # which is replicated on these devices
 
     def answer(i: int, ask: Ask) -> Any:
         assert probs is not None
         if isinstance(ask, Probs):
             return Seen(probs, new.position, every[..., sums].sum(0)[..., :1].astype(jnp.int32))
         if isinstance(ask, Damage):
-            return damage(ask, probs, whole(given.v, probs.dtype), new)
+            return damage(ask, probs, values(given.v, probs.dtype), new)
         if isinstance(ask, Peak):
             return highest(ask, probs)
         assert isinstance(ask, Sums)
@@ -181,7 +180,8 @@ def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, 
     return jnp.where(jnp.isfinite(part), jnp.exp(part - jnp.where(jnp.isfinite(whole), whole, 0.0)), 0.0)
 
 
-def _with_evicted(attended: Partial, remembered: LowRank | Partial | None) -> Partial:
+def with_evicted(attended: Partial, remembered: LowRank | Partial | None) -> Partial:
+    """Merge attention over slots with that to evicted tokens, if there is one."""
     return attended if remembered is None else merge(attended, share_of_evicted(remembered))
 
 
@@ -240,7 +240,7 @@ def attend_block(
     if selection is not None:
         partial = select_by_blocks(config, share.given, view, share.new, selection, partial)
         lse = share.whole(partial.lse, 3)
-    partial = _with_evicted(Partial(share.whole(partial.out, 3), lse), remembered)
+    partial = with_evicted(Partial(share.whole(partial.out, 3), lse), remembered)
     return partial, tree.unflatten(answers[i] for i in range(len(leaves)))
 
 

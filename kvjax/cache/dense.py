@@ -201,11 +201,10 @@ class Dense(struct.PyTreeNode):
             answers = attention.requested_stats(own, done.attended, given, written.position, new, summed=summed)
             earlier = functools.partial(policy.codec.earlier, config, written, given, new)
             answers = with_again(wanted, answers, config, given, written, earlier)
-        partial = Partial(done.attended.out[:, :, :, None], done.attended.lse[..., None])
         evicted = None
         if done.pair is not None:
             evicted = evicted_pairs(policy, config, view.state, new, KV(*done.pair), done.left)
-        return self.replace_layer(layer, written), wanted, Stepped(partial, answers, evicted)
+        return self.replace_layer(layer, written), wanted, Stepped(done.attended.partial, answers, evicted)
 
     def append(self, policy: Policy, config: LayerConfig, layer: int, new: New) -> Dense:
         """Append slots for a block of text; no token is evicted."""

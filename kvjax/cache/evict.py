@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import partial_eval
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import slots
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking
 from kvjax.types import KV, Evicted, LayerConfig, New, Parts, PyTree, View, restored, wide
+from kvjax.utils.dependence import depends_on
 from pallas_kernels.decode_step import Hashed
 from pallas_kernels.evict import evict
 from pallas_kernels.evict import exchange as exchange_slots
@@ -89,9 +89,7 @@ def foreseen(policies: Sequence[Policy], views: Sequence[View], new: Sequence[Ne
         return [ranked(*given)[:3] for given in zip(policies, views, tokens, strict=True)]
 
     contents = [{name: getattr(told, name) for name in names} for told in new]
-    program = jax.make_jaxpr(standing)(contents).jaxpr
-    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    return not any(used)
+    return not depends_on(standing, {"contents": contents})
 
 
 def victims_of(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> tuple[slots.Victim, ...]:

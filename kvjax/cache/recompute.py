@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.stats import damage, highest, normalised, reduced
@@ -16,17 +15,8 @@ from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Again, Ask, Damage, Peak, Probs, Seen, is_ask
 from kvjax.types import LayerConfig, New, PyTree, View, wide
-from pallas_kernels import operands
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
-from pallas_kernels.operands import Operand
-from pallas_kernels.prefill_scores import Joined
-
-
-def whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
-    """Return the decoded keys or values of all slots."""
-    if isinstance(operand, Joined):
-        return jnp.concatenate([operands.values(part, dtype) for part in (operand.old, operand.new)], axis=2)
-    return operands.values(operand, dtype)
+from pallas_kernels.operands import Joined, Operand, values
 
 
 def _probabilities(
@@ -39,7 +29,7 @@ def _probabilities(
     place: Int[Array, "b h t"] | None,
 ) -> Float[Array, "b h g t c"]:
     spec = config.spec
-    keys = whole(given.k, q.dtype)
+    keys = values(given.k, q.dtype)
     x = spec.capped(jnp.einsum("bhgtd,bhcd->bhgtc", q, keys, preferred_element_type=lse.dtype))
     places = (position[:, None], view.position) if place is None or given.places is None else (place, given.places[1])
     bias = spec.bias(*places)
@@ -68,7 +58,7 @@ def by_blocks(
 
     def found(ask: Any, probs: Array, w: Array, tau: Array, part: New) -> Array:
         if isinstance(ask, Damage):
-            return damage(ask.replace(weights=w), probs, whole(given.v, probs.dtype), part)
+            return damage(ask.replace(weights=w), probs, values(given.v, probs.dtype), part)
         if isinstance(ask, Peak):
             return highest(ask.replace(weights=w), probs)
         return reduced(ask.replace(weights=w, tau=1.0 if ask.plain else tau), probs, view.position, part)
@@ -131,7 +121,7 @@ def asked_again(
     _, _, count, groups, width = ask.raw_q.shape
     # Blocks limit the logits to about a sixteenth of the keys' size; logits of all queries would exceed the cache.
     size = math.gcd(count, 1 << max(0, (width // (16 * groups)).bit_length() - 1))
-    keys = whole(given.k, ask.raw_q.dtype)
+    keys = values(given.k, ask.raw_q.dtype)
 
     def add(index: Array, sums: Array) -> Array:
         def cut(leaf: Array, axis: int) -> Array:
@@ -197,7 +187,7 @@ def narrowed(
     kept = jnp.where(picked, probs, 0.0)
     mass = new.spread.over_slots(kept.sum(-1, keepdims=True))
     safe = jnp.where(mass > 0, mass, 1.0)
-    out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, whole(v, kept.dtype))
+    out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, values(v, kept.dtype))
     return Partial(out, lse + jnp.log(safe)[..., 0])
 
 

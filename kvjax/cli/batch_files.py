@@ -16,7 +16,7 @@ from kvjax.generation.prompts import encode
 from kvjax.generation.questions import answer, encode_questions
 from kvjax.inference.prepare import bucket_rows, prepare
 from kvjax.utils.files import JSON_LINES, append_line, check_writable, of_line, parse_json, read_lines, write_text
-from kvjax.utils.progress import progress
+from kvjax.utils.progress import Bar
 from kvjax.utils.settings import Messages, conversation
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ class Results:
         if self.file is not None:
             # Rewrite the file: its last line may be truncated.
             write_text(self._aside, "".join(f"{line}\n" for line in self._begun()))
-        self._bar = progress("lines", self.total, len(self.done))
-        self._advance = self._bar.__enter__()
+        self._bar = Bar("lines", self.total, len(self.done)).__enter__()
         return self
 
     def _begun(self) -> list[str]:
@@ -137,7 +136,7 @@ class Results:
             self._print()
         else:
             append_line(self._aside, text)
-        self._advance()
+        self._bar.advance()
 
     def _print(self, rest: bool = False) -> None:
         """Print finished lines in file order up to the first unfinished one, or with `rest` all that are left."""

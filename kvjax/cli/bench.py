@@ -94,7 +94,6 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--prompt-tokens", type=int, default=4096)
     options.add_argument("--new-tokens", type=int, default=16)
     options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options.add_argument("--against", choices=("transformers",), help="also time Hugging Face transformers")
     options.add_argument("--json", type=Path, help="also write the numbers to this file")
     chosen = options.parse_args(words)

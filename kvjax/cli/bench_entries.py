@@ -9,7 +9,7 @@ from kvjax import methods
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
-from kvjax.utils.settings import parse_budget
+from kvjax.utils.settings import check_options, parse_budget
 
 BenchEntry = tuple[str, Policy, int | float | str]
 """Name, policy and budget, which may be `same`."""
@@ -23,9 +23,7 @@ def bench_entries(options: argparse.Namespace) -> list[BenchEntry]:
     Raises:
         ValueError: there is no such policy, part or setting, or a number is out of range.
     """
-    for name in ("batch", "prompt_tokens", "new_tokens", "repeats"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is not a whole number from 1.")
+    check_options(options, "batch", "prompt_tokens", "new_tokens", "repeats")
     everyone = options.policies == "all"
     budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
     texts = ",".join(methods.REGISTRY) if everyone else options.policies

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model
 from kvjax.utils.files import read_text
 from kvjax.utils.progress import Bar
 
@@ -21,7 +21,6 @@ def parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     options = Parser(prog="kvjax calibrate", description=(__doc__ or "").splitlines()[0])
     add_model_options(options, rounded=False, spread=False)
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model")
     options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 texts, read from the beginning")
     options.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for the arrays")
     options.add_argument("--tokens", type=int, default=2**15, help="total number of tokens")
@@ -59,10 +58,9 @@ def run(options: argparse.Namespace) -> None:
         ValueError: an option is invalid, or options do not fit together.
     """
     from kvjax.methods.query_means import save
-    from kvjax.model import load
     from kvjax.training.calibrate import query_means
 
-    model = load(options.model, options.dtype, options.revision)
+    model = load_model(options)
     length = min(2048, model.config.max_positions) if options.length is None else options.length
     prompts = prompts_of(model, options.text, options.tokens, length)
     with Bar("tokens", sum(map(len, prompts))) as bar:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvjax.cli.commands import Help, Parser, add_model_options, finish_with_model, leave
+from kvjax.cli.commands import Help, Parser, add_model_options, finish_with_model, leave, load_model, unreadable_input
 from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
@@ -54,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--max-new-tokens", type=int, default=256, help="maximum tokens of an answer")
     add_sampling_options(options)
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="model and cache dtype")
     return options
 
 
@@ -163,10 +162,7 @@ def _lines() -> Iterator[str]:
             print("\n(/quit leaves)", file=sys.stderr)  # Ctrl-C may come right after an answer
             continue
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"standard input is not {error.encoding} text; give it in that encoding, or say which with "
-                "PYTHONIOENCODING."
-            ) from None
+            raise unreadable_input(error) from None
         yield line
 
 
@@ -178,7 +174,6 @@ def run(options: argparse.Namespace) -> None:
     """
     if print_policy_help(options, parser):
         return
-    from kvjax.model import load
     from kvjax.models.sharding import parse_mesh
 
     policy, reading = policy_and_budget(options, POLICY, BUDGET, WHOLE)
@@ -186,7 +181,7 @@ def run(options: argparse.Namespace) -> None:
     settings["max_new_tokens"] = whole_number("max_new_tokens", options.max_new_tokens)
     if options.mesh is not None:
         check_devices(parse_mesh(options.mesh).shape["data"])
-    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    model = load_model(options)
     chat = Chat(Conversation(model, system=options.system, context=options.context, **settings))
     if options.load is not None:
         chat.line(f"/load {options.load}")

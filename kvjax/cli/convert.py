@@ -62,9 +62,8 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = Parser(prog="kvjax convert", description=__doc__)
-    add_model_options(options, rounded=False, processes=False, kernels=False)
+    add_model_options(options, dtype="bfloat16", rounded=False, processes=False, kernels=False)
     options.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for the checkpoint")
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="dtype of the weights")
     return finish("convert", lambda: run(options.parse_args(argv)))
 
 

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, module_exists
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, load_model, module_exists
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.grid import RowFile, entries
 from kvjax.evaluation.summary import print_table
 from kvjax.evaluation.tasks import texts
 from kvjax.evaluation.tasks.registry import TASKS
 from kvjax.evaluation.texts import SAMPLE, check_texts
-from kvjax.model import load
 
 COMPARE = ("compare", "compare policies, including your own: perplexity, and agreement with the full cache")
 COMPARED = ("perplexity", "fidelity")
@@ -52,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         if not module_exists(module):
             continue
         report = reports.add_parser(name, help=summary, description=summary)
-        add_model_options(report, rounded=False, processes=False, kernels=False)
+        add_model_options(report, dtype=None, rounded=False, processes=False, kernels=False)
         report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
         report.add_argument("--out", type=Path, default=Path("results"), help="directory for the report")
         report.add_argument("--rows", type=int, default=16, help="passages of each text")
@@ -68,7 +67,6 @@ def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
     add_model_options(task)
     add_policies(task, "streaming,h2o,keyformer")
     task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
-    task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     task.add_argument("--out", type=Path, default=Path("results"), help="directory for TASK.jsonl and TASK.csv")
     return task
 
@@ -109,7 +107,7 @@ def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
         task.check(options)
     check_directory(options.out)
     files = {name: RowFile(options.out / f"{name}.jsonl") for name in tasks}
-    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    model = load_model(options)
     measured = {name: task.fill(files[name], model, options, compared) for name, task in tasks.items()}
     print_table(measured.values())
     for name, found in measured.items():

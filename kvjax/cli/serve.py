@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model
 from kvjax.cli.options import add_policy, named, print_policy_help
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import read_text
@@ -27,7 +27,6 @@ def parser() -> argparse.ArgumentParser:
     add_model_options(options, processes=False)
     options.add_argument("--distributed", nargs="?", const="", help=argparse.SUPPRESS)
     options.add_argument("--name", help="name of the model in the API (default: that of --model)")
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="model and cache dtype")
     add_policy(options, POLICY)
     options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
     options.add_argument("--rows", type=int, default=8, help="texts that are generated in parallel")
@@ -133,13 +132,12 @@ def _serve(
     keys: list[str],
     hosts: list[str] | None,
 ) -> None:
-    from kvjax.model import load
     from kvjax.serving.app import Service
     from kvjax.serving.engine import Engine
     from kvjax.serving.http import Server
 
     _say(f"loading {options.model}")
-    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    model = load_model(options)
     model.name = options.name or model.name
     names = "context", "chunk", "steps", "snapshot_bytes"
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}

@@ -28,7 +28,6 @@ def parser() -> argparse.ArgumentParser:
         conflict_handler="resolve",  # `--mesh` has another meaning than when a model runs
     )
     add_model_options(options, rounded=False, processes=False)
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model")
     add_policy(options, "h2o")
     options.add_argument("--budget", default="0.05", help="slots per head, or a fraction of the model's longest text")
     options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 text files to train on")

@@ -11,13 +11,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.cli.commands import Parser, add_model_options, finish, leave, load_model
 from kvjax.cli.options import add_policy_options, policy_and_budget
 from kvjax.inference.decoder import step_shapes
 from kvjax.inference.extend import prefill
 from kvjax.inference.prepare import ready
 from kvjax.inference.shapes import state_shapes
-from kvjax.model import Model, load
+from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
 from kvjax.utils import autotune
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> None:
     device = autotune.tuned_device()
     if device is None:
         raise ValueError(_why_not())
-    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    model = load_model(options)
     asked: dict[str, common.Asked] = {}
     for rows, tokens in sizes:
         asked |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
@@ -141,7 +141,6 @@ def parser() -> argparse.ArgumentParser:
     options = Parser(prog="kvjax tune", description=__doc__)
     add_model_options(options, processes=False, kernels=False)
     add_policy_options(options, "full", 1.0, "text")
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the model")
     options.add_argument("--batch", type=int, nargs="+", default=[1], help="numbers of prompts per batch")
     options.add_argument("--prompt-length", type=int, nargs="+", default=[512], help="lengths of prompts in tokens")
     options.add_argument("--max-new-tokens", type=int, default=256, help="number of tokens to generate")

@@ -21,10 +21,8 @@ from kvjax.model import Model
 from kvjax.models.decoder import block, embed, sink_logits_of, unembed
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.rope import rotate
-from kvjax.training.less.record import Replayed, by_steps, check_mask, join_steps, replay
+from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
 from kvjax.types import LayerConfig, New, View, wide
-from pallas_kernels.prefill_scores import prefill_scores
 
 Look = Callable[[Any, View, New, Policy, Replayed], Any]
 """Function that updates a result from a layer's slots, the token that was read and the replayed step."""
@@ -133,9 +131,7 @@ def replayed(
     ) -> Float[Array, "b h g n e"]:
         own, lse = policy.layer(index), jnp.zeros(q.shape[:-1], wide(q.dtype))
         if mask == "full-softmax":
-            rotated, keys = (rotate(shape.rope, y, positions[0], n) for y in (q, k))
-            held = jnp.broadcast_to(positions[:, None], k.shape[:3])
-            lse = prefill_scores(rotated, keys, v, positions, held, shape.spec, scores=False).lse
+            lse = attend_fully(shape, q, k, v, positions).lse
 
         def one(carry: tuple[Dense, Any], inputs: tuple[Array, ...]) -> tuple[tuple[Dense, Any], Array]:
             storage, sums = carry

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty_layers
-from kvjax.inference.cache import Cache
+from kvjax.inference.cache import Cache, policy_seeds
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.prepare import among_devices, check_prompt, lines_of, plan_slots, ready
@@ -134,16 +134,8 @@ def begin(
         for layer in range(config.layers):
             storage = storage.moved(layer, jax.memory.Space.Host)
     keys = jax.random.split(jax.random.key(seed), rows)
-    cache = Cache(
-        storage=storage,
-        position=jnp.zeros(rows, jnp.int32),
-        prompt_length=jnp.ones(rows, jnp.int32),
-        horizon=jnp.full(rows, length - 1, jnp.int32),
-        end=jnp.full(rows, length, jnp.int32),
-        key=keys,
-        seed=jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys),
-        active=jnp.ones(rows, bool),
-    )
+    end = jnp.full(rows, length, jnp.int32)
+    cache = Cache.empty(storage, 1, end - 1, end, policy_seeds(keys), keys)
     placed = jax.tree.map(jnp.asarray, bound)
     return State(Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh), cache)
 

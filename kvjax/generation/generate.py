@@ -20,8 +20,9 @@ from kvjax.generation.detokenize import Stream as Stream
 from kvjax.generation.loop import STEPS_PER_DISPATCH, Block, Drawn, generate_tokens
 from kvjax.generation.prompts import encode, encode_all, end_ids
 from kvjax.generation.sampling import Sampling
+from kvjax.inference.cache import policy_seeds
 from kvjax.inference.extend import lower_prefill, prefill
-from kvjax.inference.prefill import draws, policy_seeds
+from kvjax.inference.prefill import draws
 from kvjax.inference.prepare import bucket_rows, check_vocabulary, instead, prepare, ready
 from kvjax.inference.state import State, held_positions, take_rows
 from kvjax.methods.registry import policy as policy_by_name

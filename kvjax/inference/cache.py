@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -40,6 +41,19 @@ class Cache(struct.PyTreeNode):
     """Random seed of the policy for each row."""
     active: Bool[Array, " b"]
     """True for rows that read tokens; the other rows never change, and their logits are meaningless."""
+
+    @staticmethod
+    def empty(
+        storage: Storage,
+        prompt_length: int,
+        horizon: Int[Array, " b"],
+        end: Int[Array, " b"],
+        seed: UInt32[Array, " b"],
+        key: Any = None,
+    ) -> Cache:
+        """Return a cache that has read nothing, with the planned lengths of the texts that it will read."""
+        none = jnp.zeros(len(horizon), jnp.int32)
+        return Cache(storage, none, none + prompt_length, horizon, end, key, seed, jnp.ones(len(horizon), bool))
 
     def reading(self, token: Int[Array, "b t"], position: Int[Array, "b t"], read: Int[Array, " b"]) -> Reading:
         """Return generated tokens in the form that layers read.
@@ -99,6 +113,11 @@ class Cache(struct.PyTreeNode):
     def with_own_rows(self) -> Cache:
         """Return a cache with copies of the per-row arrays, which stay valid after a step in place."""
         return self.replace(**{name: jnp.copy(getattr(self, name)) for name in ROWS})
+
+
+def policy_seeds(keys: Key[Array, " b"]) -> UInt32[Array, " b"]:
+    """Derive the policy's random seed of each row from its key."""
+    return jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
 
 
 def cache_specs(cache: Cache) -> Cache:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
@@ -42,8 +41,7 @@ from kvjax.inference.press import (
     press,
     pressed_specs,
 )
-from kvjax.inference.queries import replayed_queries
-from kvjax.inference.replay import read_again
+from kvjax.inference.replay import read_again, replayed_queries
 from kvjax.inference.sharding import OF_HEADS, OF_VIEW, joined, on_mesh, placed_policy, shared
 from kvjax.inference.state import State, check_state
 from kvjax.methods.neighbors import text_order
@@ -58,6 +56,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.residual import SlotResidual
 from kvjax.policies.stats import questions
 from kvjax.types import LayerConfig, New, View
+from kvjax.utils.dependence import depends_on
 from kvjax.utils.processes import on_host
 
 UNKNOWN = {
@@ -172,7 +171,12 @@ def _queries(decoder: Decoder, cache: Cache, ids: Int[np.ndarray, "b n"], counts
     padded = np.pad(ids, ((0, 0), (0, bucket(ids.shape[1]) - ids.shape[1])))
     lengths = jnp.asarray(counts, jnp.int32)
     valid = jnp.arange(padded.shape[1]) < lengths[:, None]
-    return replayed_queries(decoder, cache, jnp.asarray(padded, jnp.int32), lengths), valid
+    texts, programs = (jnp.asarray(padded, jnp.int32), lengths), _programs(decoder)
+    return replayed_queries(decoder.weights, decoder.policy, cache, *texts, **programs), valid
+
+
+def _programs(decoder: Decoder) -> dict[str, Any]:
+    return dict(config=decoder.config, kernels=decoder.kernels, mesh=decoder.mesh)
 
 
 def _pressed(
@@ -187,7 +191,7 @@ def _pressed(
     slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     if renewed and text is None:
         return _renew(decoder, cache, slots, asking, capacities)
-    programs: dict[str, Any] = dict(config=decoder.config, kernels=decoder.kernels, mesh=decoder.mesh)
+    programs = _programs(decoder)
     if text is not None:
         held = _renew_slots(decoder, cache, slots) if renewed else cache.unpacked(decoder.mesh).storage
         cache = read_again(decoder.weights, decoder.policy, cache.replace(storage=held), *text, **programs)
@@ -270,7 +274,7 @@ def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[
         token=jnp.zeros_like(at),
     )
 
-    def read(unknown: dict[str, Array]) -> View:
+    def read(**unknown: Array) -> View:
         known = tokens.replace(**unknown)
         made = empty(policy, shape, new.layer, limit=view.limit, slots=0, dtype=keys.dtype)
         storage = Dense((made,)).append(policy, shape, 0, known)
@@ -283,17 +287,15 @@ def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[
         storage = update_score(policy, storage, 0, asks, asks, known)
         return storage.layers[0]
 
-    def ranks(unknown: dict[str, Array]) -> Any:
-        made = read(unknown)
+    def ranks(**unknown: Array) -> Any:
+        made = read(**unknown)
         return made, policy.standing(made, tokens.replace(**unknown))[0]
 
     unknown = {name: getattr(tokens, name) for name in UNKNOWN}
-    program = jax.make_jaxpr(ranks)(unknown).jaxpr
-    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    missing = [UNKNOWN[name] for name, needed in zip(sorted(unknown), used, strict=True) if needed]
+    missing = [UNKNOWN[name] for name in sorted(depends_on(ranks, unknown))]
     if missing:
         raise ValueError(
             f"{named(policy)} needs {missing[0]} of the text, which a cache does not hold; read the text with "
             "kvjax.prefill."
         )
-    return read(unknown), tokens
+    return read(**unknown), tokens

@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty, empty_layers
 from kvjax.cache.paged.build import Selected
+from kvjax.inference.cache import policy_seeds
 from kvjax.inference.layers import Reading, read_block, read_layers, read_token
 from kvjax.inference.prepare import Loaded, Prompts
 from kvjax.inference.sharding import (
@@ -34,6 +34,7 @@ from kvjax.models.decoder import LayerWeights, Weights, embed, unembed
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
+from kvjax.utils.dependence import depends_on
 
 DEEP = 12
 """Fewest layers with which a prompt is read layer by layer, because one program for all of them compiles slowly."""
@@ -60,15 +61,10 @@ def draws(model: Loaded, prompts: Prompts) -> bool:
     """Return whether the cache after prompts depends on their random keys."""
 
     def storage(keys: Key[Array, " b"], weights: Weights) -> Any:
-        texts = prompts.tokens, prompts.lengths, prompts.horizon, keys
-        made = read_together(
-            weights, prompts.policy, *texts, prompts.limits, **program_settings(model, prompts, Kernels())
-        )
-        return made[0]
+        arguments = weights, prompts.policy, *_texts(prompts._replace(keys=keys)), prompts.limits
+        return read_together(*arguments, **program_settings(model, prompts, Kernels()))[0]
 
-    program = jax.make_jaxpr(storage)(prompts.keys, model.weights).jaxpr
-    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    return bool(used[0])
+    return "keys" in depends_on(storage, {"keys": prompts.keys, "weights": model.weights})
 
 
 def lower_prompts(model: Loaded, prompts: Prompts) -> list[jax.stages.Lowered]:
@@ -289,11 +285,6 @@ def _reading(
         seed=policy_seeds(keys),
         kernels=kernels,
     )
-
-
-def policy_seeds(keys: Key[Array, " b"]) -> UInt32[Array, " b"]:
-    """Derive the policy's random seed of each row from its key."""
-    return jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
 
 
 def _at_last(

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -44,6 +43,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Queries
 from kvjax.policies.stats import questions
 from kvjax.types import HEADS, ROWS, Kernels, LayerConfig, New, View
+from kvjax.utils.dependence import depends_on
 from kvjax.utils.processes import on_host
 
 Pressed = tuple[Dense | tuple[Selected, ...], Bool[Array, " b"]]
@@ -69,8 +69,7 @@ def check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries)
     Raises:
         ValueError: the result depends on them.
     """
-    program = jax.make_jaxpr(lambda q: keep(queries=queries._replace(q=q)))(queries.q).jaxpr
-    if any(partial_eval.dce_jaxpr(program, [True] * len(program.outvars))[1]):
+    if depends_on(lambda q: keep(queries=queries._replace(q=q)), {"q": queries.q}):
         raise ValueError(
             f"{type(policy.residual).__name__} matches queries of a text, which a cache does not hold; give "
             "kvjax.compress a text, such as the context again."

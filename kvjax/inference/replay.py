@@ -1,4 +1,4 @@
-"""Second reading of a text over a cache: its tokens attend and update scores, and get no slots."""
+"""Texts that are read again over a cache: their tokens attend and get no slots. Scores or queries are kept of them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.step import Pending, sum_over_layers, update_score
 from kvjax.inference.cache import Cache, cache_specs
-from kvjax.inference.layers import append_and_attend
+from kvjax.inference.layers import Reading, append_and_attend
 from kvjax.inference.prepare import bucket
-from kvjax.inference.sharding import OF_ROWS, joined, on_mesh, policy_specs, shared, storage_specs
+from kvjax.inference.sharding import OF_HEADS, OF_ROWS, joined, on_mesh, policy_specs, shared, storage_specs
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, embed
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import Replay
-from kvjax.policies.stats import Seen, is_ask, of_all_layers
-from kvjax.types import Kernels, PyTree
+from kvjax.policies.stats import Seen, is_ask
+from kvjax.types import Kernels
 from kvjax.utils.processes import on_host
 
 LEAST = 32
@@ -106,33 +106,56 @@ def _read(
     mesh: Mesh | None,
 ) -> Dense:
     def here(weights: Weights, policy: Policy, cache: Cache, tokens: Array, lengths: Array) -> Dense:
-        here = on_device(config, mesh)
         reading = cache.following(tokens, lengths).replace(replayed=True, kernels=kernels)
         storage: Dense = joined(cache.storage, mesh)
-        x = embed(weights, here, reading.token, reading.position)
-        pending: list[Pending] = []
-        policies = [policy.layer(index) for index in range(here.layers)]
-        for index, (layer, shape) in enumerate(zip(weights.layers, here.layer_configs, strict=True)):
-            part, alone = policies[index], storage.alone(index)
-            _, told, x = append_and_attend(layer, here, shape, part, alone, (0, index), reading, x)
-            asks = told.asks["score"]
-            found = Pending(asks, _of_cache(asks, told.answers["score"], alone.layers[0].capacity), told.new)
-            if of_all_layers(asks):
-                pending.append(found)
-            else:
-                storage = update_score(part, storage, index, *found)
-        for index, found in enumerate(sum_over_layers(pending)):
-            storage = update_score(policies[index], storage, index, *found)
+        found = _told(weights, on_device(config, mesh), policy, storage, reading)
+        of_cache = [_of_cache(told, view.capacity) for told, view in zip(found, storage.layers, strict=True)]
+        for index, told in enumerate(sum_over_layers(of_cache)):
+            storage = update_score(policy.layer(index), storage, index, *told)
         return shared(storage, mesh)
 
-    of_cache = cache_specs(cache)
-    given = weight_specs(weights, config, mesh), policy_specs(policy), of_cache, OF_ROWS, OF_ROWS
+    given = weight_specs(weights, config, mesh), policy_specs(policy), cache_specs(cache), OF_ROWS, OF_ROWS
     return on_mesh(here, mesh, given, storage_specs(cache.storage))(weights, policy, cache, tokens, lengths)
 
 
-def _of_cache(asks: PyTree, answers: PyTree, slots: int) -> PyTree:
-    # Statistics of the slots of the cache, without those of the tokens that are read again.
+@functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))
+def replayed_queries(
+    weights: Weights,
+    policy: Policy,
+    cache: Cache,
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    *,
+    config: ModelConfig,
+    kernels: Kernels,
+    mesh: Mesh | None,
+) -> tuple[Float[Array, "b h g n d"], ...]:
+    """Return each layer's queries of a text that is read on top of a cache, with the arguments of `read_again`."""
+
+    def here(weights: Weights, policy: Policy, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
+        reading = cache.following(tokens, lengths)
+        reading = reading.replace(prompt_length=reading.read, kernels=kernels)
+        storage: Dense = joined(cache.storage, mesh).unpack()
+        return tuple(told.new.q for told in _told(weights, on_device(config, mesh), policy, storage, reading))
+
+    given = weight_specs(weights, config, mesh), policy_specs(policy), cache_specs(cache), OF_ROWS, OF_ROWS
+    return on_mesh(here, mesh, given, (OF_HEADS,) * config.layers)(weights, policy, cache, tokens, lengths)
+
+
+def _told(weights: Weights, config: ModelConfig, policy: Policy, storage: Dense, reading: Reading) -> list[Pending]:
+    # Each layer's attention statistics and tokens, from a text that follows the cache and gets no slots in it.
+    x, found = embed(weights, config, reading.token, reading.position), list[Pending]()
+    for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
+        place = storage.alone(index), (0, index)
+        _, told, x = append_and_attend(layer, config, shape, policy.layer(index), *place, reading, x)
+        found.append(told)
+    return found
+
+
+def _of_cache(told: Pending, slots: int) -> Pending:
+    # The score's statistics of the slots of the cache, without those of the tokens that are read again.
     def cut(_: Any, found: Any) -> Any:
         return found._replace(probs=found.probs[..., :slots]) if isinstance(found, Seen) else found[..., :slots]
 
-    return jax.tree.map(cut, asks, answers, is_leaf=is_ask)
+    asks = told.asks["score"]
+    return Pending(asks, jax.tree.map(cut, asks, told.answers["score"], is_leaf=is_ask), told.new)

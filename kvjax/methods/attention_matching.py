@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,6 @@ from jaxtyping import Array, Float, Int
 from kvjax.methods.register import register_part
 from kvjax.policies.residual import Queries, Rewritten, SlotResidual
 from kvjax.types import New, View, check, setting, wide
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 BOX = math.exp(-3), math.exp(3)
 """Bounds of the factors B."""
@@ -51,25 +48,14 @@ class Matching(SlotResidual):
         ridge: weight of the changes to B and to values, as a share of the mean square of a slot's column.
     """
 
+    against_alibi: ClassVar[str] = "attention_matching matches queries at all distances"
+
     queries: int = setting(256)
     ridge: float = setting(1e-2)
 
     def __post_init__(self) -> None:
         check(self.queries >= 1, "queries", self.queries, "a number from 1")
         check(self.ridge > 0, "ridge", self.ridge, "a number above 0")
-
-    def bind(self, model: LanguageModel) -> Matching:
-        """Return the residual itself.
-
-        Raises:
-            ValueError: logits of the model fall with distance, which later queries do not share.
-        """
-        if model.config.position == "alibi":
-            raise ValueError(
-                f"attention_matching matches queries at all distances, on which logits of {model!r} depend (ALiBi); "
-                "use residual less."
-            )
-        return self
 
     def rewrite(self, before: View, after: View, queries: Queries, new: New) -> Rewritten | None:
         """Return values and biases of the slots that stay, fitted to the attention over the slots before eviction."""

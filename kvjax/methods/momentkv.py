@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,6 @@ from jaxtyping import Array, Float
 from kvjax.methods.register import register_part
 from kvjax.policies.residual import Residual
 from kvjax.types import Evicted, New, Partial, wide
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 
 class MomentState(NamedTuple):
@@ -51,17 +48,7 @@ class Moments(Residual):
     kernels reach 4.109 and 2.974 (embedded model, after prompts of 512 tokens).
     """
 
-    def bind(self, model: LanguageModel) -> Moments:
-        """Return the residual itself.
-
-        Raises:
-            ValueError: logits of the model fall with distance, which moments of keys do not tell.
-        """
-        if model.config.position == "alibi":
-            raise ValueError(
-                f"momentkv sums keys without their distances, on which {model!r} depends (ALiBi); use residual less."
-            )
-        return self
+    against_alibi: ClassVar[str] = "momentkv sums keys without their distances"
 
     def init(self, shape: New) -> MomentState:
         """Return the moments of no pairs."""

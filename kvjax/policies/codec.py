@@ -16,9 +16,8 @@ from kvjax.rope import Rope, cos_sin_table, rotate, turns_of
 from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, setting
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK
-from pallas_kernels.decode_attention import Sinks
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
-from pallas_kernels.prefill_scores import Joined
+from pallas_kernels.decode_attention import Places, Sinks
+from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
 
 
 class Operands(NamedTuple):
@@ -33,6 +32,11 @@ class Operands(NamedTuple):
     """Channel factors that the queries have been multiplied by, if keys are quantized."""
     sinks: Sinks | None = None
     """Query of a single token for the sinks, if it differs from the query for the other slots."""
+
+    @property
+    def token_places(self) -> Places | None:
+        """`places` of a single query, without its axis of tokens."""
+        return None if self.places is None else (self.places[0][..., 0], self.places[1])
 
     @property
     def stored(self) -> tuple[Operand, Operand]:

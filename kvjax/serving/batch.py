@@ -16,9 +16,8 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty_layers
 from kvjax.generation.loop import Drawn, token_buffers, token_logprobs
 from kvjax.generation.sampling import Sampling, penalised, sample
-from kvjax.inference.cache import Cache, cache_specs
+from kvjax.inference.cache import Cache, cache_specs, policy_seeds
 from kvjax.inference.decoder import Decoder, read_more
-from kvjax.inference.prefill import policy_seeds
 from kvjax.inference.sharding import OF_ROWS, WHOLE, constrain, copying, logits_spec, on_mesh, whole_rows
 from kvjax.models.config import ModelConfig
 from kvjax.policies.policy import Policy
@@ -121,16 +120,7 @@ def _begun(policy: Policy, planned: Planned, sizes: Sizes) -> Text:
     rows, roomy = len(planned.seed), policy.sized(sizes.lines)
     made = empty_layers(roomy, sizes.config.layer_configs, planned.limits, sizes.capacities, sizes.dtype)
     key = jax.vmap(jax.random.key)(planned.seed)
-    cache = Cache(
-        storage=Dense(made),
-        position=jnp.zeros(rows, jnp.int32),
-        prompt_length=jnp.zeros(rows, jnp.int32),
-        horizon=planned.horizon,
-        end=planned.end,
-        key=key,
-        seed=policy_seeds(key),
-        active=jnp.ones(rows, bool),
-    )
+    cache = Cache.empty(Dense(made), 0, planned.horizon, planned.end, policy_seeds(key), key)
     return Text(cache, jnp.zeros((rows, sizes.config.vocab_size), bool))
 
 

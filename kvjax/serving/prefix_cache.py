@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.interpreters import partial_eval
 
 from kvjax.cache.memory import allocated_bytes, device_bytes
 from kvjax.inference.decoder import Decoder
 from kvjax.serving.batch import Text, read
+from kvjax.utils.dependence import depends_on
 
 Key = bytes
 
@@ -84,14 +84,10 @@ def dependencies(decoder: Decoder, text: Text, chunk: int) -> frozenset[str]:
 
     Most policies use none of them, so texts with other lengths and seeds can share prefixes.
     """
-    names = "seed", "horizon", "end"
     tokens, lengths = np.zeros((1, chunk), np.int32), np.ones(1, np.int32)
 
-    def reading(*fields: jax.Array) -> object:
-        known = text.cache.replace(**dict(zip(names, fields, strict=True)))
-        after, _ = read(decoder, text.replace(cache=known), tokens, lengths)
+    def reading(**fields: jax.Array) -> object:
+        after, _ = read(decoder, text.replace(cache=text.cache.replace(**fields)), tokens, lengths)
         return after.cache.storage
 
-    program = jax.make_jaxpr(reading)(*(getattr(text.cache, name) for name in names)).jaxpr
-    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
-    return frozenset(name for name, is_used in zip(names, used, strict=True) if is_used)
+    return frozenset(depends_on(reading, {name: getattr(text.cache, name) for name in ("seed", "horizon", "end")}))

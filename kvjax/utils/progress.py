@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Generator
 
 
 class Bar:
@@ -62,10 +60,3 @@ class Bar:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-@contextlib.contextmanager
-def progress(what: str, total: int, done: int = 0) -> Generator[Callable[[], None]]:
-    """Show a `Bar` and give a function that advances it by one."""
-    with Bar(what, total, done) as bar:
-        yield bar.advance

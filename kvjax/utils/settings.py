@@ -149,6 +149,17 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -
     return int(value)
 
 
+def check_options(options: Any, *names: str, least: int = 1) -> None:
+    """Refuse options of a command line that are below a number; those that are None pass.
+
+    Raises:
+        ValueError: an option is below `least`; the message names it.
+    """
+    for name in names:
+        if (given := getattr(options, name)) is not None and given < least:
+            raise ValueError(f"--{name.replace('_', '-')} {given} is not a whole number from {least}.")
+
+
 def seed_number(value: Any) -> int:
     """Return a seed after checking that it has at most 32 bits.
 

@@ -4,4 +4,5 @@ from pallas_kernels.decode_attention.api import decode_attention as decode_atten
 from pallas_kernels.decode_attention.types import Decoded as Decoded
 from pallas_kernels.decode_attention.types import Gumbel as Gumbel
 from pallas_kernels.decode_attention.types import LowRank as LowRank
+from pallas_kernels.decode_attention.types import Places as Places
 from pallas_kernels.decode_attention.types import Sinks as Sinks

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import noise
-from pallas_kernels.attention import AttentionSpec, Partial, merge
+from pallas_kernels.attention import AttentionSpec, merge
 from pallas_kernels.common import LANES, numbers_of
 from pallas_kernels.decode_attention import reference
 from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, Gumbel, LowRank, Places, Sinks
@@ -101,7 +101,7 @@ class DecodeAttention(DecodeInputs, Op[Decoded]):
         held = jnp.where(here, first, -1)
         places = jnp.broadcast_to(self.query_position[:, None], held.shape[:2]), sinks.seen(held)
         near = DecodeAttention(sinks.q, near_k, near_v, held, self.query_position, self.spec, places).reference(options)
-        whole = merge(*(Partial(part.out[:, :, :, None], part.lse[..., None]) for part in (found, near)))
+        whole = merge(found.partial, near.partial)
         return Decoded(whole.out[:, :, :, 0], whole.lse[..., 0], None)
 
     def limits(self, backend: str) -> Iterator[Limit]:

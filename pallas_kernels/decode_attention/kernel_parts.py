@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import noise
-from pallas_kernels.common import LANES, SUBLANES, slots_lie_along_lanes
+from pallas_kernels.common import LANES, SUBLANES, chip, slots_lie_along_lanes
 from pallas_kernels.decode_attention.types import Gumbel
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
 from pallas_kernels.quantised import digits, halves, joined
@@ -51,7 +51,7 @@ def placed(operand: Operand, of_slots: Callable[[int | None, int], Any], channel
     return numbers if scale is None else Quantised(numbers, block(scale, of_slots(None, 2)))
 
 
-def seen(position: Int[Array, "*b"], query: Int[Array, ""], window: int | None) -> Bool[Array, "*b"]:
+def seen(position: Int[Array, "*b"], query: Int[Array, "*#b"], window: int | None) -> Bool[Array, "*b"]:
     """Return which slots the query at a position attends to."""
     visible = (position >= 0) & (position <= query)
     return visible if window is None else visible & (position > query - window)
@@ -76,22 +76,20 @@ def tempered(
 
 def multiplies_integers(interpret: Any) -> bool:
     """Return whether the matrix unit of the target TPU takes integers, as interpreters do."""
-    from jax.experimental.pallas import tpu as pltpu  # the Triton kernel does not need it
-
     if interpret is not False:
         return True
-    try:
-        return pltpu.get_tpu_info().is_matmul_supported(jnp.int8, jnp.int8)
-    except ValueError:  # a chip unknown to jax
-        return False
+    known = chip()
+    return known is not None and known.is_matmul_supported(jnp.int8, jnp.int8)
 
 
 def dot(a: Array, b: Array, axis: int) -> Float[Array, "n g s"]:
     """Multiply rows [n g d] by a block, contracting its `axis`."""
-    # Keeps the matrix unit from rounding float32 to bfloat16.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    kept = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-    return jax.lax.dot_general(a, b, (((2,), (axis,)), ((0,), (0,))), precision=precision, preferred_element_type=kept)
+    return _multiply(a, b, (((2,), (axis,)), ((0,), (0,))))
+
+
+def matmul(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "n m"]:
+    """Multiply matrices, contracting axes `over[0]` of a and `over[1]` of b."""
+    return _multiply(a, b, (((over[0],), (over[1],)), ((), ())))
 
 
 def products(
@@ -176,12 +174,8 @@ def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
 
 def _columns() -> int:
     """Return the columns of the target TPU's matrix unit; interpreters assume the widest."""
-    from jax.experimental.pallas import tpu as pltpu
-
-    try:
-        return pltpu.get_tpu_info().mxu_column_size
-    except ValueError:  # no TPU, or one unknown to jax
-        return 2 * LANES
+    known = chip()
+    return 2 * LANES if known is None else known.mxu_column_size
 
 
 def _bytes(codes: Int[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ..."], float]:
@@ -198,6 +192,13 @@ def _bytes(codes: Int[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ...
     upper = np.uint32(0xF0F0F0F0).astype(np.int32)
     parts = [pltpu.bitcast(half & upper, jnp.int8) for half in (words << 4, words)]
     return jnp.concatenate(parts, channels), 1 / 16
+
+
+def _multiply(a: Array, b: Array, axes: Any) -> Array:
+    # Keeps the matrix unit from rounding float32 to bfloat16.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    kept = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=kept)
 
 
 def _dot_codes(rows: Array, codes: Array, axis: int, integers: bool) -> Array:

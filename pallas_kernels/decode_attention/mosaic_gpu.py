@@ -19,7 +19,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import common
-from pallas_kernels.attention import Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
 from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, Parts, merged
 from pallas_kernels.decode_attention.reference import increments
@@ -114,11 +113,7 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
     if x.gumbel is not None:
         assert decoded.scores is not None
         decoded = decoded._replace(scores=increments(decoded.scores, x.position, x.gumbel))
-    if x.low_rank is None:
-        return decoded
-    token = x.low_rank._replace(features=x.low_rank.features[:, :, :, None])
-    of_slots = Partial(decoded.out[:, :, :, None], decoded.lse[:, :, :, None])
-    whole = merge(of_slots, share_of_evicted(token))
+    whole = x.with_evicted(decoded.partial)
     return decoded._replace(out=whole.out[:, :, :, 0], lse=whole.lse[:, :, :, 0])
 
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, log_sum
 from pallas_kernels.blocks import block, made, run
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, placed, seen, stored, tempered
 from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, tile
@@ -211,9 +211,9 @@ def kernel(
         for i, some in enumerate(acc):
             columns = slice(i * widths[0], (i + 1) * widths[0])
             outputs.out[:, columns] = some / jnp.where(total > 0, total, 1.0)[:, None]
-        outputs.lse[...] = _log(top, total)
+        outputs.lse[...] = log_sum(top, total, LOWEST)
         if outputs.noisy_lse is not None:
-            outputs.noisy_lse[...] = _log(noisy_top, noisy_total)
+            outputs.noisy_lse[...] = log_sum(noisy_top, noisy_total, LOWEST)
 
     if x.low_rank is not None:
         share = x.low_rank
@@ -228,7 +228,7 @@ def kernel(
             start = (jnp.zeros((ROWS, e), jnp.float32), jnp.zeros(ROWS, jnp.float32))
             acc, mass = jax.lax.fori_loop(0, share.features.shape[0], add, start)
             outputs.out[...] = jnp.where(mass > 0, 1.0, 0.0)[:, None] * acc / jnp.where(mass > 0, mass, 1.0)[:, None]
-            outputs.lse[...] = _log(jnp.zeros_like(mass), mass)
+            outputs.lse[...] = log_sum(jnp.zeros_like(mass), mass, LOWEST)
             if outputs.noisy_lse is not None:
                 outputs.noisy_lse[...] = jnp.full(ROWS, LOWEST, jnp.float32)
 
@@ -236,10 +236,6 @@ def kernel(
 def in_halves(codes: Array) -> bool:
     """Return whether keys or values are codes of four bits, whose two halves need separate products."""
     return codes.dtype == jnp.uint8
-
-
-def _log(top: Array, total: Array) -> Array:
-    return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), LOWEST)
 
 
 def products(interpret: Any) -> Callable[[Array, Array], Array]:

@@ -15,8 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from pallas_kernels.attention import log_sum, positive
 from pallas_kernels.blocks import block, made, run
-from pallas_kernels.common import LANES, SUBLANES, tpu_params
+from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     beside,
@@ -34,7 +35,6 @@ from pallas_kernels.decode_attention.running import (
     Softmax,
     advance,
     along_lanes,
-    log_sum,
     logits_of,
     noisy,
     packed,
@@ -51,7 +51,6 @@ BLOCK_BYTES = 1 << 20
 """Approximate bytes of keys in one grid step; values take as many, and both are double-buffered."""
 HELD_BYTES = 4 << 20
 """Maximum bytes of logits held in VMEM until their row is done; longer rows write them out, and XLA scores them."""
-VMEM_BYTES = 14 << 20
 ROOMY = 64 << 20
 """Bytes of VMEM from which blocks and kernels' VMEM are twice as large: v4 has less, later chips have it."""
 
@@ -163,10 +162,8 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
 
 def room() -> int:
     """Return the factor by which blocks may exceed `BLOCK_BYTES` on the target TPU."""
-    try:
-        return 2 if pltpu.get_tpu_info().vmem_capacity_bytes >= ROOMY else 1
-    except ValueError:  # no TPU, or one unknown to jax
-        return 1
+    known = chip()
+    return 2 if known is not None and known.vmem_capacity_bytes >= ROOMY else 1
 
 
 def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
@@ -242,7 +239,7 @@ def _kernel(
             return
         used = slice(groups if len(q) == heads else None)
         share = jnp.exp(scratch.logits[:, used, :capacity] - top[:, used])
-        share /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, used]
+        share /= positive(total)[:, used]
         made.scores[0] = share if wanted == "each" and len(q) == heads else summed(share, heads)
 
 
@@ -262,4 +259,4 @@ def _finish(low_rank: LowRank | None, scratch: Scratch) -> tuple[Array, Array]:
         acc = kept * acc + added * of_each(lambda rows: dot(rows, low_rank.h[0], 1), phi, len(z))
         total = kept * total + jnp.where(some, jnp.exp(other - highest), 0.0)
         top = highest
-    return acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), log_sum(top, total)
+    return acc / positive(total), log_sum(top, total)

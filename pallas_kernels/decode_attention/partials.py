@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from pallas_kernels.attention import log_sum
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
 from pallas_kernels.decode_attention.types import Decoded, Gumbel
 
@@ -86,6 +87,4 @@ def _shares(lse: Array) -> Any:
     highest = lse.max(2, keepdims=True)
     share = jnp.where(lse > LOWEST, jnp.exp(lse - highest), 0.0)
     total = share.sum(2, keepdims=True)
-    some = total > 0
-    share = share / jnp.where(some, total, 1.0)
-    return share, jnp.where(some, highest + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)[:, :, 0]
+    return share / jnp.where(total > 0, total, 1.0), log_sum(highest, total)[:, :, 0]

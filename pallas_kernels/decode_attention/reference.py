@@ -14,8 +14,6 @@ from pallas_kernels.attention import (
     AttentionSpec,
     Partial,
     attend,
-    merge,
-    share_of_evicted,
     slot_block,
     tempered,
     wide,
@@ -51,9 +49,7 @@ def decode_attention(x: DecodeInputs, platform: str) -> Decoded:
         biases, others = jax.tree.map(repeated, (bias, others))
         partial, probs = attend(repeated(q)[:, :, :, None], keys, v, mask, x.spec, biases, others)
         partial, probs = jax.tree.map(lambda y: y[:, :, :g], (partial, probs[:, :, :, 0]))
-    if x.low_rank is not None:
-        token = x.low_rank._replace(features=x.low_rank.features[:, :, :, None])
-        partial = merge(partial, share_of_evicted(token))
+    partial = x.with_evicted(partial)
     if isinstance(x.scores, Gumbel):
         found = increments(probs, position, x.scores)
     else:

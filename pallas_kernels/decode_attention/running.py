@@ -119,12 +119,6 @@ def advance(
     top[...] = highest
 
 
-def log_sum(top: Array, total: Array) -> Array:
-    """Return the logarithm of an online softmax's sum of exponentials; -inf if it is empty."""
-    some = total > 0
-    return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-
-
 def rows_and_blocks(heads: int, groups: int) -> tuple[int, int]:
     """Return how registers hold the query heads of `heads` KV heads: the number of blocks, and the rows of each.
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from pallas_kernels.common import capability
 from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, tile
 from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, LowRank
-from pallas_kernels.gpus import capability
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels.attention import AttentionSpec, static
+from pallas_kernels.attention import AttentionSpec, Partial, merge, share_of_evicted, static
 from pallas_kernels.attention import LowRank as LowRank
 from pallas_kernels.operands import Operand
 
@@ -77,9 +77,16 @@ class DecodeInputs:
         """The requested noise; None for scores without any."""
         return self.scores if isinstance(self.scores, Gumbel) else None
 
+    def with_evicted(self, attended: Partial) -> Partial:
+        """Merge attention over the slots with that to evicted tokens, if there is one."""
+        if self.low_rank is None:
+            return attended
+        token = self.low_rank._replace(features=self.low_rank.features[:, :, :, None])
+        return merge(attended, share_of_evicted(token))
+
 
 class Decoded(NamedTuple):
-    """Attention of one token per row, a part that `pallas_kernels.attention.merge` can merge further."""
+    """Attention of one token per row."""
 
     out: Float[Array, "b h g e"]
     """Attention over slots and low-rank memory together, at least float32; zeros if both are empty."""
@@ -87,3 +94,8 @@ class Decoded(NamedTuple):
     """Logarithm of the sum of exponentials over both."""
     scores: Array | None
     """Probabilities over the slots alone, [b h g c] for `each`, [b h c] for `sum` and a `Gumbel`; 0 in empty slots."""
+
+    @property
+    def partial(self) -> Partial:
+        """The attention as `merge` takes it, with an axis of tokens."""
+        return Partial(self.out[:, :, :, None], self.lse[..., None])

@@ -12,13 +12,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, UInt32
 
 from pallas_kernels import operands
+from pallas_kernels.attention import log_sum, positive
 from pallas_kernels.common import LANES, row_and_block
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, seen, stored, weighted
 from pallas_kernels.decode_attention.running import (
     Softmax,
     advance,
     along_lanes,
-    log_sum,
     logits_of,
     noisy,
     packed,
@@ -274,7 +274,7 @@ def kernel(
         if scratch.noisy is not None:
             total = scratch.noisy.total[...]
         top = softmaxes[-1].top[:, used]
-        share = 1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, used]
+        share = 1 / positive(total)[:, used]
         found = jnp.exp(scratch.logits[:, used] - top) * share
         new = jnp.exp(scratch.new[:, used] - top) * share
         here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == scratch.slot[...]

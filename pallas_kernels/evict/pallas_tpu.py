@@ -22,13 +22,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.blocks import block, made, over, run
-from pallas_kernels.common import SUBLANES, over_cores, row_and_block, slots_lie_along_lanes, tpu_params
+from pallas_kernels.common import SUBLANES, VMEM_BYTES, over_cores, row_and_block, slots_lie_along_lanes, tpu_params
 from pallas_kernels.evict.types import EvictInputs
 from pallas_kernels.ranking import Protection, victim
 
 UNIT = 16
 """Minimum slots of an aligned copy: one tile of 16 bits, two tiles of 32 bits."""
-VMEM_BYTES = 14 << 20
 
 
 class Kinds(NamedTuple):

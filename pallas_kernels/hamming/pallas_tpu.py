@@ -11,11 +11,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int, UInt32
 
-from pallas_kernels.common import SUBLANES, tpu_params
+from pallas_kernels.common import SUBLANES, VMEM_BYTES, tpu_params
 from pallas_kernels.hamming.reference import distances_of_words
 from pallas_kernels.ranking import Protection, victim
-
-VMEM_BYTES = 14 << 20
 
 
 def hamming(

@@ -19,13 +19,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import Partial
-from pallas_kernels.common import LANES, SUBLANES, padded, tpu_params
-from pallas_kernels.decode_attention.kernel_parts import LOWEST
+from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, padded, tpu_params
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, matmul
 from pallas_kernels.less_kernels.types import Remembered
 
 BLOCK = 512
 """Maximum tokens of one grid step."""
-VMEM_BYTES = 14 << 20
 FEW = 16
 """Maximum features that are multiplied by W_3 as sums of rows; for more, the matrix unit is faster."""
 
@@ -56,7 +55,7 @@ def psi(
     def kernel(x_ref: Any, *refs: Any) -> None:
         *weights, out_ref = refs
         first, second, third, *scales = (ref[0] for ref in weights)
-        out_ref[0] = _psi(x_ref[0], first, second, lambda outer: _dot(third, outer, (1, 0)), *scales)
+        out_ref[0] = _psi(x_ref[0], first, second, lambda outer: matmul(third, outer, (1, 0)), *scales)
 
     scales = [outer_scale] if residual_scale is None else [outer_scale, residual_scale]
     weights = first, _transposed(second), _transposed(third), *(scale[..., None] for scale in scales)
@@ -150,7 +149,7 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
 
     def mix(outer: Float[Array, "f b"]) -> Float[Array, "f b"]:
         if len(outer) > FEW:
-            return _dot(refs["psi_third"][0], outer, (1, 0))
+            return matmul(refs["psi_third"][0], outer, (1, 0))
         third = weight(refs["psi_third"][...])
         return _total(third[i] * outer[i : i + 1] for i in range(len(outer)))
 
@@ -250,18 +249,13 @@ def _two_layers(x: Float[Array, "t d"], first: Float[Array, "d r"], second: Floa
     tokens = len(x)
     if tokens == 1:  # with one token Mosaic multiplies vectors, which it cannot in 16 bits
         x = jnp.broadcast_to(x, (SUBLANES, x.shape[1]))
-    inner = _gelu(_dot(x.astype(first.dtype), first, (1, 0)))
-    return _gelu(_dot(second, inner.astype(second.dtype), (1, 1))[:, :tokens])
-
-
-def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    contracted = (((over[0],), (over[1],)), ((), ()))
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=jnp.float32)
+    inner = _gelu(matmul(x.astype(first.dtype), first, (1, 0)))
+    return _gelu(matmul(second, inner.astype(second.dtype), (1, 1))[:, :tokens])
 
 
 def _gelu(x: Array) -> Array:
-    if _has_erf():
+    known = chip()
+    if known is not None and known.generation >= 6:  # it has an instruction for erf
         return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
     # Abramowitz and Stegun, 7.1.26, for erfc: its error is 3e-7 here, and it takes fewer operations than `erf`.
     size = jnp.abs(x)
@@ -270,14 +264,6 @@ def _gelu(x: Array) -> Array:
     for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
         poly = t * (poly + 0.5 * coefficient)
     return jnp.maximum(x, 0) - size * poly * jnp.exp(-0.5 * x * x)
-
-
-def _has_erf() -> bool:
-    """Return whether the target TPU has an instruction for erf."""
-    try:
-        return pltpu.get_tpu_info().generation >= 6
-    except ValueError:  # no TPU, or one unknown to jax
-        return False
 
 
 def _psi(

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, log_sum
 from pallas_kernels.blocks import arrays, block, made, specs
-from pallas_kernels.common import SUBLANES, padded, tpu_params
+from pallas_kernels.common import SUBLANES, VMEM_BYTES, padded, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     multiplies_integers,
@@ -28,13 +28,11 @@ from pallas_kernels.decode_attention.kernel_parts import (
     stored,
     weighted,
 )
-from pallas_kernels.decode_attention.running import Softmax
+from pallas_kernels.decode_attention.running import Softmax, advance
 from pallas_kernels.decode_attention.types import DecodeInputs
 from pallas_kernels.operands import Operand
 from pallas_kernels.paged_attention.pages import most_steps, ranges, tile
 from pallas_kernels.paged_attention.types import Paged, PagedInputs
-
-VMEM_BYTES = 14 << 20
 
 
 class Steps(NamedTuple):
@@ -192,12 +190,7 @@ def _kernel(
     if x.spec.slopes is not None:
         logits += x.spec.slopes[0] * (position - query).astype(jnp.float32)
     logits = jnp.where(visible, logits, LOWEST)
-    highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))
-    weights = jnp.exp(logits - highest)
-    kept = jnp.exp(top[...] - highest)
-    total[...] = kept * total[...] + weights.sum(-1, keepdims=True)
-    scratch.acc[...] = kept * scratch.acc[...] + weighted(weights[None], v, v_scale, 2, integers)[0]
-    top[...] = highest
+    advance(scratch.softmax, logits, scratch.acc, lambda weights: weighted(weights[None], v, v_scale, 2, integers)[0])
 
     # A whole block is copied out, and later steps overwrite what follows these pages. A block that begins earlier
     # copies only its own pages.
@@ -218,8 +211,5 @@ def _kernel(
 
     @pl.when(page + pages >= steps.end[owner])
     def _() -> None:
-        mass = total[...]
-        some = mass > 0
-        safe = jnp.where(some, mass, 1.0)
-        outputs.out[0] = scratch.acc[...] / safe
-        outputs.lse[0] = jnp.where(some, top[...] + jnp.log(safe), -jnp.inf)
+        outputs.out[0] = scratch.acc[...] / jnp.where(total[...] > 0, total[...], 1.0)
+        outputs.lse[0] = log_sum(top[...], total[...])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, Partial
 from pallas_kernels.operands import Operand
 
 Places = tuple[Int[Array, "b h"], Int[Array, "P s"]]
@@ -34,7 +34,7 @@ class PagedInputs:
 
 
 class Paged(NamedTuple):
-    """Attention of one token per row over its heads' pages, a part that `pallas_kernels.attention.merge` can merge."""
+    """Attention of one token per row over its heads' pages."""
 
     out: Float[Array, "b h g e"]
     """Attention, at least float32; zeros for a head that attends to nothing."""
@@ -43,3 +43,8 @@ class Paged(NamedTuple):
     logits: Float[Array, "P_or_more g s"]
     """Logits of the visited pages, the lowest number in masked slots. Other pages, and any after the pool's, are
     arbitrary."""
+
+    @property
+    def partial(self) -> Partial:
+        """The attention as `merge` takes it, with an axis of tokens."""
+        return Partial(self.out[:, :, :, None], self.lse[..., None])

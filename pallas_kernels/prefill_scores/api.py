@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import numbers_of
 from pallas_kernels.op import How, Limit, Op, Options, options_of
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
+from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
 from pallas_kernels.prefill_scores import derivative, reference
-from pallas_kernels.prefill_scores.types import Joined, Own, PrefillInputs, PromptAttention
+from pallas_kernels.prefill_scores.types import Own, PrefillInputs, PromptAttention
 
 ROWS = 16
 """Maximum rows of weights that the Pallas kernels sum in one pass."""

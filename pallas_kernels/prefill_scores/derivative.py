@@ -5,15 +5,13 @@ The forward forms have loops whose bounds depend on the prompt. JAX cannot diffe
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_kernels.attention import attend, join_queries, split_queries, tempered, wide
-from pallas_kernels.operands import Operand, values
-from pallas_kernels.prefill_scores.types import Joined, PrefillInputs, PromptAttention
+from pallas_kernels.operands import values
+from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
 
 LOGITS = 1 << 22
 """Approximate number of logits in a block; all of them exist at one time."""
@@ -23,7 +21,7 @@ def prefill_scores(x: PrefillInputs) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`."""
     (b, h, g, n, _), c, dtype = x.q.shape, x.k.shape[2], wide(x.q.dtype)
     query_position, key_position, noise = x.query_position, x.key_position, x.noise
-    keys, vals = (_whole(y, x.q.dtype) for y in (x.k, x.v))
+    keys, vals = (values(y, x.q.dtype) for y in (x.k, x.v))
     query_place, key_place = (query_position[:, None], key_position) if x.places is None else x.places
     counted = (query_position >= 0)[:, None, None].astype(dtype)
     counted = counted if x.weights is None else counted * x.weights.astype(dtype)
@@ -50,12 +48,6 @@ def prefill_scores(x: PrefillInputs) -> PromptAttention:
     found = jax.lax.map(read, tuple(blocks))
     out, lse = (join_queries(y, 3)[:, :, :, :n] for y in found[:2])
     return PromptAttention(out, lse, found.scores.sum(0) if x.scores else None)
-
-
-def _whole(x: Operand | Joined, dtype: Any) -> Array:
-    if isinstance(x, Joined):
-        return jnp.concatenate([values(x.old, dtype), values(x.new, dtype)], axis=2)
-    return values(x, dtype)
 
 
 def _blocks(x: Array, axis: int, size: int) -> Array:

@@ -18,13 +18,12 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, positive
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
 from pallas_kernels.decode_attention.pallas_gpu import products
 from pallas_kernels.decode_attention.partials import ROWS, channels
 from pallas_kernels.prefill_scores.tiles import Tiles, row
 from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
-
-LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def prefill_scores(x: PrefillInputs, *, interpret: Any) -> PromptAttention:
@@ -60,7 +59,7 @@ def _attend(
     multiply = products(interpret)
 
     def kernel(refs: Any, outputs: Any) -> None:
-        i, seen = pl.program_id(0), _bound(tiles, refs)
+        i, known = pl.program_id(0), _bound(tiles, refs)
         own = pl.ds(0, tiles.size)
 
         def look(j: Any, carry: Any) -> Any:
@@ -75,10 +74,10 @@ def _attend(
         nothing = jnp.zeros(tiles.size, jnp.float32)
         running = (jnp.full(tiles.size, LOWEST / 2, jnp.float32), nothing) * (2 if noisy else 1)
         start = (jnp.zeros((tiles.size, e), jnp.float32), running)
-        acc, running = jax.lax.fori_loop(seen.first(i), seen.last(i) + 1, look, start)
-        outputs["out"][...] = acc / _safe(running[1])[:, None]
+        acc, running = jax.lax.fori_loop(known.first(i), known.last(i) + 1, look, start)
+        outputs["out"][...] = acc / positive(running[1])[:, None]
         for name, highest, total in zip(("lse", "noisy_lse"), running[::2], running[1::2], strict=False):
-            outputs[name][...] = jnp.where(total > 0, highest + jnp.log(_safe(total)), -jnp.inf)
+            outputs[name][...] = jnp.where(total > 0, highest + jnp.log(positive(total)), -jnp.inf)
 
     of_rows = pl.BlockSpec((None, None, tiles.size), lambda i, m, r: (r, m, i))
     of_queries = pl.BlockSpec((None, None, tiles.size, e), lambda i, m, r: (r, m, i, 0))
@@ -181,9 +180,7 @@ def _logits(
 ) -> tuple[Array, Array]:
     """Return masked logits [queries, keys], and those with noise at temperature tau (or the same)."""
     query, key = refs["query"][queries], refs["key"][keys][None, :]
-    visible = (key >= 0) & (key <= query[:, None])
-    if spec.window is not None:
-        visible &= key > query[:, None] - spec.window
+    visible = seen(key, query[:, None], spec.window)
     pieces = channels(refs["q"].shape[-1], refs["q"].dtype)
     products = (multiply(refs["q"][queries, some], refs["k"][keys, some].T) for some in pieces)
     x = spec.capped(functools.reduce(jnp.add, products))
@@ -201,7 +198,3 @@ def _add(x: Array, highest: Array, total: Array) -> tuple[tuple[Array, Array], t
     new = jnp.maximum(highest, x.max(1))
     p, shrink = jnp.exp(x - new[:, None]), jnp.exp(highest - new)
     return (p, shrink), (new, total * shrink + p.sum(1))
-
-
-def _safe(total: Array) -> Array:
-    return jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

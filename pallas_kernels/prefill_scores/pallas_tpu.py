@@ -21,19 +21,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import tpu_params
+from pallas_kernels.attention import AttentionSpec, positive
+from pallas_kernels.common import LANES, chip, tpu_params
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, matmul
 from pallas_kernels.prefill_scores.tiles import Tiles, array_of, row
 from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
 
-LANES = 128
 BLOCK = 512
 """Maximum queries and keys of one grid step; `LONG` doubles the keys."""
 LONG = 4096
 """Number of 16-bit keys from which a step takes two blocks of them; below, causal prompts would lose more by that."""
 SPILLS = 2 << 20
 """Bytes of VMEM that the compiler may take in addition."""
-LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2E = math.log2(math.e)
 
 
@@ -99,13 +98,8 @@ def prefill_scores(x: PrefillInputs, *, interpret: Any) -> PromptAttention:
 
 def chip_memory(interpret: Any) -> tuple[int, int]:
     """Return the columns of the target's matrix unit, and the bytes of VMEM that a kernel may take."""
-    columns, capacity = LANES, 16 << 20
-    if interpret is False:
-        try:
-            info = pltpu.get_tpu_info()
-            columns, capacity = info.mxu_column_size, info.vmem_capacity_bytes
-        except ValueError:  # a chip unknown to jax
-            pass
+    known = chip() if interpret is False else None
+    columns, capacity = (LANES, 16 << 20) if known is None else (known.mxu_column_size, known.vmem_capacity_bytes)
     # With 7/8 of VMEM, v4 would need smaller steps with sums than without them.
     return columns, capacity // 32 * 31
 
@@ -178,7 +172,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
 
         @pl.when(j == tiles.keys - 1)
         def _() -> None:
-            ref["out"][0, 0] = (ref["sum"][...] / _safe(ref["total"][...])).T
+            ref["out"][0, 0] = (ref["sum"][...] / positive(ref["total"][...])).T
             highest = ref["highest"][...]
             found = [_logarithm(highest * (1 / tau), ref[total][...]) for total, tau in totals.items()]
             if held is None:
@@ -186,7 +180,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
                     ref[name][0, 0] = lse
                 return
             ref["rows"][0, 0, pl.ds(member, 1), _block(i, tiles.size)] = found[0]
-            share, first, end = 1 / _safe(ref[[*totals][-1]][...]), known.first(i), known.last(i) + 1
+            share, first, end = 1 / positive(ref[[*totals][-1]][...]), known.first(i), known.last(i) + 1
             if "weight" in ref:
                 share *= ref["weight"][0, 0]
                 end = jnp.where(jnp.max(jnp.abs(ref["weight"][0, 0])) > 0, end, first)
@@ -194,7 +188,8 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
             def add(j: Any, _: None) -> None:
                 # Held exponentials are relative to the maximum at their time.
                 factor = (share * _power(ref["then"][pl.ds(j, 1)] - highest, common.tau)).astype(dtype)
-                ref["rows"][0, 0, g:, _block(j, tiles.width)] += _dot(factor, pltpu.bitcast(ref["p"][j], dtype), (1, 1))
+                powers = pltpu.bitcast(ref["p"][j], dtype)
+                ref["rows"][0, 0, g:, _block(j, tiles.width)] += matmul(factor, powers, (1, 1))
 
             jax.lax.fori_loop(first, end, add, None)
 
@@ -243,7 +238,7 @@ def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
         if "p" in ref:
             words = pltpu.bitcast(tempered.astype(dtype), jnp.uint32)
             ref["p"][j, pl.ds(part.start * dtype.itemsize // 4, len(words))] = words
-        summed += _dot(ref["v"][0, 0, part], rounded, (0, 0))
+        summed += matmul(ref["v"][0, 0, part], rounded, (0, 0))
         if "tempered_total" in ref:
             counted = tempered * column["factor"][part] if "factor" in column else tempered
             tempered_totals.append(_by_eight(jnp.sum, counted))
@@ -343,7 +338,7 @@ def _logits(ref: dict[str, Any], spec: AttentionSpec, key: Array, part: slice) -
     visible = jnp.where(key < 0, jnp.iinfo(jnp.int32).max, key) <= query
     if spec.window is not None:
         visible &= key > query - spec.window
-    x = spec.capped(_dot(ref["k"][0, 0, part], ref["q"][0, 0], (1, 1)))
+    x = spec.capped(matmul(ref["k"][0, 0, part], ref["q"][0, 0], (1, 1)))
     if "slope" in ref:
         x += ref["slope"][0, 0][:, :1] * (key - query).astype(jnp.float32)
     return jnp.where(visible, x, LOWEST)
@@ -364,23 +359,13 @@ def _row_sum(parts: list[Array]) -> Array:
 
 
 def _logarithm(highest: Array, total: Array) -> Array:
-    return jnp.where(total > 0, highest + jnp.log2(_safe(total)), -jnp.inf)
+    return jnp.where(total > 0, highest + jnp.log2(positive(total)), -jnp.inf)
 
 
 def _block(i: Any, length: int) -> Any:
     return pl.ds(pl.multiple_of(i * length, length), length)
 
 
-def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    contracted = (((over[0],), (over[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=jnp.float32)
-
-
 def _column(row: Array) -> Array:
     """Transpose [1, n] to [n, 1], through a square of lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
-
-
-def _safe(total: Array) -> Array:
-    return jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

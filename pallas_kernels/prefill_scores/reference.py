@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.attention import power_below, wide
-from pallas_kernels.operands import Operand, cut, values
-from pallas_kernels.prefill_scores.types import Joined, PrefillInputs, PromptAttention
+from pallas_kernels.attention import positive, power_below, wide
+from pallas_kernels.operands import Joined, Operand, cut, values
+from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
 
 
 class Blocks(NamedTuple):
@@ -191,13 +191,13 @@ def prefill_scores(x: PrefillInputs, platform: str) -> PromptAttention:
             held, ranges = (*held[:at], part_held, *held[at + 1 :]), [*ranges, (first, last)]
 
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * size, axis=3)
-        out = put(out, seen.out / _safe(seen.total)[..., None])
-        lse = put(lse, jnp.where(seen.total > 0, seen.highest + jnp.log(_safe(seen.total)), -jnp.inf))
+        out = put(out, seen.out / positive(seen.total)[..., None])
+        lse = put(lse, jnp.where(seen.total > 0, seen.highest + jnp.log(positive(seen.total)), -jnp.inf))
         if not scores:
             return out, lse, sums, held
         highest = seen.noisy_highest if tempered else seen.highest
         total = seen.noisy_total if tempered or factor is not None else seen.total
-        share = weight[:, :, :, None] / _safe(total)[:, :, None]
+        share = weight[:, :, :, None] / positive(total)[:, :, None]
 
         def add(part: _Part, held: tuple[Array, Array], j: Any, sums: Array) -> Array:
             # Held exponentials are relative to the maximum at their time.
@@ -239,10 +239,6 @@ def _parts(k: Operand | Joined, v: Operand | Joined, most: int) -> list[_Part]:
             parts.append(_Part(part_k, part_v, start, slots, min(most, slots)))
         start += slots
     return parts
-
-
-def _safe(total: Array) -> Array:
-    return jnp.maximum(total, jnp.finfo(total.dtype).tiny)
 
 
 def _power_above(x: int) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
-from pallas_kernels.prefill_scores.types import Joined, Own, PrefillInputs
+from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
+from pallas_kernels.prefill_scores.types import Own, PrefillInputs
 
 
 @dataclass(frozen=True)

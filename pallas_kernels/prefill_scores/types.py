@@ -10,22 +10,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec, static
-from pallas_kernels.operands import Operand
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["old", "new"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class Joined:
-    """Keys or values in two arrays: the slots of `old`, then those of `new`; blocks are read without joining them."""
-
-    old: Operand
-    new: Operand
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of both together."""
-        b, h, c, d = self.old.shape
-        return b, h, c + self.new.shape[2], d
+from pallas_kernels.operands import Joined, Operand
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["token"], meta_fields=["of"])

@@ -1,4 +1,4 @@
-"""Workloads of the kernels at sizes of real models: compiled for absent chips, lowered to CUDA, and benchmarked."""
+"""Workloads of the kernels at any sizes, to benchmark them and to compile them for absent chips."""
 
 from pallas_kernels.programs.operations import Sizes as Sizes
 from pallas_kernels.programs.operations import decode as decode
@@ -8,11 +8,7 @@ from pallas_kernels.programs.operations import hashes as hashes
 from pallas_kernels.programs.operations import operand as operand
 from pallas_kernels.programs.operations import paged as paged
 from pallas_kernels.programs.operations import prefill as prefill
-from pallas_kernels.programs.operations import remembering as remembering
 from pallas_kernels.programs.operations import rotating as rotating
 from pallas_kernels.programs.operations import stepping as stepping
-from pallas_kernels.programs.program import H100 as H100
-from pallas_kernels.programs.program import IMPLEMENTATIONS as IMPLEMENTATIONS
 from pallas_kernels.programs.program import Program as Program
 from pallas_kernels.programs.program import Shape as Shape
-from pallas_kernels.programs.sizes import programs as programs

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec, Partial
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
 from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token, decode_step
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import Hashing, hamming
-from pallas_kernels.less_kernels import phi, psi, remember
+from pallas_kernels.less_kernels import phi, psi
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_scores import Own, prefill_scores
@@ -172,27 +172,6 @@ def features(
         return Program("less_kernels", f"phi, {label}", phi, {"q": Shape((b, h, g, t, d), dtype), **shapes}, ("tpu",))
     shapes |= {"third": weight(rank, rank), "outer_scale": weight(rank), "residual_scale": weight(rank)}
     return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes}, ("tpu",))
-
-
-def remembering(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike, *, hidden: int = 512) -> Program:
-    """Return a workload of `remember` of `less_kernels`, in place, with weights in `dtype`."""
-    rank, single = 8, jnp.float32
-    pair = Shape((b, h, d), single), Shape((b, h, d), single), Shape((b, h), jnp.int32)
-    scales = {name: Shape((h, rank), single) for name in ("outer_scale", "residual_scale")}
-    shapes = {
-        "memory": (Shape((b, h, rank, d), single), Shape((b, h, rank), single)),
-        "evicted": pair,
-        "q": Shape((b, h, g, d), dtype),
-        "attended": Partial(Shape((b, h, g, d), single), Shape((b, h, g), single)),  # type: ignore[arg-type]
-        "of_phi": {"first": Shape((h, g, d, hidden), dtype), "second": Shape((h, g, hidden, rank), dtype)},
-        "of_psi": scales
-        | {"first": Shape((h, d, hidden), dtype), "second": Shape((h, hidden, rank), dtype)}
-        | {"third": Shape((h, rank, rank), single)},
-    }
-    label = f"remember, {label}"
-    return Program(
-        "less_kernels", label, remember, shapes, ("tpu",), ("memory",), lambda found: {"memory": (found.h, found.z)}
-    )
 
 
 def eviction(

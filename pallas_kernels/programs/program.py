@@ -1,8 +1,7 @@
-"""An operation at one size, which can be traced, lowered for an absent chip, and run on random inputs."""
+"""An operation at one size, which can be traced, compiled, and run on random inputs."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -12,15 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.decode_step.types import Query, Slots
 
 Shape = jax.ShapeDtypeStruct
-IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")
-
-H100 = AbstractMesh((1,), ("one",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
-"""Device that kernels are lowered for if there is no GPU to ask."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,25 +42,6 @@ class Program:
         """Return the compiled function of `shapes` by name; a call raises `Unsupported` if it cannot run."""
         run = functools.partial(self.run, implementation=implementation, platform=platform)
         return jax.jit(run, donate_argnames=self.donated)
-
-    def lower(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> jax.stages.Lowered:
-        """Lower the program for a `platform` (`tpu`, `cuda`), which need not be present.
-
-        Raises:
-            Unsupported: the implementation cannot run these shapes there.
-        """
-        traced = self.trace(implementation, platform, shapes)
-        with _of(platform):
-            return traced.lower(lowering_platforms=(platform,))
-
-    def trace(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> Any:
-        """Trace the program for a `platform` without lowering it; its `jaxpr` holds the kernels.
-
-        Raises:
-            Unsupported: the implementation cannot run these shapes there.
-        """
-        with _of(platform):
-            return self.jit(implementation, platform).trace(**(self.shapes if shapes is None else shapes))
 
     def arrays(self) -> dict[str, Any]:
         """Return random inputs: every slot is live, and queries come after all slots."""
@@ -122,7 +97,3 @@ class Program:
             return self.traffic
         results = jax.eval_shape(functools.partial(self.run, implementation="xla", platform="cpu"), **self.shapes)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.shapes, results)))
-
-
-def _of(platform: str) -> contextlib.AbstractContextManager[Any]:
-    return use_abstract_mesh(H100) if platform == "cuda" else contextlib.nullcontext()

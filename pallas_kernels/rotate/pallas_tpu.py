@@ -12,9 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import SUBLANES, over_cores, tpu_params
-
-VMEM_BYTES = 14 << 20
+from pallas_kernels.common import SUBLANES, VMEM_BYTES, over_cores, tpu_params
 
 
 def rows_of_block(dtype: Any) -> int:

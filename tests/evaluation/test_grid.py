@@ -246,7 +246,7 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
 def test_wrong_grids_are_refused_before_anything_is_loaded(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "load", None)
+    monkeypatch.setattr(evaluate, "load_model", None)
     text = tmp_path / "words.txt"
     text.write_text(WORDS)
     assert evaluate.main(words.format(text=text).split()) == 2

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 import kvjax
 from kvjax import generate
 from kvjax.cli import options
-from kvjax.inference.queries import replayed_queries
+from kvjax.inference.replay import replayed_queries
 from kvjax.methods.attention_matching import Matching
 from kvjax.types import New, PyTree, View
 from tests.cases import PAIRS, slow
@@ -83,7 +83,9 @@ def test_a_replay_asks_what_the_text_after_the_cache_would(x64: None) -> None:
     padded = np.zeros((2, 32), np.int32)
     for row, replay in enumerate(REPLAYS):
         padded[row, : len(replay)] = replay
-    found = replayed_queries(state.decoder, state.cache.replace(key=None), jnp.asarray(padded), jnp.asarray([9, 30]))
+    decoder, texts = state.decoder, (jnp.asarray(padded), jnp.asarray([9, 30]))
+    programs: dict[str, Any] = dict(config=decoder.config, kernels=decoder.kernels, mesh=decoder.mesh)
+    found = replayed_queries(decoder.weights, decoder.policy, state.cache.replace(key=None), *texts, **programs)
     for layer, rows in zip(found, asked(model), strict=True):
         for row, (text, replay) in enumerate(zip(TEXTS, REPLAYS, strict=True)):
             expected = np.moveaxis(rows[row][:, len(text) :], 1, 2)

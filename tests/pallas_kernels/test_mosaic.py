@@ -13,14 +13,12 @@ import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.common import Unsupported
+from pallas_kernels.common import CAPABILITIES, Unsupported
 from pallas_kernels.decode_attention import decode_attention, mosaic_gpu
-from pallas_kernels.gpus import GPUS
-from pallas_kernels.programs import programs
+from pallas_kernels.programs import Sizes, decode
 from tests.kernel_cases.decode_attention import arguments, case
-from tests.kernels import Case, Way, check
+from tests.kernels import Case, Way, check, gpu
 
 POISONED = InterpretGPUParams(detect_races=True, num_tma_threads_per_device=16)
 """What has not been written is not a number; copies may end in any order."""
@@ -84,14 +82,14 @@ def test_an_older_jax_is_refused(monkeypatch):
 
 
 def lowered(kind: str) -> Any:
-    """The first of the programs, for a GPU of a kind."""
-    program = next(programs())
-    mesh = AbstractMesh((1,), ("one",), abstract_device=AbstractDevice(kind, None, "gpu"))
-    with jax.sharding.use_abstract_mesh(mesh):
+    """A decode step's attention, for a GPU of a kind."""
+    program = decode("4096 slots", Sizes(32, 8, 4, 4096, 128, jax.numpy.bfloat16))
+    with jax.sharding.use_abstract_mesh(gpu(kind)):
         return program.jit("mosaic", "gpu").trace(**program.shapes).lower(lowering_platforms=("cuda",))
 
 
 def test_it_is_for_hopper():
-    assert "mosaic_gpu" in lowered(GPUS["h100"].kind).as_text()
+    a100, h100 = CAPABILITIES
+    assert "mosaic_gpu" in lowered(h100).as_text()
     with pytest.raises(Unsupported, match=r"compute capability 9.0 \(Hopper\), and this one's is 8.0"):
-        lowered(GPUS["a100"].kind)
+        lowered(a100)

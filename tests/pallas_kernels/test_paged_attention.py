@@ -25,11 +25,10 @@ from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised, Turned
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pages import MOST_TOLD, ranges, tile, told
-from pallas_kernels.programs import H100
 from pallas_kernels.programs import paged as paged_program
 from tests.cases import fastgen_case, slow
 from tests.kernel_cases.paged_attention import case
-from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, check
+from tests.kernels import GPU_WAYS, H100, TPU_WAYS, XLA, check
 from tests.small_models import random_model, small_config
 
 RUNNING = (XLA, *GPU_WAYS, *TPU_WAYS)

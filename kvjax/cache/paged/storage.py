@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import slots
+from kvjax.cache.attention import with_evicted
 from kvjax.cache.dense import Dense
 from kvjax.cache.evict import evicted_pairs
 from kvjax.cache.paged.candidates import NO_SLOT, Candidates, better, lowest, owned, victim
@@ -22,7 +23,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Again, questions
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, PyTree, View, wide
-from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
+from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.evict.reference import after_reading
 from pallas_kernels.paged_attention import paged_attention
 
@@ -226,16 +227,13 @@ class Paged(Pages):
             self.start[layer : layer + 2],
             new.position[:, 0],
             config.spec,
-            places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
+            places=given.token_places,
             logits=self.logits,
             layers=len(self.start) - 1,
             **new.kernels._asdict(),
         )
-        partial = Partial(found.out[:, :, :, None], found.lse[..., None])
-        if remembered is not None:
-            partial = merge(partial, share_of_evicted(remembered))
         answers = page_answers(self, layer, new, asks, found)
-        return self.replace(logits=found.logits), Attended(partial, answers)
+        return self.replace(logits=found.logits), Attended(with_evicted(found.partial, remembered), answers)
 
     def with_scores(self, layer: int, out: Array) -> tuple[Paged, Array]:
         """Return the arguments unchanged: scores of all layers are in one pool, which layers update in turn."""

@@ -13,6 +13,7 @@ from kvjax.evaluation.grid import Cell, Entry
 from kvjax.evaluation.harness import adapter, required
 from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
+from kvjax.utils.settings import check_options
 
 
 class HarnessTask(Task):
@@ -41,9 +42,8 @@ class HarnessTask(Task):
         Raises:
             ValueError: a package, a task or a number is wrong; the message names it.
         """
-        for name, least in (("batch_size", 1), ("num_fewshot", 0)):
-            if (given := getattr(options, name)) is not None and given < least:
-                raise ValueError(f"--{name.replace('_', '-')} {given} is not a whole number from {least}.")
+        check_options(options, "batch_size")
+        check_options(options, "num_fewshot", least=0)
         if options.limit is not None and options.limit <= 0:
             raise ValueError(f"--limit {options.limit} is neither a number of cases from 1, nor a share above 0.0.")
         if options.include_path is not None and not options.include_path.is_dir():

@@ -17,6 +17,7 @@ from kvjax.generation.questions import answer_each, encode_questions
 from kvjax.inference.state import cache_bytes, full_cache_bytes
 from kvjax.model import Model
 from kvjax.utils.compilation import temporary_bytes
+from kvjax.utils.settings import check_options
 
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
@@ -34,9 +35,7 @@ def check_question_options(options: argparse.Namespace) -> None:
     Raises:
         ValueError: a number is below 1, or there is a system prompt without `--chat`.
     """
-    for name in ("batch_size", "max_new_tokens"):
-        if (given := getattr(options, name)) is not None and given < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {given} is not a whole number from 1.")
+    check_options(options, "batch_size", "max_new_tokens")
     if options.system is not None and not options.chat:
         raise ValueError("--system is a turn of a conversation; give --chat, too.")
 

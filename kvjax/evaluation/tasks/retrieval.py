@@ -16,6 +16,7 @@ from kvjax.evaluation.tasks.scoring import string_match
 from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
 from kvjax.utils.files import read_text
+from kvjax.utils.settings import check_options
 
 MATCH = Measure("string_match", "string match")
 
@@ -51,9 +52,8 @@ class RetrievalTask(Task):
         for name in options.families.split(","):
             if name not in FAMILIES:
                 raise ValueError(f"--families: {name!r} is not one of {', '.join(FAMILIES)}.")
-        for name, least in (("cases", 1), ("seed", 0)):
-            if getattr(options, name) < least:
-                raise ValueError(f"--{name} {getattr(options, name)} is not a whole number from {least}.")
+        check_options(options, "cases")
+        check_options(options, "seed", least=0)
         for depth in options.depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"--depths {depth} is not from 0.0, before all hay, to 1.0, after it.")

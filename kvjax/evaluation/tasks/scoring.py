@@ -12,25 +12,22 @@ ROUGE = {"rouge1": "rouge-1", "rouge2": "rouge-2", "rougeL": "rouge-l"}
 """Scores of `rouge` by the package's names for them."""
 
 
-def string_match(answer: str, answers: Sequence[str], every: bool = True) -> float:
+def string_match(answer: str, answers: Sequence[str]) -> float:
     """Return the share of expected texts that occur in an answer, ignoring case.
 
-    With `every` this is the score of RULER's retrieval and counting (Hsieh et al. 2024, arXiv 2404.06654: recall, by
-    the presence of the expected texts). Without, it is that of RULER's questions, where one of them is enough. LSH-E
-    (arXiv 2412.16187, section 4, "Metrics") takes its string matching score from there. Its appendix G.1 describes the
-    share of characters that match instead, and does not define which characters match.
+    This is the score of RULER's retrieval and counting (Hsieh et al. 2024, arXiv 2404.06654: recall, by the presence of
+    the expected texts). LSH-E (arXiv 2412.16187, section 4, "Metrics") takes its string matching score from there. Its
+    appendix G.1 describes the share of characters that match instead, and does not define which characters match.
 
     Args:
         answer: answer of a model.
         answers: expected texts, at least one, none of them empty.
-        every: True if all are expected, False if any is enough.
 
     Raises:
         ValueError: nothing is expected.
     """
     _check(answers)
-    found = [expected.lower() in answer.lower() for expected in answers]
-    return sum(found) / len(found) if every else float(any(found))
+    return sum(expected.lower() in answer.lower() for expected in answers) / len(answers)
 
 
 def exact_match(answer: str, answers: Sequence[str]) -> float:

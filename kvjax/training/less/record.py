@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.attention import with_evicted
 from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty_layers
-from kvjax.cache.recompute import whole, with_again, without_again
+from kvjax.cache.recompute import with_again, without_again
 from kvjax.cache.stats import answered
 from kvjax.cache.step import Pending, exchange, share_of_residual, sum_over_layers, update_score
-from kvjax.inference.layers import Reading
+from kvjax.inference.cache import Cache
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
@@ -23,8 +24,9 @@ from kvjax.models.decoder import LayerWeights, Weights, block, embed, sink_logit
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, wide
-from pallas_kernels.attention import Partial, attend, merge, share_of_evicted, with_sink
-from pallas_kernels.decode_attention.reference import products_of_sinks
+from pallas_kernels.attention import Partial, with_sink
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.operands import values
 from pallas_kernels.prefill_scores import prefill_scores
 
 MASKS = ("decode", "full-softmax")
@@ -133,23 +135,15 @@ def record(
     policies = [policy.layer(layer) for layer in range(config.layers)]
     made = Dense(empty_layers(policy, config.layer_configs, limits, capacities, dtype))
     # The replay treats the first token as the prompt and all others as generated.
-    one, horizon = jnp.ones(rows, jnp.int32), jnp.full(rows, n - 1, jnp.int32)
+    end = jnp.full(rows, n, jnp.int32)
+    cache = Cache.empty(made, 1, end - 1, end, seed)
 
     def step(
         storage: Dense, inputs: tuple[Int[Array, ""], Int[Array, " b"], list[_Read]]
     ) -> tuple[Dense, tuple[Replayed, ...]]:
         t, token, read = inputs
         position = jnp.broadcast_to(t, (rows, 1))
-        reading = Reading(
-            token=token[:, None],
-            position=position,
-            prompt_length=one,
-            read=position[:, 0] + 1,
-            horizon=horizon,
-            end=one + horizon,
-            seed=seed,
-            given=False,
-        )
+        reading = cache.reading(token[:, None], position, position[:, 0] + 1)
         pending, seen = [], []
         for layer, (shape, of) in enumerate(zip(config.layer_configs, read, strict=True)):
             sink_logits = sink_logits_of(weights.layers[layer], shape)
@@ -215,32 +209,31 @@ def replay(
     layer = int(new.layer)
     storage, evicted = exchange(config, policy, storage, layer, new, pairs=True)
     view = storage.layers[layer]
-    left = evicted.position[..., 0]
     given = policy.codec.operands(config, view, new)
-    seen = view.position if given.sinks is None else given.sinks.seen(view.position)
-    query_place, key_place = (new.position[:, None], seen) if given.places is None else given.places
-    keys = whole(given.k, given.q.dtype)
-    others = None if given.sinks is None else products_of_sinks(given.sinks, keys, view.position, "cpu")
-    partial, probs = attend(
-        given.q,
-        keys,
-        whole(given.v, given.q.dtype),
-        config.spec.mask(new.position, view.position),
+    dtype = given.q.dtype
+    found = decode_attention(
+        given.q[:, :, :, 0],
+        values(given.k, dtype),  # codes are read without rounding queries
+        values(given.v, dtype),
+        view.position,
+        new.position[:, 0],
         config.spec,
-        config.spec.bias(query_place, key_place),
-        others,
+        places=given.token_places,
+        sinks=given.sinks,
+        scores="each",
+        implementation="xla",
     )
+    assert found.scores is not None
+    partial, probs = found.partial, found.scores[:, :, :, None]
     if mask == "full-softmax":  # the same logits, normalized over the whole text
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
-    remembered = share_of_residual(policy, storage, layer, new)
-    if remembered is not None:
-        partial = merge(partial, share_of_evicted(remembered))
+    partial = with_evicted(partial, share_of_residual(policy, storage, layer, new))
     partial = with_sink(partial, new.sink_logits)
     asks = policy.score.asks(view, new)
-    answers = answered(without_again(asks), probs, lambda: whole(given.v, probs.dtype), view.position, new)
+    answers = answered(without_again(asks), probs, lambda: values(given.v, probs.dtype), view.position, new)
     earlier = functools.partial(policy.codec.earlier, config, view, given, new)
     told = Pending(asks, with_again(asks, answers, config, given, view, earlier), new)
-    return storage, told, Replayed(evicted.k, evicted.v, left, partial, probs)
+    return storage, told, Replayed(evicted.k, evicted.v, evicted.position[..., 0], partial, probs)
 
 
 def read_full(
@@ -261,13 +254,25 @@ def read_full(
             layer: LayerWeights = layer,
             x: Array = x,
         ) -> Float[Array, "b h g n e"]:
-            rotated, keys = (rotate(shape.rope, y, positions[0], tokens.shape[1]) for y in (q, k))
-            held = jnp.broadcast_to(positions[:, None], k.shape[:3])
-            found = prefill_scores(rotated, keys, v, positions, held, shape.spec, scores=False)
+            found = attend_fully(shape, q, k, v, positions)
             reads.append(_Read(x, q, k, v, found.lse))
-            out = with_sink(Partial(found.out, found.lse), sink_logits_of(layer, shape)).out
+            out = with_sink(found, sink_logits_of(layer, shape)).out
             outputs.append(out)
             return out
 
         x = block(layer, config, shape, x, positions, attention)
     return reads, outputs
+
+
+def attend_fully(
+    shape: LayerConfig,
+    q: Float[Array, "b h g n d"],
+    k: Float[Array, "b h n d"],
+    v: Float[Array, "b h n e"],
+    positions: Int[Array, "b n"],
+) -> Partial:
+    """Attend from whole texts to all of their tokens; queries and keys are those before rotation."""
+    q, k = (rotate(shape.rope, x, positions[0], positions.shape[1]) for x in (q, k))
+    held = jnp.broadcast_to(positions[:, None], k.shape[:3])
+    found = prefill_scores(q, k, v, positions, held, shape.spec, scores=False)
+    return Partial(found.out, found.lse)

@@ -16,8 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from benchmarks.aot import gpu
+from benchmarks.aot.programs import programs
 from pallas_kernels.common import Unsupported
-from pallas_kernels.programs import Program, Sizes, decode, prefill, programs
+from pallas_kernels.programs import Program, Sizes, decode, prefill
 
 
 def corners() -> Iterator[Program]:

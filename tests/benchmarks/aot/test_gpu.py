@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from benchmarks.aot.gpu import fields_of
-from pallas_kernels.gpus import GPUS
+from benchmarks.aot.gpus import GPUS
 from tests.benchmarks.aot.gpu_programs import of_gpu
 from tests.paths import ROOT
 

@@ -11,17 +11,20 @@ import types
 
 import jax
 import pytest
+from jax.sharding import use_abstract_mesh
 
 from benchmarks import aot, chip_steps
 from benchmarks.aot import page
 from benchmarks.aot.bundles import Schedule, read_schedule
 from benchmarks.aot.module import read_module
+from benchmarks.aot.programs import programs
 from benchmarks.aot.tpu import Grid, Kernel, counted, grids_of
 from kvjax.cache.dense import Dense
 from kvjax.models.weights import weight_shapes
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised
-from pallas_kernels.programs import programs
+from pallas_kernels.programs import Program
+from tests.kernels import H100
 from tests.paths import ROOT
 
 VARIABLE = "KVJAX_TPU_PYTHON"
@@ -71,22 +74,27 @@ def test_decode_steps_on_tpu_call_the_kernels_and_copy_no_cache():
         assert found["temp"] < max(share * found["cache"], 6e6), name
 
 
+def lowered(program: Program, implementation: str) -> jax.stages.Lowered:
+    with use_abstract_mesh(H100):
+        return program.jit(implementation, "gpu").trace(**program.shapes).lower(lowering_platforms=("cuda",))
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_what_a_gpu_runs_lowers_to_cuda(program):
-    assert "stablehlo" in program.lower("auto", "cuda").as_text()
+    assert "stablehlo" in lowered(program, "auto").as_text()
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("program", OF_GPU, ids=str)
 def test_gpu_kernels_lower_to_cuda(program):
-    assert "triton" in program.lower("pallas", "cuda").as_text()
+    assert "triton" in lowered(program, "pallas").as_text()
 
 
 def test_kernels_without_a_gpu_form_say_so():
     for program in PROGRAMS:
         if "gpu" not in program.forms:
             with pytest.raises(Unsupported, match="for tpu"):
-                program.lower("pallas", "cuda")
+                lowered(program, "pallas")
 
 
 def test_an_unknown_chip_is_one_sentence(capsys):
@@ -267,7 +275,7 @@ def test_a_kernel_takes_the_longer_of_cycles_and_traffic_and_waits_for_its_copie
 
 def test_grids_of_kernels_are_found_in_functions_that_a_program_calls():
     program = next(each for each in PROGRAMS if each.op == "decode_attention")
-    (grid,) = grids_of(program.trace("pallas", "tpu").jaxpr)
+    (grid,) = grids_of(program.jit("pallas", "tpu").trace(**program.shapes).jaxpr)
     assert grid.name == "decode_attention" and grid.sizes[0] == 32
     keys = 2 * 32 * 8 * 4096 * 128 * 2
     assert keys < grid.traffic < 1.1 * keys
@@ -275,7 +283,7 @@ def test_grids_of_kernels_are_found_in_functions_that_a_program_calls():
 
 def test_a_grid_known_at_run_time_takes_whole_blocks_and_a_step_for_each_result():
     sizes = {
-        program.label.split(",")[0]: next(grids_of(program.trace("pallas", "tpu").jaxpr))
+        program.label.split(",")[0]: next(grids_of(program.jit("pallas", "tpu").trace(**program.shapes).jaxpr))
         for program in programs()
         if program.op == "paged_attention" and "d 128, bfloat16" in program.label
     }
@@ -293,7 +301,7 @@ def test_a_grid_known_at_run_time_takes_whole_blocks_and_a_step_for_each_result(
 
 def test_kernels_say_how_many_turns_their_loops_take():
     program = next(each for each in PROGRAMS if each.op == "prefill_scores")
-    (grid,) = grids_of(program.trace("pallas", "tpu").jaxpr)
+    (grid,) = grids_of(program.jit("pallas", "tpu").trace(**program.shapes).jaxpr)
     assert (grid.sizes, grid.turns) == ((1, 8, 4, 16, 8), 8)
 
 

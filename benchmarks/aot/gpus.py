@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
+from pallas_kernels.common import CAPABILITIES
 
 WARP = 32
 """Threads of a warp."""
@@ -24,8 +24,6 @@ class Gpu:
 
     kind: str
     """Device kind, as JAX reports it."""
-    capability: int
-    """Compute capability in tenths, 90 for 9.0."""
     multiprocessors: int
     shared: int
     """Bytes of shared memory of a multiprocessor; a block may use all but `RESERVED` of them."""
@@ -50,7 +48,7 @@ class Gpu:
               shared_memory_per_core: {self.shared} core_count: {self.multiprocessors} fpus_per_core: {self.lanes}
               block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
               memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache} clock_rate_ghz: {self.clock}
-              device_memory_size: {self.memory} cuda_compute_capability {{ major: {self.capability // 10} }}
+              device_memory_size: {self.memory} cuda_compute_capability {{ major: {CAPABILITIES[self.kind] // 10} }}
               registers_per_core_limit: {REGISTERS} registers_per_block_limit: {REGISTERS}
             }}
             platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 1 }} device_description_str: "{self.kind}"
@@ -73,14 +71,7 @@ class Gpu:
 
 
 GPUS = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", 80, 108, 167_936, 64, 2_039_000_000_000, 80_000_000_000, 40 * 2**20, 1.41),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", 90, 132, 233_472, 128, 3_352_320_000_000, 84_942_979_072, 50 * 2**20, 1.98),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 108, 167_936, 64, 2_039_000_000_000, 80_000_000_000, 40 * 2**20, 1.41),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 132, 233_472, 128, 3_352_320_000_000, 84_942_979_072, 50 * 2**20, 1.98),
 }
 """GPUs by name."""
-
-
-def capability() -> int | None:
-    """Return the compute capability of the GPU in `jax.set_mesh` if it is in `GPUS`; None if a device must be asked."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    known = {gpu.kind: gpu.capability for gpu in GPUS.values()}
-    return known.get(getattr(device, "device_kind", ""))

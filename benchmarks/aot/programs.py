@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from pallas_kernels.programs.operations import (
+from pallas_kernels.attention import Partial
+from pallas_kernels.less_kernels import remember
+from pallas_kernels.programs import (
+    Program,
+    Shape,
     Sizes,
     decode,
     eviction,
@@ -14,11 +19,9 @@ from pallas_kernels.programs.operations import (
     hashes,
     paged,
     prefill,
-    remembering,
     rotating,
     stepping,
 )
-from pallas_kernels.programs.program import Program
 
 
 def programs() -> Iterator[Program]:
@@ -101,3 +104,24 @@ def programs() -> Iterator[Program]:
     yield features("phi", "4096 tokens, 8 heads x 4, d 128", 1, 8, 4, 4096, 128, half)
     yield features("psi", "4096 tokens, 8 heads, d 128", 1, 8, 4, 4096, 128, half)
     yield features("psi", "float32, d 256, hidden 2048", 1, 1, 1, 100, 256, whole, hidden=2048, rank=16)
+
+
+def remembering(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike, *, hidden: int = 512) -> Program:
+    """Return a workload of `remember` of `less_kernels`, in place, with weights in `dtype`."""
+    rank, single = 8, jnp.float32
+    pair = Shape((b, h, d), single), Shape((b, h, d), single), Shape((b, h), jnp.int32)
+    scales = {name: Shape((h, rank), single) for name in ("outer_scale", "residual_scale")}
+    shapes = {
+        "memory": (Shape((b, h, rank, d), single), Shape((b, h, rank), single)),
+        "evicted": pair,
+        "q": Shape((b, h, g, d), dtype),
+        "attended": Partial(Shape((b, h, g, d), single), Shape((b, h, g), single)),  # type: ignore[arg-type]
+        "of_phi": {"first": Shape((h, g, d, hidden), dtype), "second": Shape((h, g, hidden, rank), dtype)},
+        "of_psi": scales
+        | {"first": Shape((h, d, hidden), dtype), "second": Shape((h, hidden, rank), dtype)}
+        | {"third": Shape((h, rank, rank), single)},
+    }
+    label = f"remember, {label}"
+    return Program(
+        "less_kernels", label, remember, shapes, ("tpu",), ("memory",), lambda found: {"memory": (found.h, found.z)}
+    )
