@@ -385,8 +385,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"rope_parameters": [1]}, r"rope_scaling and rope_parameters must be objects, not \{\} and \[1\]"),
         ({"rope_scaling": {"type": "linear"}}, "factor must be a number above 0, not None"),
         (
-            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}},
-            r"needs low_freq_factor below high_freq_factor, not 4 and 4",
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 5}},
+            r"needs low_freq_factor up to high_freq_factor, not 5 and 4",
         ),
         ({"rope_theta": "1e4"}, "rope_theta must be a number above 0, not '1e4'"),
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported; supported are silu"),
