@@ -116,9 +116,10 @@ def begin(
         seed: for policies that draw random numbers; every row has its own key.
 
     Raises:
-        ValueError: the budget does not fit the policy, or the policy needs a prompt.
+        ValueError: the budget does not fit the policy, the policy needs a prompt, or the model cannot read the texts.
     """
     config, bound = model.config, ready(model, policy, budget, plan)
+    config.check_bound(length)
     check_prompt(bound, 1)
     if bound.plan.sizing.per_head or bound.score.requires.replay is not None:
         raise ValueError(

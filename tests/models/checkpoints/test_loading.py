@@ -372,6 +372,15 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
             "'lfm2' is not supported: most of its layers have a recurrent state",
         ),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 2 layers"),
+        ({"model_type": "llama4_text", "moe_layers": 1}, "moe_layers must be a list of layers' numbers, not 1"),
+        (
+            {"model_type": "llama4_text", "layer_types": ["full"]},
+            "layer_types must be 2 of full_attention, chunked_att",
+        ),
+        (
+            {"model_type": "llama4_text", "rope_scaling": YARN},
+            "rope_type 'yarn' is not supported for llama4 with use_q",
+        ),
         ({"model_type": None}, r"model_type\) None is not supported"),
         (
             {"rope_scaling": {"type": "proportional", "factor": 2}},
