@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.evaluation.masked import masked_perplexity
 from kvjax.evaluation.perplexity import perplexity
+from kvjax.evaluation.trace import trace
 from kvjax.generation.generate import generate_ids
 from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
@@ -370,6 +371,8 @@ READ: dict[str, Callable[[Model, str, Path], Any]] = {
     "extend": lambda model, policy, out: kvjax.extend(kvjax.prefill(model, policy, [[1] * 20], 8)[0], LONG[:, 20:]),
     "generate": lambda model, policy, out: generate_ids(model, [[1] * 20], policy=policy, budget=8, max_new_tokens=13),
     "perplexity": lambda model, policy, out: perplexity(model, policy, LONG, 8),
+    "perplexity after a prefix": lambda model, policy, out: perplexity(model, policy, LONG, 8, prefix=20),
+    "trace": lambda model, policy, out: trace(model, policy, [1] * 20, [1] * 13, 8),
     "masked": lambda model, policy, out: masked_perplexity(model, policy, LONG, 8),
     "training": lambda model, policy, out: collect(model, kvjax.policy(policy), 8, LONG, out),
     "serving": lambda model, policy, out: Device(model, policy, budget=8, rows=1, context=33, chunk=16, steps=1),
