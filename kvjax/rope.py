@@ -38,7 +38,8 @@ class Rope:
             (Peng et al., 2023); `llama3`: the same with another ramp; `longrope`: each wavelength multiplied by its
             own factor (Ding et al., 2024).
         factor: ratio of the extended context length to the original one.
-        low_freq_factor: `llama3` only, frequencies of wavelengths above original/low are divided by `factor`.
+        low_freq_factor: `llama3` only, frequencies of wavelengths above original/low are divided by `factor`. If it is
+            `high_freq_factor`, there is a step instead of a ramp (Llama 4).
         high_freq_factor: `llama3` only, wavelengths below original/high are unchanged.
         original_max_positions: context length before the extension, in tokens.
         beta_fast: `yarn` only, pairs with more turns than this in the original context are unchanged.
@@ -69,9 +70,9 @@ class Rope:
     def __post_init__(self) -> None:
         if self.width % 2:
             raise ValueError(f"RoPE turns pairs of dimensions, so its width must be even, not {self.width}.")
-        if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+        if self.scaling == "llama3" and self.low_freq_factor > self.high_freq_factor:
             raise ValueError(
-                f"llama3 RoPE needs low_freq_factor below high_freq_factor, not {self.low_freq_factor} "
+                f"llama3 RoPE needs low_freq_factor up to high_freq_factor, not {self.low_freq_factor} "
                 f"and {self.high_freq_factor}."
             )
         if self.scaling == "dynamic" and self.width < 4:
@@ -126,10 +127,9 @@ def rope_frequencies(
         return frequencies / rope.factor
     if rope.scaling == "llama3":
         wavelengths = 2 * math.pi / frequencies
-        smooth = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor
-        )
-        smooth = np.clip(smooth, 0.0, 1.0)
+        above = rope.original_max_positions / wavelengths - rope.low_freq_factor
+        span = rope.high_freq_factor - rope.low_freq_factor
+        smooth = np.clip(above / span, 0.0, 1.0) if span else (above >= 0).astype(float)
         return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
     if rope.scaling == "yarn":
         interpolated = _yarn_ramp(rope)

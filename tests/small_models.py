@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope, random_weights
-from kvjax.models.config import Mixture
+from kvjax.models.config import Mixture, QueryGrowth
 
 
 def small_config(heads: int, kv_heads: int, **changes: Any) -> ModelConfig:
@@ -30,10 +30,21 @@ PARTIAL = small_config(4, 2, rope=Rope(width=4, interleaved=True))
 SLOPED = small_config(4, 2, position="alibi", rope=None)
 LEARNED = small_config(4, 2, position="learned", rope=None)
 MIXED = small_config(4, 2, mixture=Mixture(count=8, used=3, width=24, dense_layers=(1,)))
+SHARED = small_config(4, 2, mixture=Mixture(count=8, used=3, width=24, shared_width=16))
 WIDE_NORMS = small_config(
     4, 2, query_key_norms=True, query_key_norm_over="heads", pre_norms=False, post_norms=True, residual_scale=0.5
 )
-GROWING = small_config(4, 2, query_growth=(0.5, 16))
+GROWING = small_config(4, 2, query_growth=QueryGrowth(0.5, 16))
+LLAMA4 = small_config(
+    *(4, 2),
+    mixture=Mixture(8, 2, 24, renormalised=False, probability="sigmoid", weighted_inputs=True, shared_width=16),
+    rope=None,
+    ropes=(Rope(width=8, interleaved=True), None),
+    query_key_norms=True,
+    query_key_scales=False,
+    query_growth=QueryGrowth(0.5, 16, offset=1, unrotated=True),
+    chunked=True,
+)
 SINKS = small_config(4, 2, sinks=True)
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
@@ -78,6 +89,10 @@ _LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.3, 2.0, 4.0
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 _SPECIAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SPECIAL = {**_SPECIAL_IDS, "original_max_position_embeddings": 64}
+
+_LLAMA4 = {"num_hidden_layers": 4, "head_dim": 24, "intermediate_size_mlp": 80, "num_local_experts": 4}
+_LLAMA4 |= {"interleave_moe_layer_step": 2, "floor_scale": 16, "attention_chunk_size": 512}
+_LLAMA4 |= {"rope_parameters": _LLAMA3 | {"high_freq_factor": 1.0}, "no_rope_layers": []}
 
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
@@ -142,6 +157,13 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         swiglu_limit=1.5,
         rope_parameters=_YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         pad_token_id=0,
+    ),
+    "llama4": lambda: _huggingface("Llama4TextConfig", **_LLAMA4),
+    "llama4-plain": lambda: _huggingface(
+        "Llama4TextConfig",
+        **_LLAMA4 | {"num_experts_per_tok": 2, "moe_layers": [0, 1, 3], "attention_bias": True},
+        **{"use_qk_norm": False, "attn_temperature_tuning": False, "initializer_range": 0.15},
+        layer_types=["full_attention"] * 4,
     ),
     "ministral3": lambda: _huggingface(
         "Ministral3Config",

@@ -21,6 +21,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "llama4": {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
     "yarn": {"rope_type": "yarn", "factor": 8.0},
     "yarn of its own": {"rope_type": "yarn", "factor": 3.0, "attention_factor": 0.7, "beta_fast": 9, "beta_slow": 2.0},
     "yarn with two scales": {

@@ -116,9 +116,10 @@ def begin(
         seed: for policies that draw random numbers; every row has its own key.
 
     Raises:
-        ValueError: the budget does not fit the policy, or the policy needs a prompt.
+        ValueError: the budget does not fit the policy, the policy needs a prompt, or the model cannot read the texts.
     """
     config, bound = model.config, ready(model, policy, budget, plan)
+    config.check_bound(length)
     check_prompt(bound, 1)
     if bound.plan.sizing.per_head or bound.score.requires.replay is not None:
         raise ValueError(
@@ -185,11 +186,12 @@ def perplexity(
         seed: for policies that draw random numbers; row i has its own key.
 
     Raises:
-        ValueError: the texts are no longer than the prefix, or the budget does not fit.
+        ValueError: the texts are no longer than the prefix or too long for the model, or the budget does not fit.
     """
     ids = np.asarray(tokens)
     if ids.ndim != 2 or not 1 <= prefix < ids.shape[1]:
         raise ValueError(f"texts of shape {ids.shape} have nothing to predict after a prefix of {prefix} tokens.")
+    model.config.check_bound(ids.shape[1])
     prompts, planned = ids[:, :prefix], {"max_new_tokens": ids.shape[1] - prefix, "plan": plan}
     with Compiling() as compiling:
         if prefix == 1:

@@ -71,6 +71,9 @@ def trace(
         seed: for policies that draw random numbers.
         settings: of `kvjax.prefill`.
 
+    Raises:
+        ValueError: the budget does not fit the policy, or the model cannot read the text.
+
     Example:
         >>> from kvjax.evaluation.trace import trace
         >>> found = trace(kvjax.load("tiny"), "streaming", range(5, 25), [7, 8, 9], budget=8)
@@ -81,6 +84,7 @@ def trace(
     """
     ids = jnp.asarray(written, jnp.int32).reshape(-1, 1)
     chosen = policy_by_name(policy) if isinstance(policy, str) else policy
+    model.config.check_bound(len(prompt) + len(ids))
     planned: dict[str, Any] = dict(max_new_tokens=max(len(ids), 1), key=jax.random.key(seed))
     probed, _ = prefill(model, chosen, [list(prompt)], budget, **planned, **settings)
     full, _ = prefill(model, watched(policy_by_name("full")), [list(prompt)], **planned)

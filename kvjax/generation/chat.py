@@ -20,7 +20,7 @@ from kvjax.generation.generate import Begun, begin, check_room
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import extend
-from kvjax.inference.prepare import instead, prepare
+from kvjax.inference.prepare import instead, longest_text, prepare
 from kvjax.inference.state import State, cache_bytes, described, held_positions, slot_limits
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.types import ROWS
@@ -176,7 +176,7 @@ class Conversation:
 
     def _end(self, state: State) -> float:
         """Return the maximal length of the conversation, in tokens."""
-        positions = state.config.max_positions if state.policy.codec.positions == "original" else math.inf
+        positions = longest_text(state.policy, state.config)
         return min(positions, int(state.end[0]) if state.policy.plan.sizing.fixed_length else math.inf)
 
     def _answer_room(self, read: int, room: float) -> int:

@@ -23,7 +23,7 @@ from kvjax.generation.sampling import Sampling
 from kvjax.inference.cache import policy_seeds
 from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.prefill import draws
-from kvjax.inference.prepare import bucket_rows, check_vocabulary, instead, prepare, ready
+from kvjax.inference.prepare import bucket_rows, check_vocabulary, instead, longest_text, prepare, ready
 from kvjax.inference.state import State, held_positions, take_rows
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.policies.allocation import Plan
@@ -117,8 +117,8 @@ def check_room(longest: int, max_new_tokens: int, policy: Policy, model: Languag
     Raises:
         ValueError: the text is too long.
     """
-    room = model.config.max_positions
-    if longest + max_new_tokens > room and policy.codec.positions == "original":
+    room = longest_text(policy, model.config)
+    if longest + max_new_tokens > room:
         raise ValueError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
             f"ask for fewer{instead(model.config)}."

@@ -280,7 +280,7 @@ def _step_on_device(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> 
     logits = unembed(decoder.weights, config, hidden[:, 0])
     if decoder.policy.plan.sizing.fixed_length:
         logits = jnp.where((cache.position < cache.end)[:, None], logits, jnp.nan)
-    if decoder.config.position == "learned":
+    if decoder.config.bounded:
         logits = jnp.where((cache.position < decoder.config.max_positions)[:, None], logits, jnp.nan)
     return cache.replace(storage=storage, position=after), logits
 

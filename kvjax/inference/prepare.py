@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -240,7 +241,12 @@ def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan
 
 def instead(config: ModelConfig) -> str:
     """Return the advice for texts beyond the model's positions, as the end of a sentence; empty if there is none."""
-    return "" if config.position == "learned" else ", or use a policy with positions='cache'"
+    return config.remark if config.bounded else ", or use a policy with positions='cache'"
+
+
+def longest_text(policy: Policy, config: ModelConfig) -> float:
+    """Return the most tokens that a text may have; infinity if the policy uses positions in the cache."""
+    return config.max_positions if config.bounded or policy.codec.positions == "original" else math.inf
 
 
 def checked_budget(budget: Any) -> Budget:
@@ -443,7 +449,7 @@ def check_length(longest: int, policy: Policy, config: ModelConfig) -> None:
     Raises:
         ValueError: if the longest text exceeds the positions; the message has both numbers.
     """
-    if longest > config.max_positions and policy.codec.positions == "original":
+    if longest > longest_text(policy, config):
         raise ValueError(
             f"a prompt of {longest} tokens is longer than the model's {config.max_positions} positions; "
             f"shorten it{instead(config)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.step import Pending, sum_over_layers, update_score
 from kvjax.inference.cache import Cache, cache_specs
 from kvjax.inference.layers import Reading, append_and_attend
-from kvjax.inference.prepare import bucket
+from kvjax.inference.prepare import bucket, longest_text
 from kvjax.inference.sharding import OF_HEADS, OF_ROWS, joined, on_mesh, policy_specs, shared, storage_specs
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, embed
@@ -81,7 +82,7 @@ def _chunks(
 ) -> Int[np.ndarray, " b"]:
     # The tokens of each row's chunks, by its own length alone.
     wanted = np.maximum(np.minimum(replay.chunk, lengths), 1)
-    if policy.codec.positions == "cache":
+    if longest_text(policy, config) == math.inf:
         return wanted
     room = config.max_positions - read - len(replay.prompt)
     if (room < np.minimum(wanted, LEAST)).any():

@@ -24,6 +24,9 @@ class Mixture:
         renormalised: True if the weights of a token's experts sum to 1.
         dense_layers: numbers of the layers that keep one MLP.
         router_bias: True if the router adds a bias to its logits (gpt-oss).
+        probability: function from the router's logits to the weights of experts.
+        weighted_inputs: True if weights multiply the inputs of experts, and not their outputs (Llama 4).
+        shared_width: inner size of an expert that every token uses, with weight 1; None for none.
     """
 
     count: int
@@ -32,10 +35,34 @@ class Mixture:
     renormalised: bool = True
     dense_layers: tuple[int, ...] = ()
     router_bias: bool = False
+    probability: Literal["softmax", "sigmoid"] = "softmax"
+    weighted_inputs: bool = False
+    shared_width: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.used <= self.count:
             raise ValueError(f"a token must use between 1 and {self.count} experts, not {self.used}.")
+
+    def divides(self, devices: int) -> bool:
+        """Return whether each device can have as many experts, and as many columns of the shared one."""
+        return self.count % devices == 0 and (self.shared_width or 0) % devices == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryGrowth:
+    """Factor of the query of a token at position p, 1 + slope ln(1 + floor((p + offset) / length)).
+
+    Args:
+        slope: growth for each e-fold of the position.
+        length: positions at the start of a text whose queries do not grow.
+        offset: number added to positions (Llama 4 counts from 1).
+        unrotated: True if queries grow only in layers without RoPE (Llama 4).
+    """
+
+    slope: float
+    length: int
+    offset: int = 0
+    unrotated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +78,8 @@ class ModelConfig:
         head_width: size of one head.
         mlp_width: inner size of the MLP.
         max_positions: longest sequence that the model was trained for, in tokens.
+        chunked: True if some layers attend within chunks of at least `max_positions` tokens (Llama 4). A text must fit
+            into one chunk.
         value_width: size of one head's values; None for `head_width`.
         norm: `rms` or `layer` normalization.
         norm_eps: constant added to the variance.
@@ -72,6 +101,8 @@ class ModelConfig:
         post_norms: True if the outputs of attention and MLP are also normalized before they are added (Gemma 2).
         query_key_norms: True if queries and keys are normalized before RoPE (Qwen3).
         query_key_norm_over: what these norms take the mean square of: each head, or all `heads` together (OLMo 2).
+        query_key_scales: True if these norms have learned scales. Without scales, only layers with RoPE have such norms
+            (Llama 4).
         residual_scale: factor of the outputs of attention and MLP where they are added (Granite); None for 1.
         shared_norm: True if the MLP uses the norm of the attention (`parallel` blocks only).
         qkv_bias: True if the query, key and value projections add a bias.
@@ -82,8 +113,7 @@ class ModelConfig:
         qkv_clip: bound that projected queries, keys and values are clipped to (MPT: 6); None for no bound.
         attention_scale: factor of the products of queries and keys; None for 1 / sqrt(head_width).
         attention_scales: factor of each layer, replacing `attention_scale`; None for the same in all layers.
-        query_growth: slope and length of the factor of queries, 1 + slope ln(1 + floor(position / length)), as in
-            Ministral 3 (0.1 and 16384); None for 1.
+        query_growth: factor of queries that grows with their positions (Ministral 3); None for 1.
         sinks: True if the softmax of each query head has a learned logit in its denominator (gpt-oss).
         soft_cap: bound on attention logits, cap tanh(x / cap) (Gemma 2: 50); None for no bound.
         logit_soft_cap: the same bound on the final logits (Gemma 2: 30).
@@ -105,6 +135,7 @@ class ModelConfig:
     head_width: int
     mlp_width: int
     max_positions: int
+    chunked: bool = False
     value_width: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
@@ -125,6 +156,7 @@ class ModelConfig:
     post_norms: bool = False
     query_key_norms: bool = False
     query_key_norm_over: Literal["head", "heads"] = "head"
+    query_key_scales: bool = True
     residual_scale: float | None = None
     shared_norm: bool = False
     qkv_bias: bool = False
@@ -135,7 +167,7 @@ class ModelConfig:
     qkv_clip: float | None = None
     attention_scale: float | None = None
     attention_scales: tuple[float, ...] | None = None
-    query_growth: tuple[float, int] | None = None
+    query_growth: QueryGrowth | None = None
     sinks: bool = False
     soft_cap: float | None = None
     logit_soft_cap: float | None = None
@@ -150,6 +182,25 @@ class ModelConfig:
     def groups(self) -> int:
         """Number of query heads that share one key and value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def bounded(self) -> bool:
+        """True if no text may have more than `max_positions` tokens, whatever the policy."""
+        return self.chunked or self.position == "learned"
+
+    def check_bound(self, tokens: int) -> None:
+        """Refuse texts of more tokens than the model can read.
+
+        Raises:
+            ValueError: if the model is `bounded` and the text longer; the message has both numbers.
+        """
+        if self.bounded and tokens > self.max_positions:
+            raise ValueError(f"{tokens} tokens do not fit the model's {self.max_positions} positions{self.remark}.")
+
+    @property
+    def remark(self) -> str:
+        """Reason for a bound that kvjax sets, in parentheses for the end of a message; empty if there is none."""
+        return " (some of its layers attend within chunks, and kvjax reads a single chunk)" if self.chunked else ""
 
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
@@ -177,7 +228,7 @@ class ModelConfig:
                 slopes=slopes,
                 local=window is not None and window != furthest,
                 spread=self.spread,
-                normed=self.query_key_norms,
+                normed=self.query_key_norms and (self.query_key_scales or rope is not None),
             )
             for scale, window, rope in zip(scales, windows, self._layer_ropes, strict=True)
         )
@@ -222,6 +273,8 @@ class ModelConfig:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
         if self.query_key_norm_over == "heads" and (self.norm != "rms" or self.norm_offset or not self.query_key_norms):
             raise ValueError("query_key_norm_over='heads' goes with query_key_norms=True and plain RMS norms only.")
+        if not self.query_key_scales and (self.query_key_norm_over == "heads" or not self.query_key_norms):
+            raise ValueError("query_key_scales=False goes with query_key_norms=True and norms of each head only.")
         if self.norm_offset and (self.norm_bias or self.norm == "layer"):
             raise ValueError("norm_offset=True goes with norm='rms' and norm_bias=False only.")
         if self.post_norms and self.parallel:

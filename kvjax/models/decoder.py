@@ -93,7 +93,11 @@ class DenseMlp:
     def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
         if config.spread.mlp:
             return self.down.over(config.spread.over_devices, self.inner(x, config))
-        return in_blocks(lambda x: self.down(self.inner(x, config)), x)
+        return in_blocks(functools.partial(self.whole, config=config), x)
+
+    def whole(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
+        """Apply the MLP to all rows at once, with the weights that are here."""
+        return self.down(self.inner(x, config))
 
     def inner(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b inner"]:
         """Return the activations between the two products."""
@@ -165,12 +169,14 @@ Attended = Float[Array, "b h g t e"]
 Attention = Callable[[Queries, Keys, Values], Attended]
 
 
-def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
-    """Apply RMS or layer normalization, computed in at least float32."""
+def normalise(norm: Norm | None, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
+    """Apply RMS or layer normalization, computed in at least float32; `norm` is None for neither scale nor offset."""
     precise = x.astype(wide(x.dtype))
     if config.norm == "layer":
         precise = precise - precise.mean(-1, keepdims=True)
     precise = precise * jax.lax.rsqrt(jnp.mean(precise**2, -1, keepdims=True) + config.norm_eps)
+    if norm is None:
+        return precise.astype(x.dtype)
     if config.norm_offset:
         return (precise * (1 + norm.scale.astype(precise.dtype))).astype(x.dtype)
     y = precise.astype(x.dtype) * norm.scale
@@ -246,14 +252,14 @@ def project(
     q = q.reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
     k = k.reshape(b, t, shape.kv_heads, shape.key_width)
     v = v.reshape(b, t, shape.kv_heads, shape.value_width)
-    if config.query_key_norm_over == "head" and layer.query_norm is not None and layer.key_norm is not None:
+    if shape.normed and config.query_key_norm_over == "head":
         q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
     if config.qkv_clip is not None:
         q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
-    if config.query_growth is not None:
-        slope, length = config.query_growth
-        stretch = jnp.maximum(positions, 0) // length
-        q = q * (1 + slope * jnp.log1p(stretch.astype(wide(q.dtype))))[:, :, None, None, None].astype(q.dtype)
+    growth = config.query_growth
+    if growth is not None and not (growth.unrotated and shape.rope is not None):
+        stretch = (jnp.maximum(positions, 0) + growth.offset) // growth.length
+        q = q * (1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype))))[:, :, None, None, None].astype(q.dtype)
     return Projected(normed, q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import Mixture, ModelConfig
 from kvjax.models.decoder import DenseMlp
-from kvjax.models.matmul import product
+from kvjax.models.matmul import in_blocks, product
 from kvjax.types import HEADS, SLOTS
 from pallas_kernels.attention import wide
 from pallas_kernels.common import platform_of
@@ -25,43 +26,52 @@ WIDEST = 256
 class Experts:
     """MLP of several experts, of which each token uses those with the highest router logits.
 
-    Every array of `experts` has a leading axis of experts.
+    Every array of `experts` has a leading axis of experts. Every token also uses `shared`, if there is one; each device
+    of a mesh that shards experts has some of its columns.
     """
 
     router: Float[Array, "e width"]
     experts: DenseMlp
     router_bias: Float[Array, " e"] | None = None
+    shared: DenseMlp | None = None
 
     def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
         assert config.mixture is not None
         rows = x.reshape(-1, x.shape[-1])
         weights, chosen = route(self.router, rows, config.mixture, self.router_bias)
         here = self.experts.up.weight.shape[0]
-        if not config.spread.experts:
-            return self._mix(rows, weights, chosen, config).astype(x.dtype).reshape(x.shape)
-        local = chosen - jax.lax.axis_index((HEADS, SLOTS)) * here
-        local = jnp.where((local >= 0) & (local < here), local, here)  # experts of other devices get no block
-        mixed = self._mix(rows, weights, local, config).astype(x.dtype)
-        return config.spread.over_devices(mixed).reshape(x.shape)
+        if config.spread.experts:
+            local = chosen - jax.lax.axis_index((HEADS, SLOTS)) * here
+            chosen = jnp.where((local >= 0) & (local < here), local, here)  # experts of other devices get no block
+        mixed = self._mix(rows, weights, chosen, config).astype(x.dtype)
+        if self.shared is not None:
+            mixed += in_blocks(functools.partial(self.shared.whole, config=config), rows)
+        total = config.spread.over_devices(mixed) if config.spread.experts else mixed
+        return total.reshape(x.shape)
 
     def _mix(
         self, x: Float[Array, "n width"], weights: Float[Array, "n k"], chosen: Int[Array, "n k"], config: ModelConfig
     ) -> Float[Array, "n width"]:
         """Sum the outputs of each row's experts, one block of rows of one expert after the other.
 
-        A block reads the weights of its expert in place. With 32 experts (4 used) or 128 (8), `jax.lax.ragged_dot`
-        took 9 to 300 times as long on a CPU for 1 to 128 rows, since it multiplies every row by every expert, and a
-        gather of weights 13 to 39 times for 1 to 32 rows. On a TPU `ragged_dot` copies all weights to transpose them.
+        A block reads the weights of its expert alone. On a CPU, XLA copies floating-point weights of a block before it
+        multiplies them, which is about half of the time for one row; sums of products in one loop, or copies in tiles,
+        are no faster. With 32 experts (4 used) or 128 (8), `jax.lax.ragged_dot` took 9 to 300 times as long on a CPU
+        for 1 to 128 rows, since it multiplies every row by every expert, and a gather of weights 13 to 39 times for 1
+        to 32 rows. On a TPU `ragged_dot` copies all weights to transpose them.
         """
-        assert config.mixture is not None
-        uses = chosen.shape[1]
-        experts, uses_of_blocks = blocks(chosen.reshape(-1), self.experts.up.weight.shape[0], config.mixture.count)
+        mixture, uses = config.mixture, chosen.shape[1]
+        assert mixture is not None
+        experts, uses_of_blocks = blocks(chosen.reshape(-1), self.experts.up.weight.shape[0], mixture.count)
 
         @jax.checkpoint
         def outputs(expert: Int[Array, ""], use: Int[Array, " block"]) -> Float[Array, "block width"]:
             one: DenseMlp = jax.tree.map(lambda leaf: leaf[expert], self.experts)
-            out = one.down(one.inner(x.at[use // uses].get(mode="clip"), config))
-            return out * weights.reshape(-1).at[use].get(mode="clip")[:, None]
+            inputs = x.at[use // uses].get(mode="clip")
+            factors = weights.reshape(-1).at[use].get(mode="clip")[:, None]
+            if mixture.weighted_inputs:
+                return one.whole((inputs * factors).astype(x.dtype), config)
+            return one.whole(inputs, config) * factors
 
         def add(
             total: Float[Array, "n width"], block: tuple[Int[Array, ""], Int[Array, " block"]]
@@ -82,8 +92,12 @@ def route(
 ) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
     """Return the weights and the numbers of the experts that each row uses, the most probable ones first."""
     logits = product(x, router, wide(x.dtype))
-    probs = jax.nn.softmax(logits if bias is None else logits + bias)
-    weights, chosen = jax.lax.top_k(probs, mixture.used)
+    logits = logits if bias is None else logits + bias
+    if mixture.probability == "sigmoid":  # which rounds large logits to 1, so compare them before it
+        largest, chosen = jax.lax.top_k(logits, mixture.used)
+        weights = jax.nn.sigmoid(largest)
+    else:
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), mixture.used)
     if mixture.renormalised:
         weights = weights / weights.sum(-1, keepdims=True)
     return weights, chosen

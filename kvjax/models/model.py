@@ -126,8 +126,7 @@ class LanguageModel:
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             wrong = ids.min() if ids.min() < 0 else ids.max()
             raise ValueError(f"Token id {wrong} is outside the vocabulary of {self.config.vocab_size} tokens.")
-        if self.config.position == "learned" and width > self.config.max_positions:
-            raise ValueError(f"{width} tokens do not fit the {self.config.max_positions} positions of {self.name!r}.")
+        self.config.check_bound(width)
         return _forward(self.weights, self.config, jnp.asarray(ids, jnp.int32), jnp.asarray(real, jnp.int32))
 
 

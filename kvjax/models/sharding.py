@@ -47,6 +47,9 @@ AXES: Mapping[str, tuple[str | None, ...]] = {
     "experts.gate.weight": ("experts", None, None),
     "experts.up.weight": ("experts", None, None),
     "experts.down.weight": ("experts", None, None),
+    "shared.gate.weight": ("experts", None),
+    "shared.up.weight": ("experts", None),
+    "shared.down.weight": (None, "experts"),
     "gate.weight": ("mlp", None),
     "up.weight": ("mlp", None),
     "down.weight": (None, "mlp"),
@@ -138,7 +141,7 @@ def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = Fa
         queries=1 if shares_slots else mesh.shape[SLOTS],
         outputs=mesh.shape[SLOTS] if shares_outputs else 1,
         mlp=devices > 1 and config.mlp_width % devices == 0,
-        experts=devices > 1 and config.mixture is not None and config.mixture.count % devices == 0,
+        experts=devices > 1 and config.mixture is not None and config.mixture.divides(devices),
         vocab=devices > 1 and config.vocab_size % devices == 0,
     )
     return dataclasses.replace(config, spread=spread)

@@ -46,10 +46,12 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
         if mixture is None or index in mixture.dense_layers:
             return dense(config.mlp_width)
         router_bias = leaf(mixture.count) if mixture.router_bias else None
-        return Experts(leaf(mixture.count, config.width), dense(mixture.width, mixture.count), router_bias)
+        shared = None if mixture.shared_width is None else dense(mixture.shared_width)
+        return Experts(leaf(mixture.count, config.width), dense(mixture.width, mixture.count), router_bias, shared)
 
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
         heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
+        scaled = config.query_key_norms and config.query_key_scales
         return LayerWeights(
             attention_norm=norm() if config.pre_norms else None,
             query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
@@ -58,8 +60,8 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
             mlp_norm=norm() if config.pre_norms and not config.shared_norm else None,
             mlp=mlp(index),
-            query_norm=norm(heads * shape.key_width) if config.query_key_norms else None,
-            key_norm=norm(kv_heads * shape.key_width) if config.query_key_norms else None,
+            query_norm=norm(heads * shape.key_width) if scaled else None,
+            key_norm=norm(kv_heads * shape.key_width) if scaled else None,
             attention_post_norm=norm() if config.post_norms else None,
             mlp_post_norm=norm() if config.post_norms else None,
             sink_logits=leaf(shape.heads) if config.sinks else None,

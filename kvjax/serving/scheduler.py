@@ -27,6 +27,7 @@ from kvjax.inference.prepare import (
     check_vocabulary,
     instead,
     lines_of,
+    longest_text,
     plan_slots,
     ready,
 )
@@ -92,7 +93,7 @@ class Device:
         self.chunk, self.steps = whole_number("chunk", chunk, 16), whole_number("steps", steps)
         self.policy = _served(ready(model, policy, budget, None), model)
         self.context = config.max_positions if context is None else whole_number("context", context, 2)
-        if self.context > config.max_positions and self.policy.codec.positions == "original":
+        if self.context > longest_text(self.policy, config):
             raise ValueError(
                 f"context={self.context} does not fit the model's {config.max_positions} positions; ask for fewer"
                 f"{instead(config)}."

@@ -18,10 +18,11 @@ from kvjax.inference.decode import lower_step
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.less import checkpoint
 from kvjax.models import ModelConfig, Rope
+from kvjax.models.config import QueryGrowth
 from kvjax.types import LayerConfig
 from tests.cases import in_turns, slow
 from tests.oracles.forward import forward
-from tests.small_models import random_model, small_config
+from tests.small_models import LLAMA4, random_model, small_config
 
 OTHER = Rope(width=4, theta=100.0, interleaved=True)
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -31,6 +32,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "RoPE, then none, instead of one RoPE": {"ropes": (OTHER, None)},
     "RoPEs alone": {"ropes": (None, OTHER), "rope": None},
     "window with its own RoPE": {"windows": (4, None), "ropes": (Rope(width=8), Rope(width=8, theta=1e6))},
+    "growing queries": {"query_growth": QueryGrowth(0.5, 4), "ropes": (OTHER, None)},
+    "norms without scales, queries that grow where they are not rotated, a shared expert": {
+        **{"ropes": (OTHER, None), "query_key_norms": True, "query_key_scales": False},
+        **{"query_growth": QueryGrowth(0.5, 4, offset=1, unrotated=True), "mixture": LLAMA4.mixture, "chunked": True},
+    },
     "scale": {"attention_scale": 0.7},
     "soft cap": {"soft_cap": 0.4},
     "soft cap of the logits": {"logit_soft_cap": 0.8, "tied": True},

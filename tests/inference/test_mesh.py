@@ -67,6 +67,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             # Experts: one on each device, with and without slots of their own.
             compared(["h2o"], 2, (1, 8), model="MIXED"),
             compared(["fastgen"], 2, (2, 4), model="MIXED"),
+            compared(["h2o"], 2, (1, 8), model="LLAMA4"),
             compared(["h2o"], 2, (2, 4), model="WIDE_NORMS"),
             compared(["less-performer"], 2, (2, 4), model="SINKS"),
         ],
@@ -74,6 +75,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             [
                 compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="MIXED"),
                 compared(["streaming"], 2, (1, 4), model="GROWING"),
+                compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="LLAMA4"),
                 compared(["h2o", "less-performer", "fastgen"], 2, (2, 4), model="SINKS"),
             ]
         ),
@@ -106,7 +108,10 @@ def test_a_step_sends_little() -> None:
         dict(what="collectives", cases=["streaming", "less-performer"], kv_heads=2, meshes=[(1, 1, 4)]),
         dict(what="collectives", cases=["lsh_e"], kv_heads=2, meshes=[(1, 1, 4)]),
     )
-    mixed = run(dict(what="collectives", cases=["h2o", "tova"], kv_heads=2, meshes=[(2, 2)], model="MIXED"))
+    mixed = run(
+        dict(what="collectives", cases=["h2o", "tova"], kv_heads=2, meshes=[(2, 2)], model="MIXED"),
+        dict(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(2, 2)], model="SHARED"),
+    )
     normed = run(dict(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(2, 2)], model="WIDE_NORMS"))
     assert all(row["calls"] <= 2 * layers + 1 and row["gathered"] == 0 for row in mixed), mixed
     assert all(row["calls"] <= 3 * layers + 1 and row["gathered"] == 0 for row in normed), normed

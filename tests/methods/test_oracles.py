@@ -18,13 +18,13 @@ from kvjax.policies import Policy
 from tests.cases import FIRST, PAIRS, POLICIES, RARE, RECENT, Case, core, slow
 from tests.held import kept, unpacked
 from tests.oracles.decoder import Decoder
-from tests.small_models import GQA, LEARNED, LOCAL, MHA, MIXED, MQA, PARTIAL, SINKS, SLOPED, random_model
+from tests.small_models import GQA, LEARNED, LLAMA4, LOCAL, MHA, MIXED, MQA, PARTIAL, SINKS, SLOPED, random_model
 
 CLASSIC = [name for name in FIRST if name not in RECENT]
 LIKE_OTHERS = ("streaming-every-8", "keyformer-every-8", "l2-every-8")
 """Cases that evict in blocks as `h2o-every-8` and `tova-every-8` do."""
 SHAPES = {"mha": (MHA, (301,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
-SHAPES |= {"experts": (MIXED, (41, 9))}
+SHAPES |= {"experts": (MIXED, (41, 9)), "llama4": (LLAMA4, (41, 9))}
 SHAPES |= {"partial": (PARTIAL, (41, 9)), "alibi": (SLOPED, (41, 9)), "learned": (LEARNED, (41, 9))}
 
 
@@ -129,6 +129,19 @@ def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: 
 )
 def test_experts_change_no_cache(name: str, x64: None) -> None:
     config, lengths = SHAPES["experts"]
+    compare_with_oracle((POLICIES | PAIRS)[name], _random(config), lengths, 40)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("h2o", "less-performer"),
+        *(slow(name) for name in FIRST if name not in ("h2o", "less-performer")),
+        *(slow(name) for name in ("less+h2o+int8", "less+keyformer", "h2o+adakv+int8", "less+snapkv+adakv")),
+    ],
+)
+def test_layers_without_rope_take_grown_queries_and_others_normed_ones(name: str, x64: None) -> None:
+    config, lengths = SHAPES["llama4"]
     compare_with_oracle((POLICIES | PAIRS)[name], _random(config), lengths, 40)
 
 

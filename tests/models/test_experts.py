@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax.cli.main import main
@@ -136,6 +136,20 @@ def test_other_layouts_of_experts_are_the_same_model(layout: str, tmp_path: Path
     jax.tree.map(np.testing.assert_array_equal, kvjax.load(tmp_path).weights, expected.weights)
 
 
+def test_experts_of_llama4_may_have_tensors_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    random_checkpoint("llama4", tmp_path)
+    expected, tensors = kvjax.load(tmp_path), load_file(tmp_path / "model.safetensors")
+    for layer in (1, 3):
+        block = f"model.layers.{layer}.feed_forward.experts"
+        fused, down = tensors.pop(f"{block}.gate_up_proj"), tensors.pop(f"{block}.down_proj")
+        for expert in range(4):
+            maps = zip(("gate", "up", "down"), (*np.split(fused[expert], 2, 1), down[expert]), strict=True)
+            tensors |= {f"{block}.{expert}.{name}_proj.weight": np.ascontiguousarray(each.T) for name, each in maps}
+    save_file(tensors, tmp_path / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, kvjax.load(tmp_path).weights, expected.weights)
+
+
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     tensors = write(tmp_path)
     name = "model.layers.0.mlp.experts.5.up_proj.weight"
@@ -197,11 +211,11 @@ COMMANDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_line_writes_the_same_on_one_device_and_on_eight(name: str, family: str, tmp_path: Path) -> None:
     vocab_size = json.loads((WEIGHTS / "config.json").read_text())["vocab_size"]
-    if family == "gpt_oss":
+    if family != "qwen3_moe":
         pytest.importorskip("torch")
         random_checkpoint(family, tmp_path, vocab_size=vocab_size)
     else:

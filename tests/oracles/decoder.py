@@ -313,7 +313,7 @@ class Decoder:
     def _read_prompt(self, layer, oracle: Oracle, tokens: list[int], hidden: list[np.ndarray]):
         """Plain causal attention: the prompt as the layer sees it, and what each token reads, [token][h][g][d]."""
         n = len(tokens)
-        projected = [self._project(layer, x) for x in hidden]
+        projected = [self._project(layer, oracle.layer, x, i) for i, x in enumerate(hidden)]
         turn, window = functools.partial(self._rotate, oracle.layer), self.config.layer(oracle.layer).window
         queries, probs = [], []
         read: list[list[list[np.ndarray]]] = [[] for _ in range(n)]
@@ -352,7 +352,8 @@ class Decoder:
             hidden = [self._embed(token, n + i) for i, token in enumerate(text)]
             for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
                 turn, window = functools.partial(self._rotate, oracle.layer), self.config.layer(oracle.layer).window
-                projected, after = [self._project(layer, x) for x in hidden], []
+                projected = [self._project(layer, oracle.layer, x, n + i) for i, x in enumerate(hidden)]
+                after = []
                 for i, x in enumerate(hidden):
                     read: list[list[np.ndarray]] = []
                     for h, head in enumerate(oracle.heads):
@@ -395,7 +396,7 @@ class Decoder:
         news = []
         x = self._embed(token, position)
         for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
-            raw_q, raw_k, v = self._project(layer, x)
+            raw_q, raw_k, v = self._project(layer, oracle.layer, x, position)
             turn, window = functools.partial(self._rotate, oracle.layer), self.config.layer(oracle.layer).window
             q = [[turn(query, position) for query in group] for group in raw_q]
             k = [turn(key, position) for key in raw_k]
@@ -443,12 +444,18 @@ class Decoder:
         """Cached positions [layer][KV head], sorted."""
         return [[sorted(head.positions) for head in oracle.heads] for oracle in self.oracles]
 
-    def _project(self, layer, x):
-        c = self.config
+    def _project(self, layer, index: int, x, position: int):
+        c, rope = self.config, self.config.layer(index).rope
         normed = self._norm(layer.attention_norm, x)
         q = linear(layer.query, normed).reshape(c.kv_heads, c.heads // c.kv_heads, c.head_width)
         k = linear(layer.key, normed).reshape(c.kv_heads, c.head_width)
         v = linear(layer.value, normed).reshape(c.kv_heads, c.head_width)
+        if c.query_key_norms and rope is not None:
+            assert not c.query_key_scales
+            q, k = (y / np.sqrt(np.mean(y * y, -1, keepdims=True) + c.norm_eps) for y in (q, k))
+        grown = c.query_growth
+        if grown is not None and (rope is None or not grown.unrotated):
+            q = q * (1 + grown.slope * math.log(1 + (position + grown.offset) // grown.length))
         return [list(group) for group in q], list(k), list(v)
 
     def _finish(self, layer, x, read) -> np.ndarray:
@@ -507,18 +514,25 @@ def linear(layer, x: np.ndarray) -> np.ndarray:
 
 
 def mlp(layer, config, x: np.ndarray) -> np.ndarray:
-    """A gated MLP, or the experts of highest router probability, weighted by their probabilities among each other."""
+    """A gated MLP, or the experts of highest router probability, weighted by their probabilities among each other.
+
+    In Llama 4 every token has a further expert, and a sigmoid weights what the others are given.
+    """
     if not hasattr(layer, "router"):
         gate = linear(layer.gate, x)
         return linear(layer.down, gate / (1 + np.exp(-gate)) * linear(layer.up, x))
-    probabilities = softmax(layer.router @ x)
-    used = sorted(range(config.mixture.count), key=lambda e: -probabilities[e])[: config.mixture.used]
+    mixture, logits = config.mixture, layer.router @ x
+    probabilities = 1 / (1 + np.exp(-logits)) if mixture.probability == "sigmoid" else softmax(logits)
+    used = sorted(range(mixture.count), key=lambda e: -probabilities[e])[: mixture.used]
     total = np.zeros_like(x)
     for e in used:
-        up, down = layer.experts.up.weight[e] @ x, layer.experts.down.weight[e]
-        gate = layer.experts.gate.weight[e] @ x
-        total += probabilities[e] / probabilities[used].sum() * (down @ (gate / (1 + np.exp(-gate)) * up))
-    return total
+        of_input, of_output = 1.0, probabilities[e] / (probabilities[used].sum() if mixture.renormalised else 1)
+        if mixture.weighted_inputs:
+            of_input, of_output = of_output, of_input
+        up, down = of_input * (layer.experts.up.weight[e] @ x), layer.experts.down.weight[e]
+        gate = of_input * (layer.experts.gate.weight[e] @ x)
+        total += of_output * (down @ (gate / (1 + np.exp(-gate)) * up))
+    return total if layer.shared is None else total + mlp(layer.shared, config, x)
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -45,6 +45,13 @@ def _attention(layer: Any, config: ModelConfig, index: int, normed: list[Vector]
     queries = [np.split(np.clip(linear(layer.query, x), -bound, bound), config.heads) for x in normed]
     keys = [np.split(np.clip(linear(layer.key, x), -bound, bound), config.kv_heads) for x in normed]
     values = [np.split(np.clip(linear(layer.value, x), -bound, bound), config.kv_heads) for x in normed]
+    if config.query_key_norms and rope is not None:
+        assert not config.query_key_scales
+        queries, keys = ([[_normed(config, head) for head in heads] for heads in each] for each in (queries, keys))
+    growth = config.query_growth
+    if growth is not None and (rope is None or not growth.unrotated):
+        grown = [1 + growth.slope * math.log(1 + (i + growth.offset) // growth.length) for i in range(len(normed))]
+        queries = [[factor * head for head in heads] for factor, heads in zip(grown, queries, strict=True)]
     read = []
     for i in range(len(normed)):
         heads = []
@@ -81,4 +88,8 @@ def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
 
 
 def _norm(norm: Any, config: ModelConfig, x: Vector) -> Vector:
-    return x / np.sqrt(np.mean(x * x) + config.norm_eps) * norm.scale
+    return _normed(config, x) * norm.scale
+
+
+def _normed(config: ModelConfig, x: Vector) -> Vector:
+    return x / np.sqrt(np.mean(x * x) + config.norm_eps)

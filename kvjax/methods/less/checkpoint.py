@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.methods.less.feature_maps import Params, init_kernels
-from kvjax.models.config import Mixture, ModelConfig
+from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
 from kvjax.models.weights import leaf_name
 from kvjax.rope import Rope
 
@@ -29,6 +29,8 @@ _OPTIONAL = {
     "sinks",
     "clamped_swiglu",
     "router_bias",
+    "chunked",
+    *("probability", "weighted_inputs", "shared_width"),
     *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
     *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
     *(
@@ -37,6 +39,7 @@ _OPTIONAL = {
         "post_norms",
         "query_key_norms",
         "query_key_norm_over",
+        "query_key_scales",
         "mixture",
         "pre_norms",
         "residual_scale",
@@ -170,7 +173,7 @@ def fingerprint(model: LanguageModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def _unusual(described: ModelConfig | Rope | Mixture) -> dict[str, Any]:
+def _unusual(described: ModelConfig | Rope | Mixture | QueryGrowth) -> dict[str, Any]:
     usual = {field.name: field.default for field in dataclasses.fields(described)}
     settings = {name: getattr(described, name) for name in usual}
     return {
@@ -181,7 +184,7 @@ def _unusual(described: ModelConfig | Rope | Mixture) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return _unusual(value) if isinstance(value, Rope | Mixture) else value
+    return _unusual(value) if isinstance(value, Rope | Mixture | QueryGrowth) else value
 
 
 def find(checkpoint: str, policy: str) -> list[Path]:

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
-from kvjax.models.checkpoints.origins import find_origins, spellings
+from kvjax.models.checkpoints.origins import TensorReads, find_origins, spellings
 from kvjax.models.checkpoints.packed import unpacked
 from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
@@ -205,8 +205,10 @@ def _read_weights(
         if not finite:
             raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
 
+    reads = TensorReads(tensors, (name for origin in origins.values() for name in origin.names))
+
     def read(name: str, source: Source) -> np.ndarray:
-        tensor = tensors[name].read(dtype)
+        tensor = reads.read(name, dtype)
         if source.read is not None:
             tensor = source.read(tensor, config)
         tensor = tensor.astype(dtype, copy=False)

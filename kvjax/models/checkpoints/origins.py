@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import numpy as np
 
-from kvjax.models.checkpoints.tensors import Stored
+from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.config import ModelConfig
 from kvjax.models.families import Family
 from kvjax.models.families.family import Shape, Source
@@ -73,6 +74,29 @@ class Origin:
         for index, expert in enumerate(experts):
             whole[index] = read(self.names[expert], self.source)
         return whole
+
+
+class TensorReads:
+    """Reads of stored tensors, each once: a tensor that several leaves share is kept until the last of them.
+
+    Args:
+        tensors: the tensors by their names in the files.
+        names: names of the tensors that will be read, one for each read.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        self._tensors, self._left = tensors, collections.Counter(names)
+        self._kept: dict[str, np.ndarray] = {}
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """Return a tensor in its own dtype, or in the given one if it is quantized."""
+        tensor = self._kept.pop(name, None)
+        if tensor is None:
+            tensor = self._tensors[name].read(dtype)
+        self._left[name] -= 1
+        if self._left[name] > 0:
+            self._kept[name] = tensor
+        return tensor
 
 
 def spellings(name: str, base: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from kvjax.models.families.gpt_oss import GPT_OSS
 from kvjax.models.families.gptj import GPTJ
 from kvjax.models.families.granite import GRANITE
 from kvjax.models.families.llama import LLAMA
+from kvjax.models.families.llama4 import LLAMA4
 from kvjax.models.families.ministral3 import MINISTRAL3
 from kvjax.models.families.mistral import MISTRAL
 from kvjax.models.families.mixtral import MIXTRAL
@@ -37,6 +38,7 @@ from kvjax.models.families.smollm3 import SMOLLM3
 
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
+    "llama4_text": LLAMA4,
     "mistral": MISTRAL,
     "ministral3": MINISTRAL3,
     "qwen2": QWEN2,
@@ -64,6 +66,7 @@ FAMILIES: Mapping[str, Family] = {
 
 TEXT_HALVES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
@@ -82,7 +85,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash", "minicpm3"),
     ),
     "some of its layers read the keys and values of other layers": ("gemma3n", "gemma4", "gemma4_unified"),
-    "some of its layers attend within chunks": ("llama4",),
 }
 """Why kvjax does not read some well-known architectures, with the `model_type` of each."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, Settings, Shape, Source
-from kvjax.models.families.mixture import read_mixture
+from kvjax.models.families.mixture import read_mixture, stored_in_out
 from kvjax.models.families.settings import LAYER_TYPES, integer, positive_number, read_windows
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -43,20 +43,6 @@ def _every_other(first: int, name: str) -> Source:
     return Source(name, shape, read)
 
 
-def _stored_in_out(source: Source) -> Source:
-    """Return the source of maps that are stored as [expert, in, out]."""
-
-    def shape(leaf: Shape, config: ModelConfig) -> Shape:
-        experts, out, into = leaf if source.shape is None else source.shape(leaf, config)
-        return experts, into, out
-
-    def read(tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
-        found = tensor.swapaxes(1, 2)
-        return found.copy() if source.read is None else source.read(found, config)
-
-    return dataclasses.replace(source, shape=shape, read=read)
-
-
 def _or(source: Source, name: str) -> Source:
     """Return a source that is also found under another name, in the layout of the leaf (GGUF)."""
     return dataclasses.replace(source, others=(Source(name),))
@@ -75,11 +61,11 @@ GPT_OSS = Family(
         "layers.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
         "layers.mlp.router": Source(f"{_MLP}.router.weight"),
         "layers.mlp.router_bias": Source(f"{_MLP}.router.bias"),
-        "layers.mlp.experts.gate.weight": _or(_stored_in_out(_every_other(0, _GATE_UP)), f"{_GATE}.weight"),
+        "layers.mlp.experts.gate.weight": _or(stored_in_out(_every_other(0, _GATE_UP)), f"{_GATE}.weight"),
         "layers.mlp.experts.gate.bias": _or(_every_other(0, f"{_GATE_UP}_bias"), f"{_GATE}.bias"),
-        "layers.mlp.experts.up.weight": _or(_stored_in_out(_every_other(1, _GATE_UP)), f"{_UP}.weight"),
+        "layers.mlp.experts.up.weight": _or(stored_in_out(_every_other(1, _GATE_UP)), f"{_UP}.weight"),
         "layers.mlp.experts.up.bias": _or(_every_other(1, f"{_GATE_UP}_bias"), f"{_UP}.bias"),
-        "layers.mlp.experts.down.weight": _or(_stored_in_out(Source(_DOWN)), f"{_DOWN}.weight"),
+        "layers.mlp.experts.down.weight": _or(stored_in_out(Source(_DOWN)), f"{_DOWN}.weight"),
         "layers.mlp.experts.down.bias": _or(Source(f"{_DOWN}_bias"), f"{_DOWN}.bias"),
     },
     {

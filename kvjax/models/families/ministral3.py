@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import ModelConfig, QueryGrowth
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.settings import integer, positive_number
@@ -28,8 +28,8 @@ def _config(settings: Settings) -> ModelConfig:
     shape, rope = llama_config(settings), settings["rope_parameters"] or {}
     if not rope.get("llama_4_scaling_beta"):
         return shape
-    growth = positive_number(rope, "llama_4_scaling_beta"), integer(rope, "original_max_position_embeddings")
-    return dataclasses.replace(shape, query_growth=growth)
+    slope, length = positive_number(rope, "llama_4_scaling_beta"), integer(rope, "original_max_position_embeddings")
+    return dataclasses.replace(shape, query_growth=QueryGrowth(slope, length))
 
 
 MINISTRAL3 = Family(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from kvjax.models.config import Mixture, ModelConfig
@@ -38,11 +40,7 @@ def expert_sources(block: str, maps: tuple[str, str, str] = ("gate_proj", "up_pr
         block: name of a layer's module, with `{layer}` in place of its number.
         maps: names of an expert's gate, up and down projection.
     """
-    fused = {
-        "gate": Source(f"{block}.experts.gate_up_proj", _gate_and_up, _gate),
-        "up": Source(f"{block}.experts.gate_up_proj", _gate_and_up, _up),
-        "down": Source(f"{block}.experts.down_proj"),
-    }
+    fused = fused_experts(block)
     sources = {
         f"layers.mlp.experts.{ours}.weight": Source(
             f"{block}.experts.{{expert}}.{theirs}.weight",
@@ -51,6 +49,29 @@ def expert_sources(block: str, maps: tuple[str, str, str] = ("gate_proj", "up_pr
         for ours, theirs in zip(fused, maps, strict=True)
     }
     return {"layers.mlp.router": Source(f"{block}.gate.weight"), **sources}
+
+
+def fused_experts(block: str) -> dict[str, Source]:
+    """Return the sources of gate, up and down of all experts, of which gate and up are concatenated in one tensor."""
+    return {
+        "gate": Source(f"{block}.experts.gate_up_proj", _gate_and_up, _gate),
+        "up": Source(f"{block}.experts.gate_up_proj", _gate_and_up, _up),
+        "down": Source(f"{block}.experts.down_proj"),
+    }
+
+
+def stored_in_out(source: Source) -> Source:
+    """Return the source of maps that are stored as [expert, in, out]."""
+
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        experts, out, into = leaf if source.shape is None else source.shape(leaf, config)
+        return experts, into, out
+
+    def read(tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
+        found = tensor.swapaxes(1, 2)
+        return found.copy() if source.read is None else source.read(found, config)
+
+    return dataclasses.replace(source, shape=shape, read=read)
 
 
 def _gate_and_up(leaf: Shape, config: ModelConfig) -> Shape:

@@ -12,7 +12,7 @@ from kvjax.models.families.settings import LAYER_TYPES, integer, read_windows
 
 def _config(settings: Settings) -> ModelConfig:
     shape = llama_config({**settings, "sliding_window": None})
-    rotated = _rotated(settings, shape.layers)
+    rotated = rotated_layers(settings, shape.layers)
     windowed = settings["use_sliding_window"] and settings["sliding_window"] is not None
     return dataclasses.replace(
         shape,
@@ -22,8 +22,12 @@ def _config(settings: Settings) -> ModelConfig:
     )
 
 
-def _rotated(settings: Settings, layers: int) -> list[bool]:
-    """Return whether each layer has RoPE; `no_rope_layers` has a 1 for layers with it."""
+def rotated_layers(settings: Settings, layers: int) -> list[bool]:
+    """Return whether each layer has RoPE; `no_rope_layers` has a 1 for layers with it.
+
+    Raises:
+        LoadError: a setting has the wrong type, or not one number for each layer.
+    """
     given = settings["no_rope_layers"]
     if given is None:
         period = integer(settings, "no_rope_layer_interval")

@@ -68,11 +68,12 @@ def collect(
         show: called with the number of texts done.
 
     Raises:
-        ValueError: the policy, the plan or the budget is unsuitable.
+        ValueError: the policy, the plan or the budget is unsuitable, or the model cannot read the texts.
     """
     check_policy(policy, mask)
     bound, config = ready(model, policy, budget, plan), model.config
     total, n = tokens.shape
+    config.check_bound(n)
     rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
     if bound.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")

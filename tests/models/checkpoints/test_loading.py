@@ -372,6 +372,15 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
             "'lfm2' is not supported: most of its layers have a recurrent state",
         ),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 2 layers"),
+        ({"model_type": "llama4_text", "moe_layers": 1}, "moe_layers must be a list of layers' numbers, not 1"),
+        (
+            {"model_type": "llama4_text", "layer_types": ["full"]},
+            "layer_types must be 2 of full_attention, chunked_att",
+        ),
+        (
+            {"model_type": "llama4_text", "rope_scaling": YARN},
+            "rope_type 'yarn' is not supported for llama4 with use_q",
+        ),
         ({"model_type": None}, r"model_type\) None is not supported"),
         (
             {"rope_scaling": {"type": "proportional", "factor": 2}},
@@ -385,8 +394,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"rope_parameters": [1]}, r"rope_scaling and rope_parameters must be objects, not \{\} and \[1\]"),
         ({"rope_scaling": {"type": "linear"}}, "factor must be a number above 0, not None"),
         (
-            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}},
-            r"needs low_freq_factor below high_freq_factor, not 4 and 4",
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 5}},
+            r"needs low_freq_factor up to high_freq_factor, not 5 and 4",
         ),
         ({"rope_theta": "1e4"}, "rope_theta must be a number above 0, not '1e4'"),
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported; supported are silu"),

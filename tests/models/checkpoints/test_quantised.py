@@ -77,7 +77,7 @@ def packed(tensor: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return codes[..., ::2] | codes[..., 1::2] << 4, (exponents + 127).astype(np.uint8), whole
 
 
-def test_mxfp4_experts_of_gpt_oss(tmp_path: Path) -> None:
+def test_mxfp4_experts_of_gpt_oss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     random_checkpoint("gpt_oss", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -87,7 +87,15 @@ def test_mxfp4_experts_of_gpt_oss(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     whole = kvjax.load(tmp_path)
     quantise(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, compact)
+    calls = list[Any]()
+
+    def counted(*given: Any) -> np.ndarray:
+        calls.append(given)
+        return of_mxfp4(*given)
+
+    monkeypatch.setattr("kvjax.models.checkpoints.quantised.of_mxfp4", counted)
     model = kvjax.load(tmp_path)
+    assert len(calls) == 3 * 2 * 8  # layers, tensors and experts: gates and up projections share a tensor
     jax.tree.map(np.testing.assert_array_equal, model.weights, whole.weights)
     mlp = kvjax.load(tmp_path, weights="int8").weights.layers[0].mlp
     assert isinstance(mlp, Experts)

@@ -1,0 +1,112 @@
+"""Llama 4: a mixture of experts, layers without RoPE, and attention within chunks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
+from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.mixture import fused_experts, read_mixture, stored_in_out
+from kvjax.models.families.settings import integer, positive_number
+from kvjax.models.families.smollm3 import rotated_layers
+
+_LAYER_TYPES = ("full_attention", "chunked_attention")
+
+
+def _config(settings: Settings) -> ModelConfig:
+    settings = {**settings, "no_rope_layers": settings["no_rope_layers"] or None}
+    shape = llama_config({**settings, "sliding_window": None})
+    assert shape.rope is not None
+    rotated = rotated_layers(settings, shape.layers)
+    normed, chunked = bool(settings["use_qk_norm"]), _is_chunked(settings, rotated)
+    if normed and shape.rope.magnitude != 1:
+        raise LoadError(f"rope_type {shape.rope.scaling!r} is not supported for llama4 with use_qk_norm=True.")
+    rope = dataclasses.replace(shape.rope, interleaved=True)
+    most = integer(settings, "attention_chunk_size") if chunked else shape.max_positions
+    return dataclasses.replace(
+        shape,
+        mlp_width=integer(settings, "intermediate_size_mlp"),
+        max_positions=min(shape.max_positions, most),
+        chunked=chunked,
+        rope=None,
+        ropes=tuple(rope if each else None for each in rotated),
+        query_key_norms=normed,
+        query_key_scales=not normed,
+        query_growth=_growth(settings),
+        mixture=_mixture(settings, shape.layers),
+    )
+
+
+def _is_chunked(settings: Settings, rotated: list[bool]) -> bool:
+    """Return whether any layer attends within chunks: by default those with RoPE."""
+    types = settings["layer_types"]
+    if types is None:
+        return settings["attention_chunk_size"] is not None and any(rotated)
+    if not isinstance(types, list) or len(types) != len(rotated) or any(kind not in _LAYER_TYPES for kind in types):
+        raise LoadError(f"layer_types must be {len(rotated)} of {', '.join(_LAYER_TYPES)}, not {types!r}.")
+    return "chunked_attention" in types
+
+
+def _growth(settings: Settings) -> QueryGrowth | None:
+    if not settings["attn_temperature_tuning"]:
+        return None
+    slope, length = positive_number(settings, "attn_scale"), integer(settings, "floor_scale")
+    return QueryGrowth(slope, length, offset=1, unrotated=True)
+
+
+def _mixture(settings: Settings, layers: int) -> Mixture | None:
+    given, step = settings["moe_layers"], integer(settings, "interleave_moe_layer_step")
+    if given is not None and (not isinstance(given, list) or not all(isinstance(layer, int) for layer in given)):
+        raise LoadError(f"moe_layers must be a list of layers' numbers, not {given!r}.")
+    dense = tuple(layer for layer in range(layers) if (layer not in given if given is not None else (layer + 1) % step))
+    if len(dense) == layers:
+        return None
+    mixture = read_mixture(settings, "intermediate_size", renormalised=False, dense_layers=dense)
+    return dataclasses.replace(
+        mixture, probability="sigmoid", weighted_inputs=True, shared_width=integer(settings, "intermediate_size")
+    )
+
+
+def _sources() -> Mapping[str, Source]:
+    block = "model.layers.{layer}.feed_forward"
+    sources = {"layers.mlp.router": Source(f"{block}.router.weight")}
+    for leaf, fused in fused_experts(block).items():
+        weight = f"{leaf}_proj.weight"
+        each = Source(f"{block}.experts.{{expert}}.{weight}")  # as quantized checkpoints have them
+        sources[f"layers.mlp.experts.{leaf}.weight"] = dataclasses.replace(stored_in_out(fused), others=(each,))
+        sources[f"layers.mlp.shared.{leaf}.weight"] = Source(f"{block}.shared_expert.{weight}")
+        sources[f"layers.mlp.{leaf}.weight"] = Source(f"{block}.{weight}")
+    return {**LLAMA_SOURCES, **sources}
+
+
+LLAMA4 = Family(
+    _config,
+    _sources(),
+    {
+        **LLAMA_DEFAULTS,
+        "max_position_embeddings": 131_072,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16_384,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        "moe_layers": None,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "layer_types": None,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    only={"mlp_bias": (False,)},
+)
