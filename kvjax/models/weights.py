@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,8 +19,10 @@ from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
 from kvjax.models.experts import Experts
 from kvjax.types import LayerConfig
 
-_AT_ONCE = 1 << 20
-"""Numbers quantized per block; a float32 copy of a whole weight would take several times the memory of the result."""
+_AT_ONCE = 1 << 16
+"""Numbers quantized per block, few enough for its float32 copy to stay in a processor's caches."""
+_ALIGNMENT = 64
+"""Bytes; where an array begins at a multiple of them, JAX takes it over on a CPU without a copy."""
 
 
 def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weights:
@@ -125,18 +128,42 @@ def random_weights(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jn
     return jax.tree_util.tree_map_with_path(draw, weight_shapes(config))
 
 
-def quantised(weight: Float[np.ndarray, "*out in"]) -> tuple[Int8[np.ndarray, "*out in"], Float[np.ndarray, "*out"]]:
+def empty_buffer(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """Allocate an array that `jax.device_put` takes over on a CPU without a copy; do not change it afterwards."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def quantised(
+    blocks: Iterable[Float[np.ndarray, "*rows in"]], shape: tuple[int, ...]
+) -> tuple[Int8[np.ndarray, "*out in"], Float[np.ndarray, "*out"]]:
     """Quantize the weight of a linear map to 8-bit integers with one float32 scale per output channel.
 
     Args:
-        weight: finite numbers of any float dtype; the number of largest magnitude in each row becomes 127 or -127.
+        blocks: the rows of the weight, in order: finite numbers of any float dtype. The number of largest magnitude in
+            each row becomes 127 or -127.
+        shape: shape of the weight.
     """
-    channels = weight.reshape(-1, weight.shape[-1])
-    numbers, scale = np.empty(channels.shape, np.int8), np.empty(len(channels), np.float32)
-    step = max(1, _AT_ONCE // weight.shape[-1])
-    for start in range(0, len(channels), step):
-        rows = slice(start, start + step)
-        wide = channels[rows].astype(np.float32)
-        scale[rows] = np.maximum(np.abs(wide).max(1) / 127, np.finfo(np.float32).tiny)
-        numbers[rows] = np.rint(wide / scale[rows, None])
-    return numbers.reshape(weight.shape), scale.reshape(weight.shape[:-1])
+    codes, scale = empty_buffer(shape, np.int8), np.empty(shape[:-1], np.float32)
+    channels, factors, start = codes.reshape(-1, shape[-1]), scale.reshape(-1), 0
+    step = max(1, _AT_ONCE // shape[-1])
+    for block in blocks:
+        rows = block.reshape(-1, shape[-1])
+        for first in range(0, len(rows), step):
+            wide = rows[first : first + step].astype(np.float32)
+            end = start + len(wide)
+            _round_rows(wide, channels[start:end], factors[start:end])
+            start = end
+    return codes, scale
+
+
+def _round_rows(
+    wide: Float[np.ndarray, "out in"], codes: Int8[np.ndarray, "out in"], scale: Float[np.ndarray, " out"]
+) -> None:
+    """Write the integers and scales of some rows, and use the rows for intermediate results."""
+    np.maximum(wide.max(1), -wide.min(1), out=scale)
+    np.maximum(scale / 127, np.finfo(np.float32).tiny, out=scale)
+    wide /= scale[:, None]
+    codes[...] = np.rint(wide, out=wide)

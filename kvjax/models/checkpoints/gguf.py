@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import functools
+import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jax.typing import DTypeLike
 
 from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Array, Header, Settings
 from kvjax.models.checkpoints.gguf_settings import config_settings
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.families import LoadError
+from kvjax.models.weights import empty_buffer
 
-_AT_ONCE = 1 << 20
-"""Numbers dequantized per block; its temporary arrays take several times the memory of these numbers in float32."""
+_AT_ONCE = 1 << 16
+"""Numbers dequantized per block, few enough for its temporary arrays to stay in a processor's caches."""
+_PLAIN: Mapping[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+}
+"""Kinds of numbers that are stored as they are."""
 
 
 def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
@@ -33,24 +39,14 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         LoadError: if the file is damaged, its architecture unknown, metadata missing, or `gguf` not installed.
     """
     try:
-        from gguf import GGUFReader
+        importlib.import_module("gguf")
     except ImportError:
         raise LoadError(f"reading {file} needs the package gguf: pip install 'kvjax[gguf]'.") from None
-
-    class Reader(GGUFReader):
-        def __setattr__(self, name: str, value: Any) -> None:
-            # The reader slices the file for every token, which takes a memory map three times as long as an array.
-            super().__setattr__(name, np.asarray(value) if name == "data" else value)
-
-        def _get(self, offset: int, dtype: DTypeLike, count: int = 1, *order: Any, **more: Any) -> np.ndarray:
-            # Slices beyond the end of a file are empty, and a damaged header may ask for a list of 2^60 of them.
-            if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.nbytes:
-                raise ValueError("it ends before the data that its header describes")
-            return super()._get(offset, dtype, count, *order, **more)
+    from kvjax.models.checkpoints.gguf_reader import Reader
 
     try:
         reader = Reader(file)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        metadata = reader.metadata()
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         # At the end of a truncated file the reader fails with errors of many types.
         raise LoadError(
@@ -79,6 +75,60 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     return settings, metadata, _stored(file, name, settings, tensors, shapes)
 
 
+class _Packed(NamedTuple):
+    """A tensor's place in a file.
+
+    Args:
+        file: the file.
+        name: name of the tensor.
+        shape: its shape.
+        offset: its first byte.
+        size: its number of bytes.
+        kind: its type in the format.
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+    kind: Any
+
+    def read(self, dtype: np.dtype) -> Array:
+        """Read the tensor in its own dtype, or dequantized to the given one."""
+        whole = empty_buffer(self.shape, _PLAIN.get(self.kind.name, dtype))
+        rows, start = whole.reshape(-1, self.shape[-1]), 0
+        for block in self.blocks():
+            rows[start : start + len(block)] = block
+            start += len(block)
+        return whole
+
+    def blocks(self) -> Iterator[Array]:
+        """Yield blocks of rows [rows, in], dequantized to float32 if they are quantized."""
+        dequantized, count = self._dequantization(), math.prod(self.shape[:-1])
+        step, of_row = max(1, _AT_ONCE // self.shape[-1]), self.size // count
+        with self.file.open("rb", buffering=0) as opened:
+            opened.seek(self.offset)
+            for start in range(0, count, step):
+                rows = min(step, count - start)
+                yield dequantized(np.frombuffer(opened.read(rows * of_row), np.uint8).reshape(rows, -1))
+
+    def _dequantization(self) -> Callable[[np.ndarray], Array]:
+        import gguf
+
+        if self.kind.name in _PLAIN:
+            return lambda packed: packed.view(_PLAIN[self.kind.name])
+        kind = getattr(gguf.quants, self.kind.name, None)
+        if kind is None:
+            raise LoadError(
+                f"{self.file}: tensor {self.name} is stored as {self.kind.name}, which the package gguf cannot "
+                "dequantise."
+            )
+        # `gguf.dequantize` does the same for 16 rows at a time, which takes three times as long.
+        kind.init_grid()
+        return kind.dequantize_rows
+
+
 def _stored(
     file: Path, name: str, settings: Settings, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Stored:
@@ -87,14 +137,12 @@ def _stored(
     def stored(tensor: Any) -> Tensor:
         stem = tensor.name.rpartition(".")[0].rpartition(".")[2]
         restore = ARCHITECTURES[name].restore.get(stem)
-        shape = shapes[tensor.name]
+        shape, size = shapes[tensor.name], tensor.n_bytes
         # Keep no reference to the reader, which maps the whole file.
-        read = functools.partial(
-            _read, file, tensor.name, tensor.data_offset, tensor.n_bytes, shape, tensor.tensor_type
-        )
-        return Tensor(
-            file, shape, tensor.n_bytes, read if restore is None else lambda dtype: restore(read(dtype), settings)
-        )
+        packed = _Packed(file, tensor.name, shape, tensor.data_offset, size, tensor.tensor_type)
+        if restore is None:
+            return Tensor(file, shape, size, packed.read, blocks=packed.blocks)
+        return Tensor(file, shape, size, lambda dtype: restore(packed.read(dtype), settings))
 
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, settings["num_hidden_layers"])
@@ -104,25 +152,3 @@ def _stored(
         {tensor.name: stored(tensor) for tensor in tensors.values()},
         rename=lambda wanted: names.get_name(wanted, try_suffixes=(".weight", ".bias")) or wanted,
     )
-
-
-def _read(file: Path, name: str, offset: int, size: int, shape: tuple[int, ...], kind: Any, dtype: np.dtype) -> Array:
-    """Read a tensor, dequantizing a few rows at a time if it is quantized."""
-    import gguf
-
-    plain = {"F64": np.float64, "F32": np.float32, "F16": np.float16}.get(kind.name)
-    if plain is not None:
-        return np.fromfile(file, plain, math.prod(shape), offset=offset).reshape(shape)
-    rows = math.prod(shape[:-1])
-    numbers = np.empty((rows, shape[-1]), dtype)
-    step = max(1, _AT_ONCE // shape[-1])
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        packed = np.fromfile(file, np.uint8, count * size // rows, offset=offset + start * size // rows)
-        try:
-            numbers[start : start + count] = gguf.dequantize(packed.reshape(count, -1), kind)
-        except NotImplementedError:
-            raise LoadError(
-                f"{file}: tensor {name} is stored as {kind.name}, which the package gguf cannot dequantise."
-            ) from None
-    return numbers.reshape(shape)

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -211,9 +211,22 @@ def _read_weights(
         tensor = reads.read(name, dtype)
         if source.read is not None:
             tensor = source.read(tensor, config)
+        tensor = in_dtype(tensor, name)
+        bar.advance(task, tensors[name].size)
+        return tensor
+
+    def read_blocks(name: str, source: Source) -> Iterator[np.ndarray]:
+        blocks = tensors[name].blocks
+        if blocks is None or source.read is not None:
+            yield read(name, source)
+            return
+        for block in blocks():
+            yield in_dtype(block, name)
+        bar.advance(task, tensors[name].size)
+
+    def in_dtype(tensor: np.ndarray, name: str) -> np.ndarray:
         tensor = tensor.astype(dtype, copy=False)
         refuse_damage(check_finite(tensor), name)
-        bar.advance(task, tensors[name].size)
         return tensor
 
     def place(tensor: np.ndarray, sharding: NamedSharding | None) -> Array:
@@ -242,7 +255,7 @@ def _read_weights(
         path = (*path, _WEIGHT)
         if not int8:
             return Linear(placed(path), bias)
-        return rounded(path, bias, origins[leaf_name(path)].read_quantised(read))
+        return rounded(path, bias, origins[leaf_name(path)].read_quantised(read_blocks))
 
     def rounded(path: tuple[Any, ...], bias: Array | None, numbers: tuple[np.ndarray, np.ndarray]) -> Linear:
         (weight, scale), sharding = numbers, shardings.get(leaf_name(path))
@@ -257,7 +270,7 @@ def _read_weights(
         shapes = dataclasses.replace(shapes, embedding=None) if int8 and config.tied else shapes
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
         if int8 and config.tied:
-            numbers = origins[_EMBEDDING].read_quantised(read)
+            numbers = origins[_EMBEDDING].read_quantised(read_blocks)
             table = rounded((jax.tree_util.GetAttrKey(_EMBEDDING),), None, numbers)
             made = dataclasses.replace(made, unembedding=table)
     return made, config

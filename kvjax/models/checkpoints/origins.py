@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from kvjax.models.weights import quantised
 
 ReadTensor = Callable[[str, Source], np.ndarray]
 """Function from a tensor's name and the source of its leaf to the leaf, or to one expert's part of it."""
+ReadBlocks = Callable[[str, Source], Iterator[np.ndarray]]
+"""Function like `ReadTensor` that yields blocks of rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,14 +62,10 @@ class Origin:
 
         return jax.make_array_from_callback(self.shape, sharding, shard).block_until_ready()
 
-    def read_quantised(self, read: ReadTensor) -> tuple[np.ndarray, np.ndarray]:
-        """Read the weight of a linear map in 8 bits, and its scale; only one expert at a time is in floating point."""
-        if not self.stacked:
-            return quantised(read(self.names[0], self.source))
-        codes, scale = np.empty(self.shape, np.int8), np.empty(self.shape[:-1], np.float32)
-        for expert, name in enumerate(self.names):
-            codes[expert], scale[expert] = quantised(read(name, self.source))
-        return codes, scale
+    def read_quantised(self, read: ReadBlocks) -> tuple[np.ndarray, np.ndarray]:
+        """Read the weight of a linear map in 8 bits, and its scale; only one block at a time is in floating point."""
+        blocks = (block for name in self.names for block in read(name, self.source))
+        return quantised(blocks, self.shape)
 
     def _experts(self, read: ReadTensor, dtype: np.dtype, experts: range) -> np.ndarray:
         whole = np.empty((len(experts), *self.shape[1:]), dtype)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Tensor:
             None for formats without such reads.
         kind: type in a safetensors file.
         codes: function that reads integers and numbers of 8 bits as they are; None for other types.
+        blocks: function that reads some rows [rows, in] at a time, in float32 if they are quantized; None for formats
+            without such reads.
     """
 
     file: Path
@@ -50,6 +52,7 @@ class Tensor:
     place: Callable[[np.dtype, jax.sharding.Sharding], jax.Array] | None = None
     kind: str = ""
     codes: Callable[[], np.ndarray] | None = None
+    blocks: Callable[[], Iterator[np.ndarray]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

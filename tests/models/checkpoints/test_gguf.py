@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 import kvjax
 from kvjax.models import FAMILIES, LoadError
+from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.decoder import DenseMlp
 from kvjax.models.families import read_model_config
@@ -386,6 +387,40 @@ def test_halves_and_rows_that_are_dequantised_in_pieces(tmp_path: Path, monkeypa
     assert_same(kvjax.load(tmp_path / "model.gguf"), kvjax.load(tmp_path))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [None, "F16", "Q4_1", "Q8_0"])
+def test_linear_maps_in_8_bits_are_those_of_the_same_weights(kind: str | None, dtype: str, tmp_path: Path) -> None:
+    described = settings(intermediate_size=1024)  # a gate of four blocks
+    tensors, packed = tensors_of(described), {}
+    if kind == "F16":
+        tensors = {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
+    elif kind is not None:
+        of = gguf.GGMLQuantizationType[kind]
+        matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2 and "_proj" not in name] + [GATE]
+        packed = {name: (gguf.quantize(tensors[name], of), of) for name in matrices}
+        tensors |= {name: gguf.dequantize(*each) for name, each in packed.items()}
+    write_safetensors(tmp_path, described, tensors)
+    write_gguf(tmp_path / "model.gguf", described, tensors, packed)
+    found, expected = (kvjax.load(place, dtype, weights="int8") for place in (tmp_path / "model.gguf", tmp_path))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(found.weights)} == {"int8", "float32", dtype}
+    jax.tree.map(np.testing.assert_array_equal, found.weights, expected.weights)
+
+
+def test_metadata_is_what_the_library_reads(tmp_path: Path) -> None:
+    lists = {
+        "strings": ["", "a", "Größe", "x" * 300],
+        "integers": [-1, 2**31 - 1],
+        "floats": [0.5, -3.0, float("inf")],
+        "truths": [True, False, True],
+        "nested": [["a", "bc"], ["d"]],
+    }
+    file = tmp_path / "model.gguf"
+    write_gguf(file, SETTINGS, tensors_of(SETTINGS), extra=lambda writer: add(writer, lists))
+    expected = {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+    _, metadata, _ = read_gguf(file)
+    assert metadata == expected and metadata["strings"] == lists["strings"] and metadata["truths"] == lists["truths"]
+
+
 def rope_freqs(writer: Any, factors: np.ndarray) -> None:
     writer.kv_data[0].pop("llama.rope.freq_base")
     writer.add_rope_freq_base(5e5)
@@ -583,6 +618,14 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert listed in file.read_bytes()
     file.write_bytes(file.read_bytes().replace(listed, key + kinds + struct.pack("<Q", 2**60)))
     refused(file, r"model\.gguf is truncated or not a GGUF file \(ValueError: it ends before the data that its header")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_array("words", ["a", "b"]))
+    listed = b"words" + struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING, 2)
+    content = file.read_bytes()
+    for count, length in ((2**60, 1), (2, 2**60)):
+        changed = listed[:-8] + struct.pack("<QQ", count, length)
+        assert listed + struct.pack("<Q", 1) in content
+        file.write_bytes(content.replace(listed + struct.pack("<Q", 1), changed))
+        refused(file, r"truncated or not a GGUF file \(ValueError: it ends before the data that its header describes")
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     refused(file, r"model\.gguf is truncated or not a GGUF file")
 
