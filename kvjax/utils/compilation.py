@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -15,6 +17,8 @@ from jax import monitoring
 
 _MAKING = "/jax/core/compile/"
 _MADE = "/jax/core/compile/backend_compile_duration"
+_LONG = 0.1
+"""Seconds of compiling or reading a program after which memory is returned to the system."""
 _MANY_MAPPINGS = 40_000
 """Memory mappings above which programs are dropped; XLA ends a process that exceeds Linux's limit, 65530."""
 
@@ -64,6 +68,12 @@ def drop_programs() -> None:
         gc.collect()
 
 
+def return_memory() -> None:
+    """Return freed memory to the system; glibc keeps what a compiler frees, which can be more than a model takes."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
 def temporary_bytes(programs: Iterable[jax.stages.Lowered]) -> int | None:
     """Return the largest temporary memory of any of the programs in bytes; None if the compiler reports none.
 
@@ -75,7 +85,10 @@ def temporary_bytes(programs: Iterable[jax.stages.Lowered]) -> int | None:
 
 
 class Compiling:
-    """Timer of the work on programs in a `with` block: tracing, lowering, and compiling or reading from a cache."""
+    """Timer of the work on programs in a `with` block: tracing, lowering, and compiling or reading from a cache.
+
+    It also returns the memory that large programs needed while they were made.
+    """
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
@@ -104,6 +117,8 @@ class Compiling:
     def _note(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
         if not event.startswith(_MAKING):
             return
+        if event == _MADE and end_time - start_time > _LONG:
+            return_memory()
         with self._lock:
             self.programs += event == _MADE
             # JAX reports a function traced inside another one first; its time is part of the outer one's.

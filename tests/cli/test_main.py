@@ -120,6 +120,13 @@ def test_a_process_whose_reader_has_gone_ends_quietly() -> None:
     assert (run.returncode, run.stderr) == (141, b"")
 
 
+def test_a_process_that_leaves_collects_no_garbage_of_all_its_modules() -> None:
+    script = "import atexit, gc; from kvjax.cli import commands; print(len(gc.get_objects()) > 50_000); "
+    script += "atexit.register(lambda: print(len(gc.get_objects()) < 1000)); commands.leave(3)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (3, "True\nTrue\n", "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.8, 1.5, 2.5, 4.0])
 def test_an_interrupted_process_ends_without_a_word(seconds: float) -> None:
