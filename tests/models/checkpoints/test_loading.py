@@ -161,6 +161,16 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     assert half.dtype == half.layers[0].query(half.table.rows(jnp.arange(2)).astype(half.dtype)).dtype == jnp.bfloat16
 
 
+def test_bfloat16_on_a_cpu_brings_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    load("tiny", "bfloat16")
+    said = capsys.readouterr().err
+    assert said.startswith("kvjax: bfloat16 ") and said.endswith(".\n") and said.count("\n") == 1
+    assert "int8" in said and "float32" in said
+    load("tiny")
+    load("tiny", "bfloat16", weights="int8")
+    assert not capsys.readouterr().err
+
+
 def test_auto_takes_8_bits_where_they_are_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
