@@ -68,13 +68,8 @@ class Matching(SlotResidual):
         kind = wide(new.k.dtype)
         q, counts = sampled(queries, self.queries, kind)
 
-        def logits(view: View) -> Float[Array, "b h r c"]:
-            products = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(kind), precision="highest")
-            x = spec.capped(products) + view.slots.residual[:, :, None]
-            return jnp.where(view.live[:, :, None], x, -jnp.inf)
-
-        every, staying = logits(before), logits(after)
-        highest = jnp.maximum(every.max(-1, keepdims=True), jnp.finfo(kind).min)
+        every, staying = (slot_logits(q, view, new) + view.slots.residual[:, :, None] for view in (before, after))
+        highest = finite_max(every)
         shares, kept = (jnp.exp(x - highest) * counts[..., None] for x in (every, staying))
         mass = shares.sum(-1)
         factors = matched_factors(kept, mass, self.ridge, BOX)
@@ -88,6 +83,18 @@ class Matching(SlotResidual):
         changed = fewer & after.live
         bias = after.slots.residual + jnp.where(changed, jnp.log(factors), 0)
         return Rewritten(jnp.where(changed[..., None], old + change, after.values(new)).astype(new.v.dtype), bias)
+
+
+def slot_logits(q: Float[Array, "b h r d"], view: View, new: New) -> Float[Array, "b h r c"]:
+    """Return the logits of queries at every slot, without regard to positions; -inf for empty slots."""
+    assert new.config is not None
+    products = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(q.dtype), precision="highest")
+    return jnp.where(view.live[:, :, None], new.config.spec.capped(products), -jnp.inf)
+
+
+def finite_max(logits: Float[Array, "b h r c"]) -> Float[Array, "b h r 1"]:
+    """Return the largest logit of each query, which is subtracted before exponentials; finite without live slots."""
+    return jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(logits.dtype).min)
 
 
 def matched_factors(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from kvjax.methods.attention_matching import matched_factors, sampled
+from kvjax.methods.attention_matching import finite_max, matched_factors, sampled, slot_logits
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
@@ -83,13 +83,9 @@ class Pursuit(PromptScore):
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return 1 for the key chosen first, less for later ones, and 0 for those that are not chosen."""
-        assert new.config is not None
-        kind = wide(new.k.dtype)
-        q, counts = sampled(Queries(new.q, new.valid), self.queries, kind)
-        products = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(kind), precision="highest")
-        logits = jnp.where(view.live[:, :, None], new.config.spec.capped(products), -jnp.inf)
-        highest = jnp.maximum(logits.max(-1, keepdims=True), jnp.finfo(kind).min)
-        shares = jnp.exp(logits - highest) * counts[..., None]
+        q, counts = sampled(Queries(new.q, new.valid), self.queries, wide(new.k.dtype))
+        logits = slot_logits(q, view, new)
+        shares = jnp.exp(logits - finite_max(logits)) * counts[..., None]
         most = min(self.lines[0], view.capacity) if self.lines else view.capacity
         return chosen_first(shares, -(-most // self.each), min(self.each, most), self.ridge)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from typing import Any
 
@@ -72,9 +73,14 @@ class PerplexityTask(Task):
 
 def first_choices(model: Model, tokens: Int[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:
     """Return the likeliest token in the place of each under full attention; the first of a row is itself."""
-    # Logits are large: those of one row at a time.
-    rows = [np.asarray(jnp.argmax(model.logits(row[None])[0, :-1], axis=-1)) for row in tokens]
-    return np.concatenate([tokens[:, :1], np.stack(rows)], axis=1)
+    return _first_choices(model, tuple(map(tuple, tokens.tolist())))
+
+
+@functools.lru_cache(1)
+def _first_choices(model: Model, rows: tuple[tuple[int, ...], ...]) -> Int[np.ndarray, "b n"]:
+    # All policies and budgets read the same passages. Logits are large: those of one row at a time.
+    choices = [np.asarray(jnp.argmax(model.logits([row])[0, :-1], axis=-1)) for row in rows]
+    return np.stack([np.concatenate([row[:1], chosen]) for row, chosen in zip(rows, choices, strict=True)])
 
 
 def _of_nats(model: Model, read: Passages, prefix: int, nats: Float[np.ndarray, "b m"]) -> dict[str, Any]:
