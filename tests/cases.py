@@ -152,7 +152,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known = plain(policy.plan) | inner | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
     known |= {"evict_every": policy.evict_every, "positions": policy.codec.positions, "codec": policy.codec.name}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
-    known |= {name: memory[name] for name in ("queries", "ridge") if name in memory}
+    known |= {name: memory[name] for name in ("queries", "ridge", "bound") if name in memory}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
     known |= {"context_limit": limited.context_limit, "middle": limited.middle, "omega": policy.protection.omega}
@@ -510,8 +510,11 @@ PAIRS: dict[str, Case] = {
     # Slots that stay get a bias and new values.
     **{
         f"attention_matching+{name}": pair(name, residual="attention_matching", settings={"residual.queries": 24})
-        for name in ("h2o", "snapkv", "keyformer", "tova", "l2", "h2o-pyramid", "omp")
+        for name in ("h2o", "snapkv", "keyformer", "tova", "l2", "h2o-pyramid")
     },
+    "attention_matching+omp": pair(
+        "omp", residual="attention_matching", settings={"residual.queries": 24, "residual.bound": 7.0}
+    ),
     "attention_matching+h2o+adakv": pair("h2o", residual="attention_matching", plan="adakv"),
     "attention_matching+h2o+int8": pair("h2o", residual="attention_matching", codec="int8"),
     # A selection reads only some of what the score keeps, and all that a residual remembers.

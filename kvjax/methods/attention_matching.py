@@ -15,9 +15,6 @@ from kvjax.methods.register import register_part
 from kvjax.policies.residual import Queries, Rewritten, SlotResidual
 from kvjax.types import New, View, check, setting, wide
 
-BOX = math.exp(-3), math.exp(3)
-"""Bounds of the factors B."""
-
 STEPS = 2
 """Projected steps after least squares."""
 
@@ -28,14 +25,16 @@ class Matching(SlotResidual):
     r"""Slots that stay of a text get a bias b and new values, such that queries find the mass and the output of all.
 
     .. math::
-        B = \arg\min_{e^{-3} \le B \le e^3} \lVert M B - m \rVert^2, \quad M = e^{s q C^\top - \max}, \quad
+        B = \arg\min_{e^{-u} \le B \le e^u} \lVert M B - m \rVert^2, \quad M = e^{s q C^\top - \max}, \quad
         b = \log B, \qquad
         V' = \arg\min \lVert \mathrm{softmax}(s q C^\top + b) V' - \mathrm{softmax}(s q K^\top) V \rVert^2
 
-    with the keys C that the policy keeps of all keys K, and the mass m of all. B is clipped least squares, then two
-    projected steps. A ridge keeps B near 1 and V' near the kept values where few queries tell. The queries are those of
-    the text, each over all keys, since later queries see all of them; `kvjax.compress` takes those of a given text.
-    What is evicted while the model writes is dropped. Layers with a window of their own keep their slots as they are.
+    with the keys C that the policy keeps of all keys K, the mass m of all, and a bound u of biases, 3 as in the paper.
+    (For `omp` the paper takes 7, and drops keys whose bias would be below -7; here theirs is -7.) B is clipped least
+    squares, then two projected steps. A ridge keeps B near 1 and V' near the kept values where few queries tell. The
+    queries are those of the text, each over all keys, since later queries see all of them; `kvjax.compress` takes those
+    of a given text. What is evicted while the model writes is dropped. Layers with a window of their own keep their
+    slots as they are.
 
     From: Attention Matching, arXiv 2602.16284.
 
@@ -46,16 +45,19 @@ class Matching(SlotResidual):
     Args:
         queries: most queries of a text that are matched, at even distances.
         ridge: weight of the changes to B and to values, as a share of the mean square of a slot's column.
+        bound: largest absolute bias that one compression adds.
     """
 
     against_alibi: ClassVar[str] = "attention_matching matches queries at all distances"
 
     queries: int = setting(256)
     ridge: float = setting(1e-2)
+    bound: float = setting(3.0)
 
     def __post_init__(self) -> None:
         check(self.queries >= 1, "queries", self.queries, "a number from 1")
         check(self.ridge > 0, "ridge", self.ridge, "a number above 0")
+        check(0 < self.bound < 30, "bound", self.bound, "a number above 0 and below 30")
 
     def rewrite(self, before: View, after: View, queries: Queries, new: New) -> Rewritten | None:
         """Return values and biases of the slots that stay, fitted to the attention over the slots before eviction."""
@@ -72,7 +74,7 @@ class Matching(SlotResidual):
         highest = finite_max(every)
         shares, kept = (jnp.exp(x - highest) * counts[..., None] for x in (every, staying))
         mass = shares.sum(-1)
-        factors = matched_factors(kept, mass, self.ridge, BOX)
+        factors = matched_factors(kept, mass, self.ridge, self.bound)
         values, old = (jnp.where(view.live[..., None], view.values(new), 0).astype(kind) for view in (before, after))
         output = jnp.einsum("bhrc,bhce->bhre", shares, values, precision="highest") / _safe(mass)[..., None]
         weights = kept * factors[:, :, None]
@@ -98,7 +100,7 @@ def finite_max(logits: Float[Array, "b h r c"]) -> Float[Array, "b h r 1"]:
 
 
 def matched_factors(
-    kept: Float[Array, "b h r c"], mass: Float[Array, "b h r"], ridge: float, box: tuple[float, float]
+    kept: Float[Array, "b h r c"], mass: Float[Array, "b h r"], ridge: float, bound: float
 ) -> Float[Array, "b h c"]:
     """Return B: least squares of the mass, clipped, then projected steps of the gradient.
 
@@ -106,8 +108,9 @@ def matched_factors(
         kept: M, zero for empty slots.
         mass: of all keys, for each query.
         ridge: see `Matching`.
-        box: bounds of B.
+        bound: largest absolute logarithm of B.
     """
+    box = math.exp(-bound), math.exp(bound)
     missing = mass - kept.sum(-1)
     factors = jnp.clip(1 + least_squares(kept, missing[..., None], ridge)[..., 0], *box)
     gram = jnp.einsum("bhrc,bhrs->bhcs", kept, kept, precision="highest")

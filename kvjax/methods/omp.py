@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -22,8 +21,8 @@ from kvjax.types import New, View, check, setting, wide
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
-BOX = math.exp(-7), math.exp(7)
-"""Bounds of the factors B."""
+BOUND = 7.0
+"""Largest absolute logarithm of the factors B."""
 
 
 @struct.dataclass
@@ -111,7 +110,7 @@ def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge:
         )
         columns = jnp.take_along_axis(shares, at[:, :, None], -1)
         chosen = jax.lax.dynamic_update_slice_in_dim(chosen, columns, number * each, -1)
-        factors = matched_factors(chosen, mass, ridge, BOX)
+        factors = matched_factors(chosen, mass, ridge, BOUND)
         missing = mass - jnp.einsum("bhrc,bhc->bhr", chosen, factors, precision="highest")
         return (scores, missing, chosen), None
 
@@ -131,7 +130,8 @@ def omp(
 ) -> Policy:
     """Keys that together explain how much attention the queries of the prompt pay, chosen one after another.
 
-    When: under `--residual attention_matching`, for a prompt that is compressed once and read often. Choosing takes a
-    small least squares for every `each` slots. Generated tokens are evicted first, except the newest `recent` ones.
+    When: under `--residual attention_matching --set residual.bound=7`, for a prompt that is compressed once and read
+    often. Choosing takes a small least squares for every `each` slots. Generated tokens are evicted first, except the
+    newest `recent` ones.
     """
     return combine(Pursuit(queries=queries, each=each, ridge=ridge), recent=recent, **common)

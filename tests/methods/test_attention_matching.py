@@ -110,7 +110,7 @@ def test_matches_the_queries_of_a_replay(plan: str | None, x64: None) -> None:
             staying = np.isin(np.asarray(before.position[row, head])[live], kept(pressed, row)[0][head])
             numbers = np.exp(q @ k.T / math.sqrt(GQA.head_width))
             numbers /= numbers.max(1, keepdims=True)
-            factors = factors_of(numbers[:, staying], numbers.sum(1), 0.03)
+            factors = factors_of(numbers[:, staying], numbers.sum(1), 0.03, 3)
             weights = numbers[:, staying] * factors
             weights /= weights.sum(1, keepdims=True)
             missing = numbers @ v / numbers.sum(1, keepdims=True) - weights @ v[staying]

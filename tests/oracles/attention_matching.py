@@ -17,7 +17,7 @@ def ridge_regression(inputs: np.ndarray, outputs: np.ndarray, ridge: float) -> n
     return np.linalg.solve(inputs.T @ inputs + weight * np.eye(inputs.shape[1]), inputs.T @ outputs)
 
 
-def factors_of(kept: np.ndarray, mass: np.ndarray, ridge: float, bound: float = 3) -> np.ndarray:
+def factors_of(kept: np.ndarray, mass: np.ndarray, ridge: float, bound: float) -> np.ndarray:
     """The B of least |M B - m|^2 from e^-bound to e^bound: clipped least squares around 1, and two projected steps."""
     box = math.exp(-bound), math.exp(bound)
     factors = np.clip(1 + ridge_regression(kept, mass - kept.sum(1), ridge), *box)
@@ -37,6 +37,7 @@ class _AttentionMatching(Oracle):
     codec: str
     queries: int
     ridge: float
+    bound: float
 
     def start(self):
         super().start()
@@ -62,7 +63,7 @@ class _AttentionMatching(Oracle):
         logits = queries @ keys.T / math.sqrt(keys.shape[1]) + bias
         numbers = np.exp(logits - logits.max(1, keepdims=True))
         kept, mass = numbers[:, staying], numbers.sum(1)
-        factors = factors_of(kept, mass, self.ridge)
+        factors = factors_of(kept, mass, self.ridge, self.bound)
         weights = kept * factors / (kept * factors).sum(1, keepdims=True)
         missing = numbers @ values / mass[:, None] - weights @ values[staying]
         for i, change, factor in zip(staying, ridge_regression(weights, missing, self.ridge), factors, strict=True):
