@@ -159,7 +159,8 @@ def _budgets(rows: Sequence[Row]) -> list[str]:
 
 
 def _measured(file: Path, model: str) -> list[Row]:
-    return [row for row in RowFile(file).rows if row["model"] == model]
+    rows = [row for row in RowFile(file).rows if row["model"] == model]
+    return [row | {"policy": row["policy"].partition("[")[0]} for row in rows]
 
 
 def _draw(rows: Sequence[Row], file: Path) -> None:
@@ -186,7 +187,11 @@ def _draw(rows: Sequence[Row], file: Path) -> None:
 
 
 def _names(options: argparse.Namespace) -> list[str]:
-    return options.policies or [name for name in methods.REGISTRY if name not in LEFT_OUT]
+    names = options.policies or [name for name in methods.REGISTRY if name not in LEFT_OUT]
+    calibrated = (
+        {} if options.calibrated is None else {"triattention": f"triattention[checkpoint={options.calibrated}]"}
+    )
+    return [calibrated.get(name, name) for name in names]
 
 
 def _tasks(options: argparse.Namespace) -> list[list[str]]:
@@ -207,6 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default="8", help="of each family and depth; 0 for none (default: 8)")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--name", default="methods", help="of the page and of the folder of rows (default: methods)")
+    parser.add_argument("--calibrated", type=Path, metavar="DIR", help="of `kvjax calibrate`, for triattention")
     parser.add_argument("--page-only", action="store_true", help="write the page of what there is; measure nothing")
     return parser
 

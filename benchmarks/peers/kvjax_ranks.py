@@ -24,7 +24,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "noncausal, corrected": {},
     "compactor": {"recent": 4},
     "compactor, corrected": {"recent": 4},
+    "finch": {"recent": 32},
+    "chunkkv": {"base": "l2"},
+    "chunkkv, corrected": {"base": "l2"},
+    "kvzip": {"sinks": 4},
+    "kvzip, normalized": {"sinks": 4, "normalized": True},
 }
+
+REQUEST = "\n\nRepeat the previous context exactly.\n"
+"""What KVzip says before it reads a context again, without a chat template."""
 
 
 def of_kvpress(policy: kvjax.Policy, projections: np.ndarray) -> kvjax.Policy:
@@ -54,18 +62,20 @@ def main() -> None:
     print("| method |", " | ".join(map(str, plan["ratios"])), "|\n| --- |", " --- |" * len(plan["ratios"]))
     for name, settings in METHODS.items():
         chosen: dict[str, Any] = {"recent": 0} | settings
+        if name.startswith("kvzip"):
+            chosen["prompt"] = tuple(model.tokenizer.encode(REQUEST, add_special_tokens=False))
         made = kvjax.policy(name.partition(",")[0], **chosen)
         policy, cells = of_kvpress(made, known["projections"]), []
         for ratio in plan["ratios"]:
             shares = []
             for number, case in enumerate(cases[: given.count]):
-                slots = int(len(case["context"]) * (1 - ratio))
-                state, _ = kvjax.prefill(model, policy, [case["context"]], slots, max_new_tokens=1)
                 theirs = known[f"{number}|{name}|{ratio}"]
+                slots, context = int(theirs.mean((0, 1)).sum()), case["context"][: theirs.shape[-1]]
+                state, _ = kvjax.prefill(model, policy, [context], slots, max_new_tokens=1)
                 for layer, held in enumerate(kvjax.held_positions(state)):
                     for head, positions in enumerate(held[0]):
-                        both = set(positions.tolist()) & set(theirs[layer][head].tolist())
-                        shares.append(len(both) / slots)
+                        kept = theirs[layer, head]
+                        shares.append(kept[positions].sum() / max(kept.sum(), 1))
             cells.append(f"{np.mean(shares):.1%} ({min(shares):.1%})")
         print(f"| `{name}` |", " | ".join(cells), "|", flush=True)
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kvpress
@@ -51,6 +52,41 @@ class PerHead(kvpress.CompactorPress):
         return found
 
 
+class ChunksOfHeads(kvpress.ChunkKVPress):
+    """ChunkKV with chunks of each head's own."""
+
+    def compress(
+        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that stay."""
+        found: list[tuple[Tensor, Tensor]] = []
+        for head in range(keys.shape[1]):
+            own = slice(head, head + 1)
+            found.append(super().compress(module, hidden_states, keys[:, own], values[:, own], *rest))
+        return torch.cat([k for k, _ in found], 1), torch.cat([v for _, v in found], 1)
+
+
+def finch(ratio: float) -> kvpress.FinchPress:
+    """Return FINCH whose question is the last 32 tokens."""
+    press = kvpress.FinchPress(ratio)
+    press.window_size = 32
+    return press
+
+
+def chunked(ratio: float) -> dict[str, kvpress.ChunkKVPress]:
+    """Return the methods that keep chunks, at a share to evict."""
+    kinds = {"chunkkv": kvpress.ChunkKVPress, "chunkkv, corrected": ChunksOfHeads}
+    return {name: kind(kvpress.KnormPress(ratio)) for name, kind in kinds.items()}
+
+
+def replaying(ratio: float) -> dict[str, kvpress.KVzipPress]:
+    """Return the methods that read a context again, at a share to evict."""
+    return {
+        "kvzip": kvpress.KVzipPress(ratio),
+        "kvzip, normalized": kvpress.KVzipPress(ratio, kvzip_plus_normalization=True),
+    }
+
+
 def methods(ratio: float) -> dict[str, kvpress.ScorerPress]:
     """Return the methods at a share to evict."""
     compactor = kvpress.CompactorPress(ratio)
@@ -65,6 +101,7 @@ def methods(ratio: float) -> dict[str, kvpress.ScorerPress]:
         "noncausal, corrected": NonCausal(ratio),
         "compactor": compactor,
         "compactor, corrected": PerHead(ratio),
+        "finch": finch(ratio),
     }
 
 
@@ -73,7 +110,8 @@ class Together(kvpress.BasePress):
 
     def __init__(self, ratios: list[float]) -> None:
         self.presses = {f"{name}|{ratio}": press for ratio in ratios for name, press in methods(ratio).items()}
-        self.kept: dict[str, list[np.ndarray]] = {name: [] for name in self.presses}
+        self.chunked = {f"{name}|{ratio}": press for ratio in ratios for name, press in chunked(ratio).items()}
+        self.kept: dict[str, list[np.ndarray]] = {name: [] for name in (*self.presses, *self.chunked)}
 
     def compress(
         self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor, kwargs: Any
@@ -86,8 +124,30 @@ class Together(kvpress.BasePress):
                 known[method] = press.score(module, hidden_states, keys, values, attentions, kwargs)
             scores = known[method]
             count = int(keys.shape[2] * (1 - press.compression_ratio))
-            self.kept[name].append(scores[0].topk(count, dim=-1).indices.sort(-1).values.numpy().astype(np.uint16))
+            self.kept[name].append(mask(scores[0].topk(count, dim=-1).indices, keys.shape[2]))
+        for name, press in self.chunked.items():
+            whole = slice(keys.shape[2] // press.chunk_length * press.chunk_length)
+            places = torch.arange(whole.stop)[None, None, :, None].expand_as(keys[:, :, whole])
+            _, places = press.compress(module, hidden_states, keys[:, :, whole], places, None, kwargs)
+            self.kept[name].append(mask(places[0, :, :, 0], whole.stop))
         return keys, values
+
+
+def mask(places: Tensor, length: int) -> np.ndarray:
+    """Return True at the given places of each head, as [heads, length]."""
+    return torch.zeros(places.shape[0], length, dtype=torch.bool).scatter(1, places, True).numpy()
+
+
+def reread(model: nn.Module, context: list[int], press: kvpress.KVzipPress) -> np.ndarray:
+    """Return a mask of what KVzip keeps of a context, [layers, heads, length]."""
+    with press(model):
+        model.model(input_ids=torch.tensor([context]), past_key_values=transformers.DynamicCache())
+    kept = np.ones((len(model.model.layers), model.config.num_key_value_heads, len(context)), bool)
+    for layer, own in zip(model.model.layers, kept, strict=True):
+        _, heads, places = layer.self_attn.masked_key_indices
+        own[heads.numpy(), places.numpy()] = False
+        layer.self_attn.masked_key_indices = None
+    return kept
 
 
 @torch.inference_mode()
@@ -102,6 +162,9 @@ def main() -> None:
     plan, *cases = map(json.loads, given.cases.read_text().splitlines())
     model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     torch.set_num_threads(1)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
+    tokenizer.chat_template = None  # contexts have none
+    kvpress.presses.kvzip_press.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: tokenizer)
     config, found = model.config, dict[str, np.ndarray]()
     shape = (1, config.num_key_value_heads, config.head_dim, 48)
     drawn = [torch.randn(shape, generator=torch.manual_seed(layer)) for layer in range(config.num_hidden_layers)]
@@ -111,6 +174,8 @@ def main() -> None:
         with press(model):
             model.model(input_ids=torch.tensor([case["context"]]))
         found |= {f"{number}|{name}": np.stack(layers) for name, layers in press.kept.items()}
+        again = {f"{name}|{ratio}": each for ratio in plan["ratios"] for name, each in replaying(ratio).items()}
+        found |= {f"{number}|{name}": reread(model, case["context"], each) for name, each in again.items()}
         print(number, case["family"], flush=True)
     np.savez_compressed(given.out, **found)
 

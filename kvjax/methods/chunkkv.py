@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,6 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import as_numbers
 from kvjax.policies.score import UNRANKED, ScoreOver
 from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
-
-if TYPE_CHECKING:
-    pass
 
 
 @struct.dataclass

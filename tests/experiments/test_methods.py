@@ -10,7 +10,13 @@ import pytest
 
 from experiments.methods import main
 
-CASES = {"full": [2.0, 3.0], "h2o": [2.1, 3.3], "streaming": [2.5, 3.5], "fastgen": [2.0, 3.1]}
+CASES = {
+    "full": [2.0, 3.0],
+    "h2o": [2.1, 3.3],
+    "streaming": [2.5, 3.5],
+    "fastgen": [2.0, 3.1],
+    "triattention[checkpoint=d]": [2.4, 3.0],
+}
 """Nats of two passages."""
 
 
@@ -45,6 +51,7 @@ def test_losses_are_means_over_passages_with_their_errors(written: str) -> None:
     assert "those of the full cache (2.5000)" in written
     assert "| ranked by attention at every token | `h2o` | +0.200 ± 0.100 | – |" in written
     assert "| ranked by attention at every token | `fastgen` | – | +0.050 ± 0.050 |" in written
+    assert "| `triattention` | +0.200 ± 0.200 | – |" in written
     assert "| ranked by position | `streaming` | +0.500 ± 0.000 | – |" in written
 
 
