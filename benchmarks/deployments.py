@@ -262,31 +262,31 @@ def page(kept: dict[str, Any]) -> str:
     text = [
         "# Models on many chips",
         "Decode steps and prompts with the shapes of Llama 3.1, compiled ahead of time for chips that were not "
-        "available; bytes are those that the compiler reports for one device. Made by `kvjax bench deployments`, with "
-        "`--chips v5e,v5p,v6e` if `jax[tpu]` is installed and `--chips h100` if the CUDA plugin of jax is; rows on "
-        "disk, which name their jax, are not compiled again. Nothing here has run: the page reports what fits in "
-        "memory, not its speed.",
-        f"All devices lie along `model`: 8 share the KV heads, further ones the slots of each head. A text of 8192 "
-        f"tokens is a prompt of 7936 and {NEW_TOKENS} new ones, and so for the others; `h2o` keeps a share of it, and "
-        "codes of 8 bits come with a scale for each key and value. Programs may have "
+        "available. All bytes are those that the compiler reports for one device. Nothing here has run: the page "
+        "shows what fits in memory, not how fast it is. Made by `kvjax bench deployments`, with `--chips "
+        "v5e,v5p,v6e` where `jax[tpu]` is installed, and with `--chips h100` where the CUDA plugin of jax is. Results "
+        "on disk are not compiled again; each names its version of jax.",
+        f"All devices lie along the mesh axis `model`: up to 8 split the KV heads, and more split the slots of each "
+        f"head. The last {NEW_TOKENS} tokens of each context are generated, the others are the prompt. `h2o` keeps a "
+        "share of the context. Slots in int8 have a scale for each key and each value. The memory for programs is "
         + ", ".join(f"{size / GIB:.2f} GiB on {chip}" for chip, size in MEMORY.items())
-        + " (of TPUs what their compiler says it has; of H100 what the device reports, of which jax takes three "
-        "quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more).",
+        + ". For TPUs that is the compiler's own number. For the H100 it is the device's memory, of which jax "
+        "reserves three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.",
         "## Weights",
-        "GB of one device. Weights of queries, keys and values are whole on devices that share the same KV heads: "
-        f"beyond 8 devices those of attention's output, MLP and vocabulary go on shrinking. {_floor()}",
+        "GB per device. Devices that split the slots of a KV head each hold its whole query, key and value weights. "
+        f"With more than 8 devices, only the other weights become smaller. {_floor()}",
         _weights(),
         "## Decode steps",
-        f"Steps of {FEW} layers were compiled for each line, at about the batch that fits, and whole models "
-        "extrapolated: layers are alike, so weights and caches grow by as much with each. Temporaries (new results "
-        f"among them) are those of {FEW} layers and what a whole program takes besides, from the table of whole models "
-        "below: under h2o that is counted for each row and slot. (On H100 it is just that: the logits of each layer, "
-        "as the compiler puts off to the end of the step what scores make of them. On TPU some of it is copies of "
-        "weights, so the count is on the safe side.) Where a step of that context was not compiled "
-        f"(≈), it follows from that of {REFERENCE[1] // 1024}k by the number of slots. Rows are the largest batch for "
-        "which weights, caches and temporaries fit together; for none, the model does not fit there. On TPU attention "
-        "and, where a device has whole heads, the exchange of slots are Pallas kernels inside of `shard_map`; on H100 "
-        "all is XLA's, as `auto` takes it there.",
+        f"For each line, steps of {FEW} layers were compiled with about the largest batch that fits, and extrapolated "
+        "to all layers: every layer adds the same weights and caches. Temporary memory includes the new results. It "
+        f"is that of {FEW} layers, plus the difference to the whole model from the table of whole models below, which "
+        "under `h2o` is scaled with rows and slots. (On the H100 that difference is the logits of each layer, from "
+        "which the compiler computes scores only at the end of the step. On TPUs a part of it is copies of weights, so "
+        "the estimate is high.) Contexts that were not compiled (≈) are scaled from that of "
+        f"{REFERENCE[1] // 1024}k by their slots. The number of rows is the largest batch for which weights, caches "
+        "and temporary memory fit; without a number, the model does not fit. On TPUs, attention runs in Pallas kernels "
+        "inside `shard_map`, and so does eviction where a device has whole heads. On the H100 everything is compiled "
+        "by XLA, which is what `auto` chooses.",
     ]
     for each in DEPLOYMENTS:
         text += _section(each, kept)
@@ -307,13 +307,15 @@ def _section(each: Deployment, kept: dict[str, Any]) -> list[str]:
         ]
         for variant in VARIANTS
     ]
-    headings = [f"{context // 1024}k: {what}" for context in CONTEXTS for what in ("MB a row", "temporary MB", "rows")]
+    headings = [
+        f"{context // 1024}k: {what}" for context in CONTEXTS for what in ("MB per row", "temporary MB", "rows")
+    ]
     reference = {
         depth: _accepted(kept, f"{each.name}, {depth} layers") for depth in (FEW, MORE, SHAPES[each.model].layers)
     }
     return [
         f"### {each.name}",
-        f"{known[0].weights / 1e9:.2f} GB of weights on each device. {_each_layer(reference)}{_depth(each, kept)}",
+        f"{known[0].weights / 1e9:.2f} GB of weights per device. {_each_layer(reference)}{_depth(each, kept)}",
         markdown_table(["cache", "slots", *headings], rows),
     ]
 
@@ -321,7 +323,7 @@ def _section(each: Deployment, kept: dict[str, Any]) -> list[str]:
 def _depth(each: Deployment, kept: dict[str, Any]) -> str:
     if _accepted(kept, f"{each.name}, {SHAPES[each.model].layers} layers"):
         return ""
-    return f" Not compiled whole: how temporaries grow with the depth is from {FEW} and {MORE} layers."
+    return f" The whole model was not compiled: the growth of temporary memory is that from {FEW} to {MORE} layers."
 
 
 def _cells(found: Fit | None) -> list[Any]:
@@ -338,7 +340,7 @@ def _each_layer(reference: dict[int, Any]) -> str:
         return ""
     least, most = min(counts), max(counts)
     kinds = {kind: round((count - counts[least].get(kind, 0)) / (most - least)) for kind, count in counts[most].items()}
-    return f"Collectives of a layer under h2o: {', '.join(f'{n} {kind}' for kind, n in kinds.items() if n) or 'none'}."
+    return f"Collectives per layer under `h2o`: {', '.join(f'{n} {kind}' for kind, n in kinds.items() if n) or 'none'}."
 
 
 def _whole(kept: dict[str, Any]) -> list[str]:
@@ -360,8 +362,8 @@ def _whole(kept: dict[str, Any]) -> list[str]:
     headings = [f"{what}, {how}" for what in ("weights", "caches", "temporary") for how in ("extrapolated", "whole")]
     return [
         f"Steps of {variant.policy} at {variant.budget:.0%} of {context} tokens, {ROWS} rows, compiled with all layers "
-        f"and extrapolated from {FEW} and {MORE} layers; MB of one device.",
-        markdown_table(["deployment", *headings, "collectives of a step"], rows),
+        f"and extrapolated from {FEW} and {MORE} layers; MB per device.",
+        markdown_table(["deployment", *headings, "collectives per step"], rows),
     ]
 
 
@@ -375,9 +377,9 @@ def _prompt_table(kept: dict[str, Any]) -> list[str]:
     if not rows:
         return []
     return [
-        "Prompts are read layer by layer, by programs that all layers share, so these are of whole models: MB that the "
-        "largest of them takes beside weights, for one row under h2o at 25%, with hidden states and the slots that it "
-        "leaves of its layer. Every device has whole hidden states; `prefill_chunk` makes them smaller.",
+        "A prompt is read layer by layer, by programs that all layers share, so these numbers hold for whole models: "
+        "MB of the largest program beside the weights, for one row under `h2o` at 25%, including hidden states and the "
+        "slots of its layer. Every device holds all hidden states; `prefill_chunk` makes them smaller.",
         markdown_table(["deployment", *(f"{context // 1024}k" for context in CONTEXTS)], rows),
     ]
 
@@ -404,8 +406,8 @@ def _weights() -> str:
 def _floor() -> str:
     few, most = (_spread_bytes("llama_405b", None, count) for count in (8, COUNTS[-1]))
     return (
-        f"llama_405b in bfloat16 keeps {most / 1e9:.1f} GB on each of {COUNTS[-1]} devices, and would take "
-        f"{few / 1e9:.1f} GB of each of 8 H100: there it is in int8."
+        f"llama_405b in bfloat16 takes {few / 1e9:.1f} GB on each of 8 devices, more than an H100 has, so there it is in "
+        f"int8. On {COUNTS[-1]} devices it takes {most / 1e9:.1f} GB."
     )
 
 

@@ -162,7 +162,7 @@ def test_whole_models_follow_from_a_few_layers():
     free = MEMORY["v5e"] - 2.8e8
     found = deployments.fit(each, kept, variant, context)
     assert found == deployments.Fit(2.8e8, 160e6, 7e6, int((free - 7e6) // 160e6), True)
-    # Eight rows of all layers have 8 * 80 MB of temporaries more.
+    # Eight rows of all layers have 8 * 80 MB more temporary memory.
     kept[f"{each.name}, 80 layers"] = step(0, 0, 5e6 + 8 * 80e6)
     found = deployments.fit(each, kept, variant, context)
     assert found is not None and found.rows == int((free - 7e6) // 240e6)
@@ -175,7 +175,7 @@ def test_whole_models_follow_from_a_few_layers():
     assert found is not None and found.rows == 0
     assert deployments.fit(each, kept, Variant("full", 1.0), context) is None
     text = deployments.page(kept)
-    assert "### llama_70b in bfloat16 on 16 v5e" in text and "Collectives of a layer under h2o: 2 all-reduce." in text
+    assert "### llama_70b in bfloat16 on 16 v5e" in text and "Collectives per layer under `h2o`: 2 all-reduce." in text
 
 
 def test_the_page_is_that_of_its_rows():
