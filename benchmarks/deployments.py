@@ -406,8 +406,8 @@ def _weights() -> str:
 def _floor() -> str:
     few, most = (_spread_bytes("llama_405b", None, count) for count in (8, COUNTS[-1]))
     return (
-        f"llama_405b in bfloat16 takes {few / 1e9:.1f} GB on each of 8 devices, more than an H100 has, so there it is in "
-        f"int8. On {COUNTS[-1]} devices it takes {most / 1e9:.1f} GB."
+        f"llama_405b in bfloat16 takes {few / 1e9:.1f} GB on each of 8 devices, more than an H100 has, so there it is "
+        f"in int8. On {COUNTS[-1]} devices it takes {most / 1e9:.1f} GB."
     )
 
 
