@@ -93,10 +93,10 @@ def run(options: argparse.Namespace) -> None:
         shown.append(f"## The bytes of {slots} slots of 16 bits\n\n{_table(runs, rows, options.recall)}")
     words = (
         f"# Slots of 16, 8 and 4 bits on {model.name}\n\nMade by `{options.command}`. The model runs in bfloat16; "
-        f"{options.prefix} tokens of each passage are read at once, the others through real eviction. "
+        f"{options.prefix} tokens of each passage are the prompt, the others are read token by token with eviction. "
         "A slot holds key, value, position and score; "
-        "codes come with a scale for each key and each value, and keys with the prompt's factor for each channel. "
-        "Buffers come in steps of 16 or 64 slots: codes take at most the bytes of 16 bits, and mostly fewer.\n\n"
+        "codes have a scale for each key and each value, and keys also have a factor for each channel from the prompt. "
+        "Buffers are multiples of 16 or 64 slots, so codes take at most the bytes of 16 bits and mostly fewer.\n\n"
     )
     write_text(options.out / "codecs.md", words + "\n".join(shown))
     print(options.out / "codecs.md")

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
         options.out / "quality.md",
         f"# Quality against kept bytes on {model.name}\n\nMade by `{options.command}`. "
         f"Budgets are slots or fractions of {options.length} tokens; the first "
-        f"{options.prefix} are read at once, the others through real eviction.\n\n{shown}\n"
+        f"{options.prefix} are the prompt, the others are read token by token with eviction.\n\n{shown}\n"
         f"![quality](quality/{file.name})\n",
     )
     print(options.out / "quality.md")

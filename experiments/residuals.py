@@ -64,11 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     text = [
         f"# Residuals at equal bytes on {options.model}",
         f"Passages of {options.length} tokens, {options.rows} of each text, in float32: a prompt of {options.prompt} "
-        "tokens is read whole, and each of the others is predicted as a model that writes would. Under each share of "
-        f"the full cache's bytes, `{options.base}` has as many slots as fit beside the state of a residual. Nats per "
-        "token over all predictions; `less by` is the mean over passages, and its standard error, by which a residual "
-        "lowers them. Bytes are those of slots in use and of the state. Weights of LESS's kernels, which all texts "
-        "share, are not counted. Made by "
+        "tokens, and the others read token by token with eviction. For each share of the full cache's bytes, "
+        f"`{options.base}` has as many slots as fit beside the state of a residual. Nats are per token after the "
+        "prompt; `less by` is the reduction by a residual, its mean over passages ± standard error. Bytes are those "
+        "of slots in use and of the state. Weights of LESS's kernels, which all texts share, are not counted. Made by "
         f"`python -m experiments.residuals --model {options.model} --text "
         f"{' '.join(file.name for file in options.text)} --rows {options.rows} --length {options.length} --prompt "
         f"{options.prompt} --shares {options.shares} --base {options.base}`.",

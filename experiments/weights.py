@@ -52,10 +52,10 @@ def run(options: argparse.Namespace) -> None:
     store = open_store(options, "weights")
     text = [
         "# Rounded weights",
-        "Linear maps in 8 bits have a scale for each output channel; embeddings and norms keep the dtype behind int8, "
-        "in which everything is computed. Nats per token of held-out text with a full cache, and of each token the "
-        "Kullback-Leibler divergence from what the model says in float32 and whether the likeliest next token is the "
-        "same. "
+        "With int8, the weight matrices have 8 bits and a scale for each output channel; embeddings, norms and all "
+        "computation have the dtype named after it. Columns are the nats per token of held-out text with a full cache, "
+        "the Kullback-Leibler divergence from float32 per token, and the share of tokens whose likeliest is that of "
+        "float32. "
         f"Made by `{options.command}`.",
     ]
     for name in options.models or [options.model]:

@@ -453,8 +453,12 @@ PAIRS: dict[str, Case] = {
             *("l2", "random", "window", "dilated_window", "lightkv-running", "h2o-protected", "dropkv"),
             *("streaming", "h2o-cache-positions", "keyformer-cache-positions", "window-cache-positions"),
             *("h2o-every-8", "streaming-every-8"),
+            # Scores that compare the slots of a head with each other.
+            *("keydiff", "keydiff-every-8", "cur", "cur-random", "criticalkv", "vase"),
         )
     },
+    "less+keydiff-every-8+adakv": pair("keydiff-every-8", residual="less", plan="adakv"),
+    "criticalkv+adakv+int8": pair("criticalkv", plan="adakv", codec="int8"),
     "less+l2-every-8+adakv": pair("l2-every-8", residual="less", plan="adakv"),
     # LESS over every score, and over every kind of plan.
     **{

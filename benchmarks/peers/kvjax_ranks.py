@@ -29,6 +29,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "chunkkv, corrected": {"base": "l2"},
     "kvzip": {"sinks": 4},
     "kvzip, normalized": {"sinks": 4, "normalized": True},
+    "kvzip, normalized, corrected": {"sinks": 4, "normalized": True},
 }
 
 REQUEST = "\n\nRepeat the previous context exactly.\n"
@@ -75,7 +76,7 @@ def main() -> None:
                 for layer, held in enumerate(kvjax.held_positions(state)):
                     for head, positions in enumerate(held[0]):
                         kept = theirs[layer, head]
-                        shares.append(kept[positions].sum() / max(kept.sum(), 1))
+                        shares.append(kept[positions[positions >= 0]].sum() / max(kept.sum(), 1))
             cells.append(f"{np.mean(shares):.1%} ({min(shares):.1%})")
         print(f"| `{name}` |", " | ".join(cells), "|", flush=True)
 

@@ -66,6 +66,20 @@ class ChunksOfHeads(kvpress.ChunkKVPress):
         return torch.cat([k for k, _ in found], 1), torch.cat([v for _, v in found], 1)
 
 
+class OfInputs(kvpress.KVzipPress):
+    """KVzip+ that divides by the norm of a layer's input, instead of by that of the normalized input."""
+
+    def _compute_cross_attention(self, module: nn.Module, hidden_states: Tensor, *rest: Any) -> Tensor:
+        found = super()._compute_cross_attention(module, hidden_states, *rest)
+        norms = (x.norm(dim=-1)[:, None, None, :, None] for x in (hidden_states, module.layer_input))
+        return found * next(norms) / next(norms)
+
+
+def keep_input(layer: nn.Module, given: tuple[Tensor, ...], named: dict[str, Any]) -> None:
+    """Store the input of a layer for `OfInputs`."""
+    layer.self_attn.layer_input = given[0] if given else named["hidden_states"]
+
+
 def finch(ratio: float) -> kvpress.FinchPress:
     """Return FINCH whose question is the last 32 tokens."""
     press = kvpress.FinchPress(ratio)
@@ -84,6 +98,7 @@ def replaying(ratio: float) -> dict[str, kvpress.KVzipPress]:
     return {
         "kvzip": kvpress.KVzipPress(ratio),
         "kvzip, normalized": kvpress.KVzipPress(ratio, kvzip_plus_normalization=True),
+        "kvzip, normalized, corrected": OfInputs(ratio, kvzip_plus_normalization=True),
     }
 
 
@@ -165,6 +180,8 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
     tokenizer.chat_template = None  # contexts have none
     kvpress.presses.kvzip_press.AutoTokenizer = SimpleNamespace(from_pretrained=lambda name: tokenizer)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(keep_input, with_kwargs=True)
     config, found = model.config, dict[str, np.ndarray]()
     shape = (1, config.num_key_value_heads, config.head_dim, 48)
     drawn = [torch.randn(shape, generator=torch.manual_seed(layer)) for layer in range(config.num_hidden_layers)]

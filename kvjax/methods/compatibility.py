@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvjax.methods.attention_matching import Matching
 from kvjax.methods.fastgen import OF_FREQUENT, Profiled, TokenClasses
+from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import AfterLimit, LastQueries
 from kvjax.policies.allocation import Sizing
 from kvjax.policies.policy import Policy
@@ -29,11 +30,6 @@ PAIRS = (
         "choose another plan, or another policy such as h2o, snapkv or keyformer",
     ),
     Pair(
-        lambda policy: policy.plan.sizing.per_head and policy.score.requires.whole_heads,
-        "{score} compares the slots of a head with each other, which plan {plan} keeps on pages",
-        "choose another plan, or another policy such as h2o, snapkv or keyformer",
-    ),
-    Pair(
         lambda policy: policy.plan.sizing.per_head and policy.selection is not None,
         "selection {selection} reads the same slots in every head of a layer, which plan {plan} does not give",
         "choose plan uniform",
@@ -48,6 +44,12 @@ PAIRS = (
         "{score} sums the attention of kept queries anew over equally many slots in every head of a layer, which plan "
         "{plan} does not give",
         "use window='running', or choose another plan",
+    ),
+    Pair(
+        lambda policy: policy.plan.sizing.per_head and isinstance(policy.score, WindowAttention),
+        "{score} computes attention of its last queries anew over equally many slots in every head of a layer, which "
+        "plan {plan} does not give",
+        "choose another plan, or another policy such as h2o, snapkv or keyformer",
     ),
     Pair(
         lambda policy: policy.evict_every > 1 and not _of_fixed_budgets(policy.plan.sizing),

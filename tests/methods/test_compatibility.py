@@ -16,16 +16,11 @@ from kvjax.policies import Policy
 from kvjax.policies.allocation import Uniform
 from tests.small_models import GQA, random_model
 
-WHOLE_HEADS = ("keydiff", "cur", "vase", "triattention", "rkv", "snapkv_decode", "criticalkv")
 EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
     (
         lambda: kvjax.policy("tova", plan="adakv"),
         lambda: kvjax.policy("keyformer", shared=True, plan="adakv"),
         lambda: kvjax.policy("less", base="tova", kernels="performer", plan="adakv"),
-    ),
-    tuple(
-        functools.partial(kvjax.policy, name, plan="adakv")
-        for name in ("keydiff", "cur", "vase", "triattention", "rkv")
     ),
     (
         lambda: kvjax.policy("h2o", selection="topk", plan="adakv"),
@@ -33,6 +28,7 @@ EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
     ),
     (lambda: kvjax.policy("lightkv", window="running", offload=True, plan="adakv"),),
     (lambda: kvjax.policy("lightkv", plan="adakv"),),
+    tuple(functools.partial(kvjax.policy, name, plan="adakv") for name in ("rkv", "snapkv_decode")),
     (
         lambda: kvjax.policy("full", evict_every=8),
         lambda: kvjax.policy("lightkv", evict_every=8, context_limit=64),

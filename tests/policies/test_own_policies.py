@@ -220,6 +220,24 @@ def test_a_quota_bounds_what_heads_keep_for_its_score() -> None:
         kvjax.decode_step(state, [1])
 
 
+def test_attention_of_earlier_queries_again_takes_equal_slots_in_all_heads() -> None:
+    def asks(self: Any, heads: Any, new: Any) -> kvjax.Again | None:
+        if new.given:
+            return None
+        queries = jnp.moveaxis(new.raw_q, 3, 2)
+        return kvjax.Again(queries, new.position, jnp.ones(queries.shape[:3]))
+
+    score = decorated(
+        slot=lambda self, new, state: jnp.zeros(new.k.shape[:3]),
+        asks=asks,
+        fold=lambda self, answers, view, new: answers,
+        score=lambda self, view, new: view.slots.score,
+    )
+    state, _ = kvjax.prefill(random_model(GQA), kvjax.Policy(score()), [[1, 2, 3]], 2, max_new_tokens=2, plan="adakv")
+    with pytest.raises(ValueError, match=r"^Mine computes attention of earlier queries again, .*; choose another plan"):
+        kvjax.decode_step(state, jnp.array([4]))
+
+
 def test_settle_of_a_score_is_refused_with_the_new_form() -> None:
     with pytest.raises(TypeError, match=r"Mine\.settle is now part of fold"):
         decorated(score=numbers, settle=numbers)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import slots
 from kvjax.cache.attention import with_evicted
@@ -26,6 +26,9 @@ from kvjax.types import KV, Evicted, Heads, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.evict.reference import after_reading
 from pallas_kernels.paged_attention import paged_attention
+
+OfPages = Callable[[View, New, Array | int], Float[Array, "p s"]]
+"""Gives a number for each slot of a block of pages: the block as a view, its tokens, and its first page."""
 
 
 class Paged(Pages):
@@ -74,7 +77,12 @@ class Paged(Pages):
         absorb: Callable[[PyTree, Evicted], PyTree] | None,
     ) -> tuple[Paged, Candidates]:
         """Evict tokens until each head must evict at most one more, and return the candidates for it."""
-        start = self._contest(policy, layer, new)
+
+        def numbers(pool: Paged) -> tuple[OfPages, OfPages]:
+            return pool._of_slots(policy, layer, new, slots.rank), pool._of_slots(policy, layer, new, _standing)
+
+        known = numbers(self)
+        start = self._contest(policy, layer, new, *known)
         if not policy.may_shrink:
             return self, start
 
@@ -84,8 +92,8 @@ class Paged(Pages):
 
         # The loop carries only positions, the order of slots and states: XLA would copy a carried pool.
         def small(pool: Paged) -> tuple[PyTree, ...]:
-            known = pool.state[layer]
-            return pool.position, pool.slots.codec, known.codec, known.residual
+            state = pool.state[layer]
+            return pool.position, pool.slots.codec, state.codec, state.residual
 
         def whole(position: Array, queue: PyTree, codec: PyTree, residual: PyTree) -> Paged:
             pool = self.replace(position=position, slots=self.slots.replace(codec=queue))
@@ -93,19 +101,22 @@ class Paged(Pages):
 
         def lose(carry: tuple[tuple[PyTree, ...], Candidates]) -> tuple[tuple[PyTree, ...], Candidates]:
             pool, slot = whole(*carry[0]), leaving(carry[1])
-            taken, known = pool._taken(slot, absorb is not None), pool.state[layer]
+            taken, state = pool._taken(slot, absorb is not None), pool.state[layer]
             if absorb is not None:
-                evicted = evicted_pairs(policy, config, known, new, taken.kv, taken.left)
-                pool = pool.put_state(layer, residual=absorb(known.residual, evicted))
+                evicted = evicted_pairs(policy, config, state, new, taken.kv, taken.left)
+                pool = pool.put_state(layer, residual=absorb(state.residual, evicted))
             pool = pool._write_slots(slot, {"position": jnp.full_like(slot, -1)})
             if taken.place is not None:
                 pool = pool._requeued(policy, layer, new, taken, arrives=False)
-            return small(pool), pool._contest(policy, layer, new)
+            return small(pool), pool._contest(policy, layer, new, *known)
 
         after, candidates = jax.lax.while_loop(
             lambda carry: (leaving(carry[1]) < NO_SLOT).any(), lose, (small(self), start)
         )
-        return whole(*after), candidates
+        pool = whole(*after)
+        if policy.score.requires.whole_heads:  # the slots that stay are compared anew for the last one
+            candidates = pool._contest(policy, layer, new, *numbers(pool))
+        return pool, candidates
 
     def _taken(self, slot: Int[Array, "b h"], pairs: bool) -> Taken:
         flat, real = slot.reshape(-1), slot < self.position.size
@@ -132,7 +143,7 @@ class Paged(Pages):
         pool = self.replace(slots=self.slots.replace(codec=queue))
         return pool.put_state(layer, codec=codec.counted(known, new, left, arrives=arrives))
 
-    def _contest(self, policy: Policy, layer: int, new: New) -> Candidates:
+    def _contest(self, policy: Policy, layer: int, new: New, rank: OfPages, standing: OfPages) -> Candidates:
         rows, heads = new.k.shape[:2]
         limit = slots.slots_at(policy, self.limit[layer], new).reshape(-1)
         quota = policy.protection.guard(self.without_tokens(layer), new).quota
@@ -149,7 +160,7 @@ class Paged(Pages):
 
         def look(carry: Any, at: Array, valid: Array) -> Any:
             view, seen, owner = self.view(layer, new, at, len(valid))
-            ranks, position = slots.rank(policy, view, seen)[:, 0], view.position[:, 0]
+            ranks, position = rank(view, seen, at), view.position[:, 0]
             here = usable(at, valid, owner)
             flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
             members = owned(owner, valid, rows * heads)
@@ -162,7 +173,7 @@ class Paged(Pages):
             rest = better(carry[0], lowest(here & ~competes, ranks, position, flat, members))
             return rest, weakest, carry[2] + count
 
-        kind = jax.eval_shape(lambda: slots.rank(policy, *self.view(layer, new, 0, 1)[:2])).dtype
+        kind = jax.eval_shape(lambda: rank(*self.view(layer, new, 0, 1)[:2], 0)).dtype
         nobody = (
             jnp.full(rows * heads, jnp.inf, kind),
             jnp.full(rows * heads, NO_SLOT, jnp.int32),
@@ -179,7 +190,7 @@ class Paged(Pages):
 
         def ahead(count: Array, at: Array, valid: Array) -> Array:
             view, seen, owner = self.view(layer, new, at, len(valid))
-            score, position = policy.standing(view, seen)[0][:, 0], view.position[:, 0]
+            score, position = standing(view, seen, at), view.position[:, 0]
             low, age = weakest[0][owner][:, None], weakest[1][owner][:, None]
             higher = (score > low) | ((score == low) & (position > age))
             higher &= usable(at, valid, owner) & (position >= 0)
@@ -188,6 +199,27 @@ class Paged(Pages):
 
         place = self.over_pages(layer, ahead, none) + 1
         return Candidates(rest, weakest, jnp.where(weakest[2] < NO_SLOT, place - quota.most.reshape(-1), 0))
+
+    def _of_slots(
+        self, policy: Policy, layer: int, new: New, compute: Callable[[Policy, View, New], Float[Array, "b h c"]]
+    ) -> OfPages:
+        """Return a function that gives a number for each slot of a block of pages.
+
+        A score that compares the slots of a head with each other is computed once, for all heads side by side. Slots
+        that are emptied afterwards have the lowest number.
+        """
+        if not policy.score.requires.whole_heads:
+            return lambda view, seen, at: compute(policy, view, seen)[:, 0]
+        flat, real = self._flat(layer)
+        found = compute(policy, self._layer(layer), new).reshape(-1)
+        room = jnp.zeros(self.position.size, found.dtype)
+        every = room.at[jnp.where(real, flat, room.size)].set(found, mode="drop").reshape(self.position.shape)
+
+        def of_pages(view: View, seen: New, at: Array | int) -> Array:
+            known = jax.lax.dynamic_slice_in_dim(every, at, len(view.position))
+            return jnp.where(view.position[:, 0] >= 0, known, jnp.finfo(known.dtype).min)
+
+        return of_pages
 
     def _write_slots(self, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Paged:
         """Write one new entry per head into a slot; entries for slots out of bounds are dropped."""
@@ -214,7 +246,12 @@ class Paged(Pages):
         block: bool = False,
     ) -> tuple[Paged, Attended]:
         """Attend from one new token per row to the pages of its heads; see `Dense.attend`."""
-        assert selection is None and not block and not any(isinstance(ask, Again) for ask in questions(asks)[0])
+        assert selection is None and not block
+        if any(isinstance(ask, Again) for ask in questions(asks)[0]):
+            raise ValueError(
+                f"{type(policy.score).__name__} computes attention of earlier queries again, over equally many slots "
+                f"in every head, which plan {type(policy.plan).__name__} does not give; choose another plan."
+            )
         known = self.heads(layer)
         every = View(known.limit, known.state, self.kv, self.position, self.slots)
         given = policy.codec.operands(config, every, new, places=self.most)
@@ -313,6 +350,10 @@ class Taken(NamedTuple):
     """Position of the token; -1 if there is none."""
     place: Int[Array, "b h"] | None
     """Place in the order of slots, if the codec tracks it."""
+
+
+def _standing(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
+    return policy.standing(view, new)[0]
 
 
 def write_pages(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:
