@@ -34,7 +34,8 @@ class Critical(ScoreOver):
         \\ (s_i + \epsilon) \frac 1 G \sum_g \lVert W^O_g v_i \rVert_1 & \text{else} \end{cases}
 
     with the nonnegative score s of the base, the C slots of a head and the columns W^O_g of the output weights that
-    belong to query head g. The C_kept sinks and recent tokens are always kept.
+    belong to query head g. The C_kept sinks and recent tokens are always kept. With the plan `adakv`, heads compete by
+    F at the average C, so each gets at least half of it; the authors' variant for Ada-KV compares s.
 
     Args:
         base_score: the score s.
