@@ -40,7 +40,7 @@ class Matching(SlotResidual):
 
     When: for a prompt that is compressed once and read often, with small budgets. Over `h2o` with 5% of the bytes 4.200
     nats become 4.166 on books and 3.042 become 3.017 on stories; with 20% there is nothing left to gain. LESS's trained
-    kernels reach 4.109 and 2.974 (embedded model, after prompts of 512 tokens).
+    kernels reach 4.105 and 2.968 (embedded model, after prompts of 512 tokens).
 
     Args:
         queries: most queries of a text that are matched, at even distances.
