@@ -37,17 +37,20 @@ def main(argv: list[str] | None = None) -> int:
                     return code
     texts, needles = (_measured(rows / f"{task}.jsonl", options.model) for task in ("perplexity", "retrieval"))
     _draw(texts, rows / "loss.png")
-    write_text(options.out / f"{options.name}.md", page(texts, needles, options))
+    remarks = rows / "remarks.md"
+    known = remarks.read_text(encoding="utf-8") if remarks.exists() else ""
+    write_text(options.out / f"{options.name}.md", page(texts, needles, options, known))
     return 0
 
 
-def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespace) -> str:
+def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespace, remarks: str = "") -> str:
     """Return the page as Markdown.
 
     Args:
         texts: rows of perplexity.
         needles: rows of retrieval.
         options: of the command line.
+        remarks: Markdown, from the file `remarks.md` beside the rows.
     """
     command = (
         f"python -m experiments.methods --model {options.model} --text {' '.join(file.name for file in options.text)} "
@@ -63,6 +66,7 @@ def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespa
         f"phases together. Made by `{command}`, which goes on where it stopped.",
         "Methods that are ranked once for each prompt keep 32 recent tokens by default, and evict generated tokens "
         "first. At a budget of 5% there is little left for them to choose.",
+        remarks,
         "## Loss on texts",
         f"Nats per token less those of the full cache ({nats}), the mean over passages ± its standard error. Sorted "
         "by the loss at the first budget within each group of `kvjax generate --policy list`.",
@@ -83,7 +87,7 @@ def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespa
     refused = {(row["policy"], f"{row['budget']:g}", row["refused"]) for row in [*texts, *needles] if "refused" in row}
     if refused:
         parts += ["## Left out", markdown_table(["policy", "budget", "reason"], sorted(refused))]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def _told(needles: Sequence[Row], options: argparse.Namespace) -> str:

@@ -54,6 +54,18 @@ def test_a_plan_means_nothing_where_nothing_leaves(policy: str, plan: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("policy", "chunk", "sentence"),
+    [
+        ("keydiff", None, r"^policy keydiff, which reads prompts in chunks of 128, .* whole prompts \(block=None or"),
+        ("lsh_e", None, r"^policy lsh_e, which reads prompts in chunks of 1, .* or prompt='one_shot'\)"),
+        ("h2o", 8, r"^prefill_chunk=8 does not go with a budget for each head, .*; leave it out"),
+    ],
+)
+def test_heads_with_budgets_of_their_own_need_the_whole_prompt(policy: str, chunk: int | None, sentence: str) -> None:
+    refused(lambda: kvjax.prefill(MODEL, policy, IDS, 8, plan="adakv", prefill_chunk=chunk), sentence)
+
+
+@pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (lambda: kvjax.Sums(group="mean"), "group='mean' is not one of sum, max"),
