@@ -56,11 +56,13 @@ def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespa
         f"python -m experiments.methods --model {options.model} --text {' '.join(file.name for file in options.text)} "
         f"--budgets {options.budgets} --rows {options.rows} --length {options.length} --cases {options.cases}"
     )
+    command += "" if options.calibrated is None else " --calibrated DIR"
+    budgets = ", ".join(f"{float(budget):.0%}" for budget in _budgets(texts))
     full = [row for row in texts if row["policy"] == "full"]
     nats = f"{np.mean([row['nats_per_token'] for row in full]):.4f}" if full else "not measured"
     parts = [
         f"# Methods on {options.model}",
-        f"Every method with its default settings, at budgets of {', '.join(_budgets(texts))} of the text. Half of each "
+        f"Every method with its default settings, at budgets of {budgets} of the text. Half of each "
         f"passage of {options.length} tokens is read as a prompt and compressed to the budget; the other half is then "
         "predicted token by token, while the method evicts on. No method knows what comes, so the table is about both "
         f"phases together. Made by `{command}`, which goes on where it stopped.",
