@@ -184,6 +184,7 @@ def _draw(rows: Sequence[Row], file: Path) -> None:
         style = dict(fmt="osD^v"[number % 5], color=f"C{number}", markersize=4, linewidth=1, label=label)
         axes.errorbar(means, [y for y, _ in found], xerr=errors, **style)
     axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlim(left=min(0.0, *axes.dataLim.intervalx) - 0.01)
     axes.set_xscale("symlog", linthresh=0.1)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.grid(axis="both", linewidth=0.3)
