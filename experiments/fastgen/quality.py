@@ -90,7 +90,7 @@ def quality(report: Report) -> Section:
     save_figure(figure, runs.directory / "fastgen" / f"quality{report.suffix}.png")
     headings = ["policy", "slots", "bytes / full", *(f"{text}, nats per token" for text in runs.texts)]
     body = (
-        f"The first {runs.prefix} of {length} tokens are the prompt, the others are read one by one through real "
+        f"The first {runs.prefix} of {length} tokens are the prompt, the others are read token by token with "
         "eviction. FastGen's bytes are those of its live arrays, slots set aside for the rest of the text, scores, "
         "positions and unused ends of pages included; a full cache is keys and values alone. Fixed policies get "
         f"as many slots in every head as the same bytes hold. *With {NEWEST} newest* is a variant that is not the "

@@ -91,8 +91,8 @@ def _document(less: Less, sections: list[Section], options: argparse.Namespace) 
     return (
         f"# LESS on {runs.model.name}\n\n"
         f"Made by `{options.command}`; figures and raw numbers are in `less/`.\n\n"
-        f"{options.rows} passages of {options.length} tokens of each text, streamed token by token through real "
-        "eviction from the first token on, in float32. "
+        f"{options.rows} passages of {options.length} tokens of each text, read token by token with eviction "
+        "from the first token on, in float32. "
         f"Budgets are shares of the model's {config.max_positions} positions: "
         + ", ".join(f"{share} = {slots} slots" for share, slots in less.budgets.items())
         + f" per KV head.\n\nOf {len(claims)} claims: {verdicts(claims)}. "

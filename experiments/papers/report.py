@@ -215,7 +215,7 @@ def _opening(verdicts: dict[str, list[list[Claim]]], subjects: Sequence[Subject]
         f"{len(every)} claims that models of this size can test. How many show:\n\n"
         + markdown_table(["paper", "claims", *(subject.name for subject in subjects)], counts)
         + "\nPapers report ROUGE, win rates or accuracy of models of 7 to 65 billion parameters; here quality is nats "
-        "per token of held-out text that is read through real eviction, lower is better, and a needle's string match. "
+        "per token of held-out text that is read with eviction, lower is better, and a needle's string match. "
         "The first half of each passage is the prompt and the other half is read token by token, for LESS all of it "
         "where nothing else is said. Numbers of a row stand in the order of its claim; brackets say by how much the "
         "former of two is better, ± the standard error of the paired difference over passages or questions. Better "
