@@ -99,24 +99,23 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def command_of(side: str, options: argparse.Namespace, file: str, converted: str, prompt: list[int]) -> list[str]:
+def command_of(side: str, options: argparse.Namespace, file: str, folder: Path) -> list[str]:
     """Return the command of a side's process.
 
     Args:
         side: `llama.cpp`, `transformers`, or a policy of kvjax, `POLICY` or `POLICY:int8` for 8-bit weights.
         options: of the command line.
         file: GGUF file.
-        converted: directory for the same weights in the format of transformers.
-        prompt: ids of the prompt.
+        folder: has `prompt.json`, the ids of the prompt, and takes the same weights in the format of transformers.
     """
-    folder = Path(__file__).parent
-    numbers = [json.dumps(prompt), str(options.new_tokens)]
+    sides = Path(__file__).parent
+    numbers = [str(folder / "prompt.json"), str(options.new_tokens)]
     if side == "llama.cpp":
-        return [options.llama_python, str(folder / "llama_cpp_side.py"), file, *numbers, str(options.threads)]
+        return [options.llama_python, str(sides / "llama_cpp_side.py"), file, *numbers, str(options.threads)]
     if side == "transformers":
         model = kvjax.load(file)
-        write_checkpoint(model.weights, model.config, Path(converted))
-        return [sys.executable, str(folder / "transformers_side.py"), converted, *numbers, str(options.threads)]
+        write_checkpoint(model.weights, model.config, folder)
+        return [sys.executable, str(sides / "transformers_side.py"), str(folder), *numbers, str(options.threads)]
     policy, _, weights = side.partition(":")
     budget = ["1.0", ""] if policy == "full" else [options.budget, options.prefill_chunk]
     return [sys.executable, "-m", "benchmarks.peers.cpu_side", file, *numbers, policy, weights, *budget]
@@ -142,10 +141,12 @@ def main() -> None:
     file = str(locate(options.model, None))
     prompt = np.random.default_rng(0).integers(300, 40000, options.prompt_tokens).tolist()
     rows: dict[str, list[Row]] = {name: [] for name in options.sides.split(",")}
-    with tempfile.TemporaryDirectory() as converted, contextlib.ExitStack() as running:
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as running:
+        folder = Path(made)
+        (folder / "prompt.json").write_text(json.dumps(prompt))
         sides: dict[str, Side] = {}
         for name in rows:
-            sides[name] = Side(command_of(name, options, file, converted, prompt))
+            sides[name] = Side(command_of(name, options, file, folder))
             running.callback(sides[name].close)
         for number in range(options.repeats + 1):
             for name, side in sides.items():

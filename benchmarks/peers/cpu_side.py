@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ def main() -> None:
     """Serve rounds: print one line of JSON for each line of standard input."""
     file, prompt, steps, policy, weights, slots, chunk = sys.argv[1:]
     jax.devices()
-    tokens, new_tokens, budget = np.array([json.loads(prompt)]), int(steps), parse_budget(slots)
+    tokens, new_tokens, budget = np.array([json.loads(Path(prompt).read_text())]), int(steps), parse_budget(slots)
     print("{}", flush=True)  # here the other process looks how much memory is held before loading
     input()
     model = kvjax.load(file, weights="int8" if weights == "int8" else None)

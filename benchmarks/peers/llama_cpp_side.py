@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import xllamacpp
 
 
 def main() -> None:
     """Serve rounds: print one line of JSON for each line of standard input."""
-    file, prompt, new_tokens, threads = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    file, new_tokens, threads = sys.argv[1], int(sys.argv[3]), int(sys.argv[4])
+    prompt = json.loads(Path(sys.argv[2]).read_text())
     print("{}", flush=True)  # here the other process looks how much memory is held before loading
     input()
     settings = xllamacpp.CommonParams()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 def main() -> None:
     """Serve rounds: print one line of JSON for each line of standard input."""
-    directory, prompt, new_tokens = sys.argv[1], torch.tensor([json.loads(sys.argv[2])]), int(sys.argv[3])
+    directory, new_tokens = sys.argv[1], int(sys.argv[3])
+    prompt = torch.tensor([json.loads(Path(sys.argv[2]).read_text())])
     torch.set_num_threads(int(sys.argv[4]))
     print("{}", flush=True)  # here the other process looks how much memory is held before loading
     input()
