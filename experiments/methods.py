@@ -56,6 +56,7 @@ def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespa
         f"python -m experiments.methods --model {options.model} --text {' '.join(file.name for file in options.text)} "
         f"--budgets {options.budgets} --rows {options.rows} --length {options.length} --cases {options.cases}"
     )
+    command += " --chat" if options.chat else ""
     command += "" if options.calibrated is None else " --calibrated DIR"
     budgets = ", ".join(f"{float(budget):.0%}" for budget in _budgets(texts))
     full = [row for row in texts if row["policy"] == "full"]
@@ -204,6 +205,7 @@ def _names(options: argparse.Namespace) -> list[str]:
 def _tasks(options: argparse.Namespace) -> list[list[str]]:
     texts = ["perplexity", "--text", *map(str, options.text), "--rows", options.rows, "--lengths", options.length]
     needles = ["retrieval", "--families", options.families, "--lengths", options.length, "--cases", options.cases]
+    needles += ["--depths", *options.depths, *(["--chat"] if options.chat else [])]
     return [texts] if options.cases == "0" else [texts, needles]
 
 
@@ -217,6 +219,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", default="1024", help="tokens of passages and contexts (default: 1024)")
     parser.add_argument("--families", default="single,multi_key,key_values", help="of questions about long texts")
     parser.add_argument("--cases", default="8", help="of each family and depth; 0 for none (default: 8)")
+    parser.add_argument("--depths", nargs="+", default=["0.25", "0.75"], help="where answers stand (default: 0.25 0.75)")
+    parser.add_argument("--chat", action="store_true", help="ask in the chat template of the model")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--name", default="methods", help="of the page and of the folder of rows (default: methods)")
     parser.add_argument("--calibrated", type=Path, metavar="DIR", help="of `kvjax calibrate`, for triattention")
