@@ -219,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", default="1024", help="tokens of passages and contexts (default: 1024)")
     parser.add_argument("--families", default="single,multi_key,key_values", help="of questions about long texts")
     parser.add_argument("--cases", default="8", help="of each family and depth; 0 for none (default: 8)")
-    parser.add_argument("--depths", nargs="+", default=["0.25", "0.75"], help="where answers stand (default: 0.25 0.75)")
+    parser.add_argument("--depths", nargs="+", default=["0.25", "0.75"], help="of answers (default: 0.25 0.75)")
     parser.add_argument("--chat", action="store_true", help="ask in the chat template of the model")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--name", default="methods", help="of the page and of the folder of rows (default: methods)")

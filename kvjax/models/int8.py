@@ -17,6 +17,12 @@ from pallas_kernels.quantised import digits, joined
 MANY_ROWS = 64 if jax.__version_info__ < (0, 11) else None
 """Number of rows above which converting the codes is faster on a CPU; None if integer products always are."""
 
+FEW_ROWS = 16 if jax.__version_info__ >= (0, 12) else 0
+"""Number of rows up to which integer products on a CPU are faster with the codes as first operand."""
+
+WIDE = 8192
+"""Number of outputs above which products with few rows are faster in blocks."""
+
 
 def product_with_codes(
     x: Float[Array, "*b in"], codes: Int8[Array, "out in"], scale: Float[Array, " out"], dtype: DTypeLike
@@ -46,7 +52,13 @@ def product_with_codes(
 @jax.custom_jvp
 def _of_digits(x: Float[Array, "n in"], codes: Int8[Array, "out in"]) -> Float[Array, "n out"]:
     rows, unit = digits(x)
-    return joined(jnp.einsum("ni,oi->no", rows, codes, preferred_element_type=jnp.int32), unit)
+    if len(x) > FEW_ROWS:
+        return joined(jnp.einsum("ni,oi->no", rows, codes, preferred_element_type=jnp.int32), unit)
+    blocks = math.gcd(len(codes), 16) if len(codes) > WIDE else 1
+    split, repeated = codes.reshape(blocks, -1, codes.shape[1]), jnp.broadcast_to(rows, (blocks, *rows.shape))
+    found = jnp.einsum("boi,bni->bon", split, repeated, preferred_element_type=jnp.int32)
+    # Without the barrier XLA exchanges the operands instead of transposing the result.
+    return joined(jax.lax.optimization_barrier(found.reshape(len(codes), -1)).T, unit)
 
 
 @_of_digits.defjvp

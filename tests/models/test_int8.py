@@ -20,12 +20,13 @@ def inputs(rows: int) -> np.ndarray:
     return RANDOM.normal(size=(rows, 96)) * 10.0 ** RANDOM.integers(-3, 4, (rows, 1))  # rows of unequal size
 
 
-@pytest.mark.parametrize("rows", [1, 5, 65])
-def test_products_with_codes_are_products_with_their_weight(rows: int) -> None:
-    x = inputs(rows).astype(np.float32)
-    found = product_with_codes(jnp.asarray(x), CODES, SCALE, jnp.float32)
+@pytest.mark.parametrize(("rows", "copies"), [(1, 1), (5, 1), (17, 1), (65, 1), (3, 343)])
+def test_products_with_codes_are_products_with_their_weight(rows: int, copies: int) -> None:
+    x, turns = inputs(rows).astype(np.float32), np.arange(copies) % 24
+    codes, scale = (jnp.concatenate([jnp.roll(whole, turn, 0) for turn in turns]) for whole in (CODES, SCALE))
+    found = product_with_codes(jnp.asarray(x), codes, scale, jnp.float32)
     assert found.dtype == jnp.float32
-    wanted = x @ WHOLE.T
+    wanted = x @ np.concatenate([np.roll(WHOLE, turn, 0) for turn in turns]).T
     error = np.abs(np.asarray(found) - wanted).max(1) / np.abs(wanted).max(1)
     assert (error < 1e-4).all()
 
