@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,12 @@ LEFT_OUT = ("full", "topk_oracle", "baseline_plus")
 
 Row = dict[str, Any]
 
+TIMED = {
+    "decode": ["--batch", "4", "--prompt-tokens", "512", "--new-tokens", "32"],
+    "prefill": ["--batch", "1", "--prompt-tokens", "1024"],
+}
+"""Arguments of `kvjax bench`."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Measure what is missing, and write the page of what there is; a run that is cut off goes on where it stopped."""
@@ -35,20 +43,34 @@ def main(argv: list[str] | None = None) -> int:
                 code = kvjax(["evaluate", *task, *given, "--budgets", budget])
                 if code:
                     return code
+        for what in TIMED if options.times else ():
+            if (rows / f"{what}.json").exists():
+                continue
+            code = kvjax(["bench", what, *TIMED[what], *_timed(options, rows), "--json", str(rows / f"{what}.json")])
+            if code:
+                return code
     texts, needles = (_measured(rows / f"{task}.jsonl", options.model) for task in ("perplexity", "retrieval"))
     _draw(texts, rows / "loss.png")
     remarks = rows / "remarks.md"
     known = remarks.read_text(encoding="utf-8") if remarks.exists() else ""
-    write_text(options.out / f"{options.name}.md", page(texts, needles, options, known))
+    times = {what: json.loads(found.read_text()) for what in TIMED if (found := rows / f"{what}.json").exists()}
+    write_text(options.out / f"{options.name}.md", page(texts, needles, times, options, known))
     return 0
 
 
-def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespace, remarks: str = "") -> str:
+def page(
+    texts: Sequence[Row],
+    needles: Sequence[Row],
+    times: dict[str, dict[str, Any]],
+    options: argparse.Namespace,
+    remarks: str = "",
+) -> str:
     """Return the page as Markdown.
 
     Args:
         texts: rows of perplexity.
         needles: rows of retrieval.
+        times: what `kvjax bench` wrote, for the names of `TIMED`.
         options: of the command line.
         remarks: Markdown, from the file `remarks.md` beside the rows.
     """
@@ -57,6 +79,7 @@ def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespa
         f"--budgets {options.budgets} --rows {options.rows} --length {options.length} --cases {options.cases}"
     )
     command += " --chat" if options.chat else ""
+    command += f" --times {_budget(times)}" if times else ""
     command += "" if options.calibrated is None else " --calibrated DIR"
     budgets = ", ".join(f"{float(budget):.0%}" for budget in _budgets(texts))
     full = [row for row in texts if row["policy"] == "full"]
@@ -87,6 +110,8 @@ def page(texts: Sequence[Row], needles: Sequence[Row], options: argparse.Namespa
         "which new tokens wait, and heads with budgets of their own have the buffers of the largest.",
         _table(texts, lambda row, full: f"{row['cache_bytes'] / row['full_cache_bytes']:.1%}"),
     ]
+    if times:
+        parts += ["## Time", _timing(times), _times(times)]
     refused = {(row["policy"], f"{row['budget']:g}", row["refused"]) for row in [*texts, *needles] if "refused" in row}
     if refused:
         parts += ["## Left out", markdown_table(["policy", "budget", "reason"], sorted(refused))]
@@ -132,6 +157,34 @@ def _table(rows: Sequence[Row], shown: Callable[[Row, Row], str]) -> str:
     own = any(line[-1] is not None for line in lines)
     heads = ["group", "method", *(f"{float(budget):.0%}" for budget in budgets), "size of its own"]
     return markdown_table(heads if own else heads[:-1], lines if own else [line[:-1] for line in lines])
+
+
+def _timing(times: dict[str, dict[str, Any]]) -> str:
+    titles = " and ".join(f"`{measured['title']}`" for measured in times.values())
+    return (
+        f"Time over that of the full cache, with slots for {float(_budget(times)):.0%} of the text: {titles}. The "
+        "programs of all methods take turns in one process."
+    )
+
+
+def _budget(times: dict[str, dict[str, Any]]) -> str:
+    # Methods that choose their own size have another budget than all others.
+    return statistics.mode(row["budget"] for measured in times.values() for row in measured["rows"])
+
+
+def _times(times: dict[str, dict[str, Any]]) -> str:
+    found: dict[str, dict[str, float]] = {}
+    for what, measured in times.items():
+        for row in measured["rows"]:
+            found.setdefault(row["policy"].partition("[")[0], {})[what] = row["time_over_first"]
+    lines = [
+        [group, f"`{name}`", *(f"{found[name][what]:.2f}" if what in found[name] else None for what in times)]
+        for group, papers in PAPERS.items()
+        for name in papers
+        if name in found and name != "full"
+    ]
+    heads = {"decode": "decode step", "prefill": "prompt"}
+    return markdown_table(["group", "method", *(heads[what] for what in times)], lines)
 
 
 def _order(merged: dict[tuple[str, float], Row], name: str) -> float:
@@ -202,6 +255,14 @@ def _names(options: argparse.Namespace) -> list[str]:
     return [calibrated.get(name, name) for name in names]
 
 
+def _timed(options: argparse.Namespace, rows: Path) -> list[str]:
+    """Return arguments of `kvjax bench` for methods that were not refused at this budget."""
+    measured = _measured(rows / "perplexity.jsonl", options.model)
+    refused = {row["policy"] for row in measured if "refused" in row and float(row["budget"]) == float(options.times)}
+    names = [name for name in _names(options) if name.partition("[")[0] not in refused | {"full"}]
+    return ["--model", options.model, "--policies", ",".join(names), "--budgets", options.times, "--repeats", "3"]
+
+
 def _tasks(options: argparse.Namespace) -> list[list[str]]:
     texts = ["perplexity", "--text", *map(str, options.text), "--rows", options.rows, "--lengths", options.length]
     needles = ["retrieval", "--families", options.families, "--lengths", options.length, "--cases", options.cases]
@@ -221,6 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", default="8", help="of each family and depth; 0 for none (default: 8)")
     parser.add_argument("--depths", nargs="+", default=["0.25", "0.75"], help="of answers (default: 0.25 0.75)")
     parser.add_argument("--chat", action="store_true", help="ask in the chat template of the model")
+    parser.add_argument("--times", metavar="BUDGET", help="also time all methods at this budget")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--name", default="methods", help="of the page and of the folder of rows (default: methods)")
     parser.add_argument("--calibrated", type=Path, metavar="DIR", help="of `kvjax calibrate`, for triattention")
