@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import binomtest
 
 from kvjax import methods
 from kvjax.cli.main import main as kvjax
@@ -78,7 +79,8 @@ def page(
         f"python -m experiments.methods --model {options.model} --text {' '.join(file.name for file in options.text)} "
         f"--budgets {options.budgets} --rows {options.rows} --length {options.length} --cases {options.cases}"
     )
-    command += " --chat" if options.chat else ""
+    if needles:
+        command += f" --families {options.families} --depths {' '.join(options.depths)}{' --chat' * options.chat}"
     command += f" --times {_budget(times)}" if times else ""
     command += "" if options.calibrated is None else " --calibrated DIR"
     budgets = ", ".join(f"{float(budget):.0%}" for budget in _budgets(texts))
@@ -125,9 +127,9 @@ def _told(needles: Sequence[Row], options: argparse.Namespace) -> str:
             full.setdefault(row["family"], []).append(row["string_match"])
     answered = ", ".join(f"{np.mean(found):.0%} of `{family}`" for family, found in full.items())
     return (
-        f"Share of questions answered whose answer stands in a text of {options.length} tokens, mean over families and "
-        "depths ± the standard error of the difference from the full cache. The text is compressed before the question "
-        f"is read. The full cache answers {answered}."
+        f"Questions answered of those asked, each about a text of {options.length} tokens, over families and depths, "
+        "with the 95% interval of the share (Clopper and Pearson). The text is compressed before the question is read. "
+        f"The full cache answers {answered}."
     )
 
 
@@ -137,8 +139,10 @@ def _loss(row: Row, full: Row) -> str:
 
 
 def _match(row: Row, full: Row) -> str:
-    _, error = paired(row["string_match_of_cases"], full["string_match_of_cases"])
-    return f"{row['string_match']:.0%} ± {error:.0%}"
+    cases = row["string_match_of_cases"]
+    found = round(sum(cases))
+    share = binomtest(found, len(cases)).proportion_ci()
+    return f"{found} of {len(cases)} ({share.low:.0%} to {share.high:.0%})"
 
 
 def _table(rows: Sequence[Row], shown: Callable[[Row, Row], str]) -> str:
@@ -209,7 +213,7 @@ def _mean(rows: Sequence[Row]) -> Row:
     for name, value in rows[0].items():
         if isinstance(value, list):
             mean[name] = [one for row in rows for one in row[name]]
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif all(type(row.get(name)) in (int, float) for row in rows):
             mean[name] = float(np.mean([row[name] for row in rows]))
     return mean
 

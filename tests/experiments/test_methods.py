@@ -41,6 +41,10 @@ def written(tmp_path: Path) -> str:
     rows += [_row("h2o", 0.25, [2.0, 3.0]) | {"model": "another"}]
     rows += [{"model": "tiny", "policy": "tova", "budget": 0.1, "refused": "one clear reason"}]
     (tmp_path / "methods").mkdir()
+    asked = {"family": "single", "string_match": 0.5, "string_match_of_cases": [1.0, 0.0]}
+    each = [(name, budget, depth) for name, budget in (("full", 1.0), ("h2o", 0.1)) for depth in (0.5, None)]
+    needles = [_row(name, budget, [2.0, 3.0]) | asked | {"depth": depth} for name, budget, depth in each]
+    (tmp_path / "methods" / "retrieval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in needles))
     timed = [("full", 1.0), ("h2o", 0.25), ("streaming", 0.25)]
     times = [{"policy": name, "budget": str(budget), "time_over_first": 0.5 + budget / 2} for name, budget in timed]
     (tmp_path / "methods" / "decode.json").write_text(json.dumps({"title": "decode: two rows", "rows": times}))
@@ -58,6 +62,11 @@ def test_losses_are_means_over_passages_with_their_errors(written: str) -> None:
     assert "| ranked by position | `streaming` | +0.500 ± 0.000 | – |" in written
 
 
+def test_counts_answers_over_depths(written: str) -> None:
+    assert "The full cache answers 50% of `single`." in written
+    assert "| ranked by attention at every token | `h2o` | 2 of 4 (7% to 93%) |" in written
+
+
 def test_shows_times_where_they_were_measured(written: str) -> None:
     assert "slots for 25% of the text: `decode: two rows`" in written
     assert "| ranked by attention at every token | `h2o` | 0.62 |" in written
@@ -66,4 +75,3 @@ def test_shows_times_where_they_were_measured(written: str) -> None:
 def test_lists_what_was_left_out_and_no_other_model(written: str) -> None:
     assert "| tova | 0.1 | one clear reason |" in written
     assert "| 25% |" not in written
-    assert "Facts in a long text" not in written
