@@ -30,6 +30,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "kvzip": {"sinks": 4},
     "kvzip, normalized": {"sinks": 4, "normalized": True},
     "kvzip, normalized, corrected": {"sinks": 4, "normalized": True},
+    "snapkv_decode": {"recent": 32, "evict_every": 64},
+    "snapkv_decode, corrected": {"recent": 32, "evict_every": 64},
 }
 
 REQUEST = "\n\nRepeat the previous context exactly.\n"
@@ -50,6 +52,19 @@ def of_kvpress(policy: kvjax.Policy, projections: np.ndarray) -> kvjax.Policy:
     return dataclasses.replace(policy, score=Drawn(**settings))
 
 
+def held_of(model: kvjax.Model, policy: kvjax.Policy, context: list[int], slots: int, decoding: bool) -> kvjax.State:
+    """Return a state after a context, of which only the first `slots` tokens are a prompt if it is `decoding`.
+
+    Then one more token follows, which evicts as many as have come since the last eviction.
+    """
+    if not decoding:
+        return kvjax.prefill(model, policy, [context], slots, max_new_tokens=1)[0]
+    state, _ = kvjax.prefill(model, policy, [context[:slots]], slots, max_new_tokens=len(context) - slots + 1)
+    for token in [*context[slots:], 0]:
+        state, _ = kvjax.decode_step_in_place(state, [token])
+    return state
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -62,6 +77,8 @@ def main() -> None:
     model, known = kvjax.load(given.model), dict(np.load(given.kvpress))
     print("| method |", " | ".join(map(str, plan["ratios"])), "|\n| --- |", " --- |" * len(plan["ratios"]))
     for name, settings in METHODS.items():
+        if not any(f"|{name}|" in key for key in known):
+            continue
         chosen: dict[str, Any] = {"recent": 0} | settings
         if name.startswith("kvzip"):
             chosen["prompt"] = tuple(model.tokenizer.encode(REQUEST, add_special_tokens=False))
@@ -72,11 +89,12 @@ def main() -> None:
             for number, case in enumerate(cases[: given.count]):
                 theirs = known[f"{number}|{name}|{ratio}"]
                 slots, context = int(theirs.mean((0, 1)).sum()), case["context"][: theirs.shape[-1]]
-                state, _ = kvjax.prefill(model, policy, [context], slots, max_new_tokens=1)
+                state = held_of(model, policy, context, slots, name.startswith("snapkv_decode"))
                 for layer, held in enumerate(kvjax.held_positions(state)):
                     for head, positions in enumerate(held[0]):
                         kept = theirs[layer, head]
-                        shares.append(kept[positions[positions >= 0]].sum() / max(kept.sum(), 1))
+                        here = positions[(positions >= 0) & (positions < len(context))]
+                        shares.append(kept[here].sum() / max(kept.sum(), 1))
             cells.append(f"{np.mean(shares):.1%} ({min(shares):.1%})")
         print(f"| `{name}` |", " | ".join(cells), "|", flush=True)
 

@@ -15,6 +15,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+EVERY = 64
+"""Tokens between two evictions of `snapkv_decode`."""
+
 
 class Leverage(kvpress.LeverageScorePress):
     """Leverage with known projections: those of each layer are drawn from its own seed."""
@@ -148,6 +151,67 @@ class Together(kvpress.BasePress):
         return keys, values
 
 
+class Tracked(kvpress.SnapKVPress):
+    """SnapKV that stores the positions of the text that each layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__(window_size=32, kernel_size=7)
+        self.held: dict[int, Tensor] = {}
+
+    def order(self, best: Tensor) -> Tensor:
+        """Return the places that stay in the order in which they are stored: as kvpress does, best first."""
+        return best
+
+    def compress(
+        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that stay."""
+        layer, length = module.layer_idx, keys.shape[2]
+        held = self.held.get(layer, torch.empty(keys.shape[1], 0, dtype=torch.long))
+        begin = int(held.max()) + 1 if held.numel() else 0
+        new = torch.arange(begin, begin + length - held.shape[1]).expand(keys.shape[1], -1)
+        count = int(length * (1 - self.compression_ratio))
+        best = self.order(self.score(module, hidden_states, keys, values, *rest)[0].topk(count, dim=-1).indices)
+        self.held[layer] = torch.cat([held, new], 1).gather(1, best)
+        places = best[None, :, :, None].expand(1, -1, -1, keys.shape[-1])
+        return keys.gather(2, places), values.gather(2, places)
+
+
+class Rotated(Tracked):
+    """SnapKV whose queries are rotated to their own positions, and whose keys stay in the order of the text."""
+
+    def order(self, best: Tensor) -> Tensor:
+        """Return the places in the order of the text, so that neighbors are pooled."""
+        return best.sort(-1).values
+
+    @staticmethod
+    def compute_window_attention(
+        module: nn.Module, hidden_states: Tensor, keys: Tensor, window: int, rotation: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Return the attention of the last queries to the keys before them."""
+        last = module.newest + torch.arange(-window + 1, 1)[None]
+        rotation = module.rotation[0](hidden_states, last)
+        return Tracked.compute_window_attention(module, hidden_states, keys, window, rotation)
+
+
+def decoded(model: nn.Module, context: list[int], slots: int, press: Tracked) -> np.ndarray:
+    """Return a mask of what is held of a context, [layers, heads, length].
+
+    The first `slots` tokens are a prompt. The others follow one by one, and every `EVERY` of them are evicted.
+    """
+    cache, layers = transformers.DynamicCache(), model.model.layers
+    whole = kvpress.DecodingPress(press, EVERY, slots, EVERY)
+    with whole(model):
+        model.model(input_ids=torch.tensor([context[:slots]]), past_key_values=cache)
+        for position, token in enumerate(context[slots:], slots):
+            for layer in layers:
+                layer.self_attn.newest, layer.self_attn.rotation = position, [model.model.rotary_emb]
+            model.model(
+                input_ids=torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[position]])
+            )
+    return np.stack([mask(press.held[number], len(context)) for number in range(len(layers))])
+
+
 def mask(places: Tensor, length: int) -> np.ndarray:
     """Return True at the given places of each head, as [heads, length]."""
     return torch.zeros(places.shape[0], length, dtype=torch.bool).scatter(1, places, True).numpy()
@@ -173,6 +237,7 @@ def main() -> None:
     parser.add_argument("--cases", type=Path, required=True, help="from cases.py")
     parser.add_argument("--count", type=int, default=6, help="contexts to read")
     parser.add_argument("--out", type=Path, required=True, help="an .npz file")
+    parser.add_argument("--decoding-only", action="store_true", help="leave out methods that rank a prompt once")
     given = parser.parse_args()
     plan, *cases = map(json.loads, given.cases.read_text().splitlines())
     model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
@@ -187,12 +252,17 @@ def main() -> None:
     drawn = [torch.randn(shape, generator=torch.manual_seed(layer)) for layer in range(config.num_hidden_layers)]
     found["projections"] = np.stack([each[0].numpy() / math.sqrt(48) for each in drawn])
     for number, case in enumerate(cases[: given.count]):
-        press = Together(plan["ratios"])
-        with press(model):
-            model.model(input_ids=torch.tensor([case["context"]]))
-        found |= {f"{number}|{name}": np.stack(layers) for name, layers in press.kept.items()}
-        again = {f"{name}|{ratio}": each for ratio in plan["ratios"] for name, each in replaying(ratio).items()}
-        found |= {f"{number}|{name}": reread(model, case["context"], each) for name, each in again.items()}
+        if not given.decoding_only:
+            press = Together(plan["ratios"])
+            with press(model):
+                model.model(input_ids=torch.tensor([case["context"]]))
+            found |= {f"{number}|{name}": np.stack(layers) for name, layers in press.kept.items()}
+            again = {f"{name}|{ratio}": each for ratio in plan["ratios"] for name, each in replaying(ratio).items()}
+            found |= {f"{number}|{name}": reread(model, case["context"], each) for name, each in again.items()}
+        for ratio in plan["ratios"]:
+            slots = int(len(case["context"]) * (1 - ratio))
+            for name, each in (("snapkv_decode", Tracked()), ("snapkv_decode, corrected", Rotated())):
+                found[f"{number}|{name}|{ratio}"] = decoded(model, case["context"], slots, each)
         print(number, case["family"], flush=True)
     np.savez_compressed(given.out, **found)
 

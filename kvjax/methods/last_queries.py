@@ -98,10 +98,20 @@ class WindowAttention(Score, interface=True):
     def attention(self, view: View, new: New) -> Float[Array, "b h all"]:
         """Return the attention to all slots, pooled over neighbors for the tokens before the window."""
         position, found = map(new.spread.all_slots, (view.position, view.slots.score))
-        newest = new.newest - (not new.given)  # a decoded token has no slot yet
-        before = (position >= 0) & (position <= (newest - self.window)[:, None, None])
+        before = (position >= 0) & (position <= self._before(new))
         pool = in_text_order(lambda x: pooled(x, self.kernel, self.pooling), jnp.where(before, found, 0.0), position)
         return jnp.where(before, pool, 0.0)
+
+    def with_window(self, found: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+        """Return the scores, infinite for tokens of the window.
+
+        The recent tokens that are protected include the next one, and so not the oldest one of the window.
+        """
+        return jnp.where(view.position > jnp.maximum(self._before(new), -1), jnp.inf, found)
+
+    def _before(self, new: New) -> Int[Array, "b 1 1"]:
+        # The newest position before the window; a decoded token has no slot yet.
+        return (new.newest - (not new.given) - self.window)[:, None, None]
 
     def _window(self, new: New) -> Int[Array, "b 1"]:
         return jnp.full((len(new.read), 1), self.window, jnp.int32)

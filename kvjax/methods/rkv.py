@@ -28,7 +28,7 @@ class Redundancy(WindowAttention):
 
     with the attention averaged over the last w queries and the query heads of a KV head, for the tokens before the
     window, and the n cached keys of the head. N(j) is the newest key whose cosine with key j is above the threshold, so
-    the newest of similar keys is not redundant.
+    the newest of similar keys is not redundant. The tokens of the window stay.
 
     Args:
         importance: lambda; 0.1 in the paper, 0.07 in its code.
@@ -54,7 +54,7 @@ class Redundancy(WindowAttention):
         likeness = self._sums(unit, position) / jnp.maximum(live.sum(-1, keepdims=True), 1)
         redundancy = jax.nn.softmax(jnp.where(live, likeness, -jnp.inf), axis=-1, where=live)
         found = self.importance * self.attention(view, new) - (1 - self.importance) * redundancy
-        return new.spread.own_slots(found)
+        return self.with_window(new.spread.own_slots(found), view, new)
 
     def _sums(self, unit: Float[Array, "b h c d"], position: Int[Array, "b h c"]) -> Float[Array, "b h c"]:
         # Cosines of each key to the others, added up for one block of these at a time.

@@ -21,14 +21,14 @@ class NewestWindow(WindowAttention):
     .. math:: F(i) = \mathrm{pool}_{|j - i| \le 3} \frac 1 w \sum_{t = n - w}^{n - 1} \bar a_t(j)
 
     with the attention averaged over the query heads of a KV head and the last w queries of the text so far. Before each
-    eviction, these queries attend again to the cached tokens of the head.
+    eviction, these queries attend again to the cached tokens of the head. Their own tokens stay.
     """
 
     paper = "SnapKV, Li et al. 2024, Listing 1, at every eviction"
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
-        return new.spread.own_slots(self.attention(view, new))
+        return self.with_window(new.spread.own_slots(self.attention(view, new)), view, new)
 
 
 @register(paper="SnapKV, Listing 1, at every eviction", group="ranked by attention at every token")

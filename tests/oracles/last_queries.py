@@ -54,18 +54,27 @@ class LastQueries(EvictEvery):
 
     def attention(self, h, new) -> list[float]:
         """What the tokens before the window got, pooled over their neighbors there."""
-        head, read = self.heads[h], new.position + hasattr(new, "probs")
-        before = [i for i, position in enumerate(head.positions) if position < read - self.window]
+        head = self.heads[h]
+        before = [i for i, position in enumerate(head.positions) if position < self.begin(new)]
         half, found = self.kernel // 2, [0.0] * len(head.notes)
         for i in before:
             near = [head.notes[j] if j in before else 0.0 for j in range(i - half, i + half + 1)]
             found[i] = max(near) if self.pooling == "max" else sum(near) / self.kernel
         return found
 
+    def begin(self, new) -> int:
+        """The first position of the window; a new token that is decoded is not in it."""
+        return new.position + hasattr(new, "probs") - self.window
+
+    def with_window(self, h, new, found: list[float]) -> list[float]:
+        """Scores with which the tokens of the window stay."""
+        positions = self.heads[h].positions
+        return [math.inf if p >= self.begin(new) else x for p, x in zip(positions, found, strict=True)]
+
 
 class SnapKVDecode(LastQueries):
     def scores(self, h, new):
-        return self.attention(h, new)
+        return self.with_window(h, new, self.attention(h, new))
 
 
 class RKV(LastQueries):
@@ -82,4 +91,5 @@ class RKV(LastQueries):
                 row[similar[-1]] = 0.0
         redundancy = softmax(np.array([sum(row[i] for row in cosine) / n for i in range(n)]))
         pairs = zip(self.attention(h, new), redundancy, strict=True)
-        return [self.importance * a - (1 - self.importance) * r for a, r in pairs]
+        found = [self.importance * a - (1 - self.importance) * r for a, r in pairs]
+        return self.with_window(h, new, found)
