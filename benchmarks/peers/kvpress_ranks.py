@@ -201,11 +201,13 @@ def decoded(model: nn.Module, context: list[int], slots: int, press: Tracked) ->
     """
     cache, layers = transformers.DynamicCache(), model.model.layers
     whole = kvpress.DecodingPress(press, EVERY, slots, EVERY)
+    for layer in layers:
+        layer.self_attn.rotation = [model.model.rotary_emb]  # in a list, so that it is no part of the layer
     with whole(model):
         model.model(input_ids=torch.tensor([context[:slots]]), past_key_values=cache)
         for position, token in enumerate(context[slots:], slots):
             for layer in layers:
-                layer.self_attn.newest, layer.self_attn.rotation = position, [model.model.rotary_emb]
+                layer.self_attn.newest = position
             model.model(
                 input_ids=torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[position]])
             )

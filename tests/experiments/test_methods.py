@@ -75,3 +75,14 @@ def test_shows_times_where_they_were_measured(written: str) -> None:
 def test_lists_what_was_left_out_and_no_other_model(written: str) -> None:
     assert "| tova | 0.1 | one clear reason |" in written
     assert "| 25% |" not in written
+
+
+def test_leaves_out_what_was_not_measured(written: str, tmp_path: Path) -> None:
+    assert "Facts in a long text" in written and "## Time" in written
+    for name in ("retrieval.jsonl", "decode.json"):
+        (tmp_path / "methods" / name).unlink()
+    assert main(["--model", "tiny", "--text", "a.txt", "--out", str(tmp_path), "--page-only"]) == 0
+    page = (tmp_path / "methods.md").read_text()
+    assert "Facts in a long text" not in page
+    assert "## Time" not in page
+    assert "25%" not in page
