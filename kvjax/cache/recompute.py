@@ -137,7 +137,10 @@ def asked_again(
             bias = spec.bias(place, view.position if given.places is None else given.places[1])
             x = x if bias is None else x + bias
             # Mask logits once: then the sums fuse with their operands, and little else is allocated.
-            x = jnp.where(spec.mask(position, view.position)[:, :, None], x, jnp.finfo(kind).min)
+            seen = spec.mask(position, view.position)
+            seen = seen if ask.newest is None else seen & (view.position <= ask.newest[:, None, None])[:, :, None]
+            x = x.max(2, keepdims=True) if ask.group == "max" else x
+            x = jnp.where(seen[:, :, None], x, jnp.finfo(kind).min)
             highest = jnp.maximum(config.spread.most_of_slots(x.max(-1, keepdims=True)), jnp.finfo(kind).min / 2)
             shares = jnp.exp(x - highest)
             total = config.spread.over_slots(shares.sum(-1, keepdims=True))

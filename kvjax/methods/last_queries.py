@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -80,12 +82,16 @@ class WindowAttention(Score, interface=True):
 
     def asks(self, heads: Heads, new: New) -> Again:
         """Request the mean attention of the queries if the next token will find no empty slot."""
-        kept, groups = self.advance(heads, new), new.q.shape[2]
+        kept = self.advance(heads, new)
         position = positions_of_queries(self.window, new, self._window(new))
-        share = 1 / (groups * jnp.clip(new.read, 1, self.window))
+        share = 1 / jnp.clip(new.read, 1, self.window)
         counts = (position >= 0) & self._due(new)[:, None]
         weights = jnp.where(counts, share[:, None], 0.0).astype(wide(new.q.dtype))
-        return Again(kept, position, jnp.broadcast_to(weights[:, None], kept.shape[:3]))
+        return self._looking(Again(kept, position, jnp.broadcast_to(weights[:, None], kept.shape[:3])), new)
+
+    @abc.abstractmethod
+    def _looking(self, queries: Again, new: New) -> Again:
+        """Return the queries, whose weights add up to 1, with the attention that counts."""
 
     def advance(self, heads: Heads, new: New) -> PyTree:
         """Return the stored queries with the new ones included."""

@@ -13,6 +13,7 @@ from kvjax.methods.combine import combine
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
+from kvjax.policies.stats import Again
 from kvjax.types import New, View, check, number, setting, wide
 
 BLOCK = 16
@@ -26,8 +27,9 @@ class Redundancy(WindowAttention):
     .. math:: F(i) = \lambda \max_{|j - i| \le 3} \bar a(j) - (1 - \lambda) \, \mathrm{softmax}_i
         \left( \frac 1 n \sum_{j \ne i, \; i \ne N(j)} \cos(k_i, k_j) \right)
 
-    with the attention averaged over the last w queries and the query heads of a KV head, for the tokens before the
-    window, and the n cached keys of the head. N(j) is the newest key whose cosine with key j is above the threshold, so
+    with the attention of the last w queries to the tokens before the window, averaged over these queries, and the n
+    cached keys of the head. A KV head's query heads share one softmax, of the largest of their logits, and the window's
+    own tokens are not in it, as in the authors' code. N(j) is the newest key whose cosine with key j is above the threshold, so
     the newest of similar keys is not redundant. The tokens of the window stay.
 
     Args:
@@ -43,6 +45,9 @@ class Redundancy(WindowAttention):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(-1 <= self.threshold <= 1, "threshold", self.threshold, "a cosine")
+
+    def _looking(self, queries: Again, new: New) -> Again:
+        return queries.replace(newest=new.newest - self.window, group="max")
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""

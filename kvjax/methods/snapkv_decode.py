@@ -11,6 +11,7 @@ from kvjax.methods.combine import combine
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
+from kvjax.policies.stats import Again
 from kvjax.types import New, View
 
 
@@ -25,6 +26,9 @@ class NewestWindow(WindowAttention):
     """
 
     paper = "SnapKV, Li et al. 2024, Listing 1, at every eviction"
+
+    def _looking(self, queries: Again, new: New) -> Again:
+        return queries.replace(weights=queries.weights / new.q.shape[2])
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""

@@ -105,11 +105,15 @@ class Again(struct.PyTreeNode):
         raw_q: the queries before rotation.
         position: positions of the queries; -1 for no query.
         weights: w, the weight of each query.
+        newest: position of the newest token in the softmax of each row; None for the query's own.
+        group: `sum` for the formula; `max` for one softmax of the largest logits of a KV head's query heads.
     """
 
     raw_q: Float[Array, "b h a g d"]
     position: Int[Array, "b a"]
     weights: Float[Array, "b h a"]
+    newest: Int[Array, " b"] | None = None
+    group: str = setting("sum")
 
 
 class Damage(struct.PyTreeNode):

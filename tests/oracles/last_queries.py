@@ -1,10 +1,11 @@
 """Scores by the last queries, which attend again to what is held before tokens leave; keys at original positions.
 
-A token's note is the mean attention of these queries and of a group's query heads.
+A token's note is the mean attention of these queries.
 """
 
 from __future__ import annotations
 
+import abc
 import math
 
 import numpy as np
@@ -45,12 +46,22 @@ class LastQueries(EvictEvery):
         for h, head in enumerate(self.heads):
             sums = [0.0] * len(head.positions)
             for position, queries in last:
-                seen = [i for i, held in enumerate(head.positions) if held <= position]
+                seen = [i for i, held in enumerate(head.positions) if held <= self.newest_seen(position, length)]
+                if not seen:
+                    continue
                 keys = np.array([head.keys[i] for i in seen])
-                for query in queries[h]:
-                    for i, p in zip(seen, softmax(keys @ query / math.sqrt(len(query))), strict=True):
-                        sums[i] += p
-            head.notes = [total / (len(last) * self.groups) for total in sums]
+                logits = [keys @ query / math.sqrt(len(query)) for query in queries[h]]
+                for i, p in zip(seen, self.shares(logits), strict=True):
+                    sums[i] += p
+            head.notes = [total / len(last) for total in sums]
+
+    @abc.abstractmethod
+    def newest_seen(self, position: int, length: int) -> int:
+        """The position of the newest token that a query of a text of so many tokens looks at."""
+
+    @abc.abstractmethod
+    def shares(self, logits: list[np.ndarray]) -> np.ndarray:
+        """A query's attention, from the logits of a group's query heads."""
 
     def attention(self, h, new) -> list[float]:
         """What the tokens before the window got, pooled over their neighbors there."""
@@ -73,6 +84,12 @@ class LastQueries(EvictEvery):
 
 
 class SnapKVDecode(LastQueries):
+    def newest_seen(self, position, length):
+        return position
+
+    def shares(self, logits):
+        return np.mean([softmax(x) for x in logits], axis=0)
+
     def scores(self, h, new):
         return self.with_window(h, new, self.attention(h, new))
 
@@ -80,6 +97,12 @@ class SnapKVDecode(LastQueries):
 class RKV(LastQueries):
     importance: float
     threshold: float
+
+    def newest_seen(self, position, length):
+        return length - self.window - 1
+
+    def shares(self, logits):
+        return softmax(np.max(logits, axis=0))
 
     def scores(self, h, new):
         units = [key / math.sqrt(sum(x * x for x in key)) for key in self.heads[h].keys]
