@@ -27,6 +27,9 @@ PARTS = ("special", "punctuation", "frequent", "local")
 SPECIAL, PUNCTUATION, FREQUENT, EVERYTHING = 1, 2, 4, 8
 """Bits for the tokens that a head keeps; the first two are classes of tokens."""
 
+GENERATED = 128
+"""Bit of a generated token, beside those of its classes."""
+
 
 OF_FREQUENT = ("frequent", "frequent_among")
 """Settings that the plan and the protection share."""
@@ -115,7 +118,8 @@ class TokenClasses(Protection):
                 match &= (new.token[:, i : i + width] == token) & new.valid[:, i : i + width]
             for i in range(len(marker)):
                 special = special.at[:, i : i + width].max(match)
-        bits = self.classes[new.token] | (SPECIAL * special).astype(jnp.uint8)
+        generated = 0 if new.given else GENERATED
+        bits = self.classes[new.token] | (SPECIAL * special + generated).astype(jnp.uint8)
         return jnp.broadcast_to(bits[:, None], new.k.shape[:3])
 
     def guard(self, view: View, new: New) -> Protected:
@@ -123,10 +127,10 @@ class TokenClasses(Protection):
         found: Profile = view.state.plan
         window = _share(found.local, length_before(new)[:, None])
         kept = (view.slots.protection & found.wanted[..., None]) > 0
-        written = view.position >= new.prompt_length[:, None, None]
+        generated = (view.slots.protection & GENERATED) > 0
         recent = jnp.maximum(window, self.recent - 1) + (not new.given)
         return Protected(
-            jnp.zeros_like(view.limit), recent, kept & ~written, kept & written, self._quota(found.wanted, new)
+            jnp.zeros_like(view.limit), recent, kept & ~generated, kept & generated, self._quota(found.wanted, new)
         )
 
     def _quota(self, wanted: UInt8[Array, "b h"], new: New) -> Quota:

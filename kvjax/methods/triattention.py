@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax.methods.combine import combine
 from kvjax.methods.query_means import QueryMeans, load, pair_norms, ropes_of
@@ -37,12 +37,12 @@ class TriAttention(Score):
     f are the pairs of channels that RoPE rotates, k the keys before rotation, D their distances from the newest token
     and c RoPE's own scaling. Q is the mean of query head g before rotation and m the mean of its norm, both in complex
     numbers. Channels without rotation add their product with the mean query. Mean and standard deviation are over the
-    cached tokens of the head.
+    cached tokens of the head; in the authors' code, over those that are not kept as the prompt.
 
     Args:
         checkpoint: directory written by `kvjax calibrate`; empty for the mean queries of the embedded model.
         distances: number of distances in Delta; the default reaches 2^16.
-        keep_prompt: True if tokens of the prompt are evicted only if no other token can be.
+        keep_prompt: True if tokens of prompts and turns are evicted only if no other token can be.
         means: mean queries of each layer, set by `bind`; after `layer`, those of one layer.
         ropes: RoPE of each layer, as `means`.
     """
@@ -81,6 +81,10 @@ class TriAttention(Score):
         means = QueryMeans(self.means.center[index], self.means.norm[index])
         return dataclasses.replace(self, means=means, ropes=self.ropes[index : index + 1])
 
+    def slot(self, new: New, state: object) -> Bool[Array, "b h t"] | None:
+        """Return whether new tokens are given text, which stays; None if that makes no difference."""
+        return jnp.full(new.k.shape[:3], new.given) if self.keep_prompt else None
+
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
         found = standardized(self._logits(view, new), view.live[:, :, None], new.spread).max(2)
@@ -88,7 +92,7 @@ class TriAttention(Score):
             return found
         # Above all z-scores, and in their order at every size of a float.
         above = 1e7 * jnp.where(found >= 0, 1 + found, 1 / (1 - found))
-        return jnp.where(view.position < new.prompt_length[:, None, None], above, found)
+        return jnp.where(view.slots.score, above, found)
 
     def _logits(self, view: View, new: New) -> Float[Array, "b h g c"]:
         assert self.means is not None

@@ -46,7 +46,7 @@ class FastGen(Oracle):
         self.marked: list[dict[str, set[int]]] = [{} for _ in range(self.kv_heads)]
         """Positions of given text that are special or punctuation."""
         self.slots = [0] * self.kv_heads
-        self.text_end = 0
+        self.text: set[int] = set()
 
     @property
     def chosen(self) -> list[int]:
@@ -68,6 +68,7 @@ class FastGen(Oracle):
 
     def mark(self, tokens: list[int], first: int) -> None:
         """Text is given from a position on: what of it is kept for what it is."""
+        self.text |= set(range(first, first + len(tokens)))
         found = {"special": self.special_tokens(tokens, first), "punctuation": self.punctuation_tokens(tokens, first)}
         for marked in self.marked:
             for part, indices in found.items():
@@ -83,7 +84,7 @@ class FastGen(Oracle):
         return {
             i
             for i, (position, token) in enumerate(zip(head.positions, head.tokens, strict=True))
-            if position >= self.text_end and any(token in part for part in ids)
+            if position not in self.text and any(token in part for part in ids)
         }
 
     def local_tokens(self, h: int, policy: Policy, length: int) -> set[int]:
@@ -103,7 +104,7 @@ class FastGen(Oracle):
     # Algorithm 1: prompt encoding.
 
     def read(self, prompt):
-        n, self.text_end = prompt.prompt_length, prompt.prompt_length
+        n = prompt.prompt_length
         self.mark(prompt.tokens, 0)
         for h, head in enumerate(self.heads):
             head.notes = [sum(matrix[:, i].sum() for matrix in prompt.probs[h]) for i in range(n)]
@@ -155,29 +156,27 @@ class FastGen(Oracle):
 
     def keep(self, prompt):
         staying = []
-        n, self.text_end = prompt.prompt_length, prompt.prompt_length
+        n = prompt.prompt_length
         if prompt.start > 0:
-            self.adopt(prompt)
+            self.mark(prompt.tokens, prompt.start)
         for h, head in enumerate(self.heads):
             kept = self.compress(h, n)
             if prompt.start == 0:  # a buffer gets one token at a time: what could never be filled is not set aside
                 self.slots[h] = min(self.slots[h], len(kept) + prompt.horizon)
-            else:  # text that outgrows the buffer: what is merely frequent leaves first, then the oldest
+            else:  # text that outgrows the buffer: what is merely frequent leaves first, then the oldest of what is
+                # kept for what it is, first of generated tokens
                 policy = self.optimal[h]
                 for_good = kept if policy == FULL else self.of_prompt(h, policy) | self.local_tokens(h, policy, n)
-                ranked = sorted(kept, key=lambda i: (i not in for_good, -i if i in for_good else -head.notes[i], -i))
+                generated = self.of_generation(h, policy) - for_good
+                rest = kept - for_good - generated
+
+                def place(i: int, head=head, for_good=for_good, rest=rest) -> tuple[float, ...]:
+                    return (i not in for_good, i in rest, -head.notes[i] if i in rest else -i, -i)
+
+                ranked = sorted(kept, key=place)
                 kept = set(ranked[: self.slots[h]])
             staying.append(sorted(kept))
         return staying
-
-    def adopt(self, turn):
-        """All that is held counts as given from now on; markers are recognised inside of a turn."""
-        self.mark(turn.tokens, turn.start)
-        for h, head in enumerate(self.heads):
-            for position, token in zip(head.positions, head.tokens, strict=True):
-                for part in ("special", "punctuation"):
-                    if position < turn.start and token in getattr(self, part):
-                        self.marked[h][part].add(position)
 
     def leaving(self, new):
         """The lists hold the new token and its attention, as in Algorithm 2, or not yet (kvjax's order, for turns)."""

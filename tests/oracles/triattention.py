@@ -46,12 +46,19 @@ def calibrated(queries: Sequence[Float[np.ndarray, "n d"]], rope: Any) -> Mean:
 
 
 class TriAttention(EvictEvery):
-    """`means` of each head and query head are injected, and the model's `rope`."""
+    """`means` of each head and query head are injected, and the model's `rope`. A note says whether a token was given."""
 
     means: list[list[Mean]]
     rope: Any
     distances: int
     keep_prompt: bool
+
+    def read(self, prompt):
+        for head in self.heads:
+            head.notes = [True for _ in head.positions]
+
+    def note(self, h, new):
+        return self.given
 
     def scores(self, h, new):
         head = self.heads[h]
@@ -63,7 +70,7 @@ class TriAttention(EvictEvery):
             mean = sum(found) / len(found)
             deviation = np.sqrt(sum((x - mean) ** 2 for x in found) / len(found))
             best = [max(score, (x - mean) / max(deviation, 1e-6)) for score, x in zip(best, found, strict=True)]
-        above = [1e3 * (self.keep_prompt and position < new.prompt_length) for position in head.positions]
+        above = [1e3 * (self.keep_prompt and given) for given in head.notes]
         return [score + more for score, more in zip(best, above, strict=True)]
 
     def attention(self, mean: Mean, key: np.ndarray, position: int, distance: int) -> float:
