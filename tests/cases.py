@@ -24,6 +24,7 @@ from kvjax.methods.lightkv import AfterLimit, LastQueries
 from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
+from kvjax.policies.score import ScoreOver
 from tests.oracles import (
     attention_matching,
     basic,
@@ -251,9 +252,10 @@ def _rope(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: in
 
 
 def _sketches(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
-    assert isinstance(policy.score, Leverage) and policy.score.projections is not None
-    drawn = np.asarray(policy.score.projections[layer], np.float64)
-    assert abs(drawn.std() - policy.score.sketch**-0.5) < 0.2 * policy.score.sketch**-0.5
+    score = policy.score.base_score if isinstance(policy.score, ScoreOver) else policy.score
+    assert isinstance(score, Leverage) and score.projections is not None
+    drawn = np.asarray(score.projections[layer], np.float64)
+    assert abs(drawn.std() - score.sketch**-0.5) < 0.2 * score.sketch**-0.5
     return _rope(policy, config, layer, seed, tokens) | {"projections": drawn}
 
 
@@ -351,6 +353,18 @@ POLICIES: dict[str, Case] = {
     ),
     "capkv": Case("capkv", prompt_scores.CapKV, {"recent": 4, "future": 24, "tau": 2.5}, inject=_rope),
     "chunkkv": Case("chunkkv", prompt_scores.chunked(snapkv.SnapKV), {"recent": 6, "length": 5}),
+    "chunkkv-leverage": Case(
+        "chunkkv",
+        prompt_scores.chunked(prompt_scores.Leverage),
+        {"base": "leverage", "recent": 3, "sinks": 2, "sketch": 5, "length": 7},
+        inject=_sketches,
+    ),
+    "criticalkv-leverage": Case(
+        "criticalkv",
+        criticalkv.critical(prompt_scores.Leverage),
+        {"base": "leverage", "recent": 4, "sketch": 5},
+        inject=_sketches,
+    ),
     "chunkkv-l2": Case("chunkkv", prompt_scores.chunked(l2.L2), {"base": "l2", "recent": 3, "length": 7}),
     "kvzip": Case("kvzip", kvzip.KVzip, {"prompt": (3, 5, 8), "chunk": 16, "recent": 4}),
     "kvzip-plus": Case("kvzip", kvzip.KVzip, {"prompt": (9,), "normalized": True, "recent": 0.2, "sinks": 1}),

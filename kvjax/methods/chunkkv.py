@@ -14,7 +14,7 @@ from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy, name_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import as_numbers
-from kvjax.policies.score import UNRANKED, ScoreOver
+from kvjax.policies.score import UNRANKED, ScoreOver, is_ranked
 from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
 
 
@@ -24,7 +24,8 @@ class ChunkSum(ScoreOver):
 
     .. math:: F(i) = \sum_{j: \lfloor j / L \rfloor = \lfloor i / L \rfloor} s(j)
 
-    It is computed at the end of each prompt, chunk or turn. Generated tokens are evicted first, the oldest before the
+    It is computed at the end of each prompt, chunk or turn. Tokens that s does not rank, such as its sinks, add nothing,
+    and a chunk with tokens that s always keeps is kept. Generated tokens are evicted first, the oldest before the
     others. If the budget is not a multiple of L, the newest tokens of one chunk are kept.
 
     Args:
@@ -59,7 +60,9 @@ class ChunkSum(ScoreOver):
         if not new.given or new.token.shape[1] == 1:
             return own, summed
         scores = as_numbers(self.base_score.score(inner, new), inner).astype(summed.dtype)
-        return own, self._summed(jnp.where(view.live, scores, 0.0), view)
+        # Tokens that are not ranked add nothing, and those that are to stay take their chunk with them.
+        counts = jnp.where(is_ranked(scores), scores, jnp.where(scores > 0, -UNRANKED, 0.0))
+        return own, self._summed(jnp.where(view.live, counts, 0.0), view)
 
     def _summed(self, scores: Float[Array, "b h c"], view: View) -> Float[Array, "b h c"]:
         # Slots in the order of the text have the chunks one after another.

@@ -16,7 +16,7 @@ from kvjax.methods.registry import base_policy, name_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import recent_slots
 from kvjax.policies.rankings import as_numbers
-from kvjax.policies.score import Requirements, ScoreOver
+from kvjax.policies.score import Requirements, ScoreOver, is_ranked
 from kvjax.types import New, PyTree, View, number, wide
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Critical(ScoreOver):
         half = jnp.maximum(view.limit - self.sinks - recent, 0) // 2
         critical = free & (jnp.argsort(best_first, axis=-1) < half[..., None])
         highest = float(jnp.finfo(s.dtype).max) / 4
-        found = jnp.where(jnp.isfinite(scaled), scaled, s)
+        found = jnp.where(is_ranked(s) & jnp.isfinite(scaled), scaled, s)
         return jnp.where(new.spread.own_slots(critical), highest, found)
 
     def _norms(self, v: Float[Array, "b h t e"]) -> Float[Array, "b h t"]:

@@ -92,7 +92,10 @@ class Leverage(TextScore):
         keys, weight = new.raw_k.astype(wide(new.k.dtype)), counts[..., None]
         mean = jnp.where(weight, keys, 0.0).sum(2, keepdims=True) / jnp.maximum(weight.sum(2, keepdims=True), 1)
         x = jnp.einsum("bhtd,hdm->bhtm", jnp.where(weight, keys - mean, 0.0), self.projections)
-        gram = jnp.einsum("bhtm,bhtn->bhmn", x, x) + 0.01 * jnp.eye(self.sketch, dtype=x.dtype)
+        gram = jnp.einsum("bhtm,bhtn->bhmn", x, x)
+        # Below the rounding of the largest sums, 0.01 would not make a singular matrix positive.
+        least = 4 * jnp.finfo(x.dtype).eps * jnp.trace(gram, axis1=2, axis2=3)
+        gram += jnp.maximum(0.01, least)[..., None, None] * jnp.eye(self.sketch, dtype=x.dtype)
         solved = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), jnp.swapaxes(x, 2, 3), lower=True)
         return standardized((solved**2).sum(2), counts, new.spread)
 

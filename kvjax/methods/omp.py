@@ -84,6 +84,8 @@ class Pursuit(PromptScore):
         """Return 1 for the key chosen first, less for later ones, and 0 for those that are not chosen."""
         q, counts = sampled(Queries(new.q, new.valid), self.queries, wide(new.k.dtype))
         logits = slot_logits(q, view, new)
+        if view.slots.residual is not None:  # biases of slots that stand for others of an earlier text
+            logits = logits + view.slots.residual[:, :, None]
         shares = jnp.exp(logits - finite_max(logits)) * counts[..., None]
         most = min(self.lines[0], view.capacity) if self.lines else view.capacity
         return chosen_first(shares, -(-most // self.each), min(self.each, most), self.ridge)
@@ -105,9 +107,9 @@ def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge:
         gain = jnp.einsum("bhrc,bhr->bhc", shares, missing, precision="highest")
         _, at = jax.lax.top_k(jnp.where(scores > 0, -jnp.inf, gain), each)
         order = (total - number * each - jnp.arange(each)) / total
-        scores = jnp.put_along_axis(
-            scores, at, jnp.broadcast_to(order, at.shape).astype(scores.dtype), -1, inplace=False
-        )
+        # The last round may find all columns chosen.
+        first = jnp.maximum(jnp.take_along_axis(scores, at, -1), order.astype(scores.dtype))
+        scores = jnp.put_along_axis(scores, at, first, -1, inplace=False)
         columns = jnp.take_along_axis(shares, at[:, :, None], -1)
         chosen = jax.lax.dynamic_update_slice_in_dim(chosen, columns, number * each, -1)
         factors = matched_factors(chosen, mass, ridge, BOUND)

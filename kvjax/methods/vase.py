@@ -37,7 +37,7 @@ class ValueSpread(Score):
 
     The rest are all tokens except the recent ones. The zeta are independent Gumbel variables, drawn for each ranking,
     so the tokens with the highest sums are a sample without replacement. Attention is pooled over neighbors among the
-    rest. The last r queries t are those since the last ranking, or after a prompt or turn its own last r.
+    rest. The last r queries t are those since the last ranking, or after a prompt, turn or chunk its own last r.
 
     Args:
         every: r, number of tokens from one ranking to the next, the policy's `evict_every`.

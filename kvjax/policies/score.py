@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Part
 from kvjax.policies.rankings import Ranking
@@ -192,6 +192,11 @@ class AccumulatedScore(Score, interface=True):
 
 UNRANKED = -1e30
 """Score of generated tokens, below all others."""
+
+
+def is_ranked(scores: Float[Array, "*n"]) -> Bool[Array, "*n"]:
+    """Return whether scores are numbers to calculate with: other ones only say which tokens are first or last."""
+    return jnp.abs(scores) < -UNRANKED
 
 
 class PromptScore(Score):

@@ -47,7 +47,11 @@ class Critical(EvictEvery):
         half = max(0, self.limits[h] - self.sinks - self.recents[h]) // 2
         critical = sorted(free, key=lambda i: (base[i], i), reverse=True)[:half]
         return [
-            math.inf if i in critical else (s + self.epsilon) * self.norms[h][head.positions[i]]
+            math.inf
+            if i in critical
+            else s
+            if abs(s) >= 1e30
+            else (s + self.epsilon) * self.norms[h][head.positions[i]]
             for i, s in enumerate(base)
         ]
 

@@ -267,7 +267,7 @@ def chunked(base: type[Oracle]) -> type[Oracle]:
                 own = list(zip(positions, super().scores(h, new), strict=True))
                 for position in positions:
                     chunk = [score for other, score in own if other // self.length == position // self.length]
-                    self.sums[h][position] = sum(chunk)
+                    self.sums[h][position] = sum(min(score, 1e30) for score in chunk if score > LOWEST)
             return [self.sums[h].get(position, LOWEST) for position in positions]
 
     return Chunked

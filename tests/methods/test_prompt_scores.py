@@ -1,0 +1,91 @@
+"""Scores of prompts beyond what the tables of policies already test: sharp keys, later turns, tokens that stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.methods.omp import chosen_first
+from tests.small_models import GQA, random_model
+
+MODEL = random_model(GQA)
+TINY = kvjax.load("tiny")
+TEXT = np.random.default_rng(0).integers(0, 64, (1, 400))
+
+
+def held(state: kvjax.State, layer: int = 0) -> list[set[int]]:
+    return [set(head[head >= 0].tolist()) for head in state.storage.positions()[layer][0]]
+
+
+def with_larger_keys(factor: float) -> kvjax.Model:
+    """The same function, with keys that are so many times larger and queries that are smaller."""
+    changed = [
+        dataclasses.replace(
+            each,
+            key=each.key.replace(weight=each.key.weight * factor),
+            query=each.query.replace(weight=each.query.weight / factor),
+        )
+        for each in MODEL.weights.layers
+    ]
+    return kvjax.Model(MODEL.weights.replace(layers=tuple(changed)), GQA)
+
+
+@pytest.mark.parametrize("name", ["leverage", "compactor"])
+def test_large_keys_of_more_directions_than_channels_rank(name: str) -> None:
+    policy = kvjax.policy(name, recent=4)
+    small, large = (
+        kvjax.prefill(model, policy, TEXT, 40, max_new_tokens=1)[0] for model in (MODEL, with_larger_keys(1e3))
+    )
+    for ours, theirs in zip(held(small), held(large), strict=True):
+        assert len(theirs) == 40 and len(ours & theirs) > 20
+
+
+@pytest.mark.parametrize("name", ["triattention", "fastgen"])
+def test_after_a_turn_generated_text_still_leaves_before_given_text(name: str) -> None:
+    settings: dict[str, Any] = {
+        "triattention": {"evict_every": 1},
+        # Everything is punctuation, and one of these tokens has a slot besides those of the prompt.
+        "fastgen": {"punctuation": tuple(range(TINY.config.vocab_size)), "local": 0.0, "order": ("punctuation",)}
+        | {"spare_punctuation": 0.3, "threshold": 0.01},
+    }
+    budget = 40 if name == "triattention" else 1.0
+    tokens = TEXT[:, :60]
+    state, _ = kvjax.prefill(TINY, kvjax.policy(name, **settings[name]), tokens[:, :30], budget, max_new_tokens=30)
+    for step in range(30, 39):
+        state, _ = kvjax.decode_step(state, tokens[:, step])
+    state, _ = kvjax.extend(state, tokens[:, 39:40])
+    for step in range(40, 54):
+        state, _ = kvjax.decode_step(state, tokens[:, step])
+    given = {*range(30), 39}
+    for layer in range(TINY.config.layers):
+        for head in held(state, layer):
+            assert given <= head
+            assert len(head - given) < 23 and 53 in head
+
+
+def test_pursuit_counts_slots_that_stand_for_evicted_ones() -> None:
+    settings = {"residual": "attention_matching", "residual.bound": 7.0}
+    policy = kvjax.policy("omp", recent=2, each=1, **settings)
+    state, _ = kvjax.prefill(MODEL, policy, TEXT[:, :120], 24, max_new_tokens=1)
+    plain = jax.tree.map(lambda x: x, state)
+    storage = plain.cache.storage
+    unbiased = [view.replace(slots=view.slots.replace(residual=view.slots.residual * 0)) for view in storage.layers]
+    plain = plain.replace(cache=plain.cache.replace(storage=storage.replace(layers=tuple(unbiased))))
+    ours, without = (kvjax.extend(each, TEXT[:, 120:180])[0] for each in (state, plain))
+    firsts = [sum(len({p for p in head if p < 120}) for head in held(each)) for each in (ours, without)]
+    assert firsts[0] > firsts[1]
+
+
+@pytest.mark.parametrize("each", [1, 3, 7])
+def test_pursuit_chooses_every_key_once(each: int) -> None:
+    shares = jnp.asarray(np.random.default_rng(1).random((1, 1, 12, 10)))
+    found = np.asarray(chosen_first(shares, -(-10 // each), each, 1e-2))[0, 0]
+    assert len(set(found.tolist())) == 10 and found.max() == 1.0
+    first = np.asarray(chosen_first(shares, 1, each, 1e-2))[0, 0]
+    assert set(np.argsort(-found)[:each]) == set(np.flatnonzero(first))
