@@ -359,12 +359,6 @@ POLICIES: dict[str, Case] = {
         {"base": "leverage", "recent": 3, "sinks": 2, "sketch": 5, "length": 7},
         inject=_sketches,
     ),
-    "criticalkv-leverage": Case(
-        "criticalkv",
-        criticalkv.critical(prompt_scores.Leverage),
-        {"base": "leverage", "recent": 4, "sketch": 5},
-        inject=_sketches,
-    ),
     "chunkkv-l2": Case("chunkkv", prompt_scores.chunked(l2.L2), {"base": "l2", "recent": 3, "length": 7}),
     "kvzip": Case("kvzip", kvzip.KVzip, {"prompt": (3, 5, 8), "chunk": 16, "recent": 4}),
     "kvzip-plus": Case("kvzip", kvzip.KVzip, {"prompt": (9,), "normalized": True, "recent": 0.2, "sinks": 1}),

@@ -24,9 +24,9 @@ class ChunkSum(ScoreOver):
 
     .. math:: F(i) = \sum_{j: \lfloor j / L \rfloor = \lfloor i / L \rfloor} s(j)
 
-    It is computed at the end of each prompt, chunk or turn. Tokens that s does not rank, such as its sinks, add nothing,
-    and a chunk with tokens that s always keeps is kept. Generated tokens are evicted first, the oldest before the
-    others. If the budget is not a multiple of L, the newest tokens of one chunk are kept.
+    It is computed at the end of each prompt, chunk or turn. Tokens that s does not rank, such as its sinks, add
+    nothing, and a chunk with tokens that s always keeps is kept. Generated tokens are evicted first, the oldest before
+    the others. If the budget is not a multiple of L, the newest tokens of one chunk are kept.
 
     Args:
         base_score: the other score s.

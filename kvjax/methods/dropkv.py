@@ -24,8 +24,9 @@ class DropDamage(Score):
 
     .. math:: F(i) = \sum_{t} \sum_g \left( \frac{p_{gt}(i)}{1 - p_{gt}(i)} \right)^2 \lVert v_i - o_{gt} \rVert^2
 
-    over the queries t of two windows: the one of w queries that is being filled, and the one before. When a
-    token needs a slot, these are the last w + 1 to 2w queries. It is a distance in the space of values, so scores of different heads are comparable.
+    over the queries t of two windows: the one of w queries that is being filled, and the one before. When a token needs
+    a slot, these are the last w + 1 to 2w queries. It is a distance in the space of values, so scores of different
+    heads are comparable.
 
     Args:
         window: w, in queries.

@@ -29,8 +29,8 @@ class Redundancy(WindowAttention):
 
     with the attention of the last w queries to the tokens before the window, averaged over these queries, and the n
     cached keys of the head. A KV head's query heads share one softmax, of the largest of their logits, and the window's
-    own tokens are not in it, as in the authors' code. N(j) is the newest key whose cosine with key j is above the threshold, so
-    the newest of similar keys is not redundant. The tokens of the window stay.
+    own tokens are not in it, as in the authors' code. N(j) is the newest key whose cosine with key j is above the
+    threshold, so the newest of similar keys is not redundant. The tokens of the window stay.
 
     Args:
         importance: lambda; 0.1 in the paper, 0.07 in its code.

@@ -28,12 +28,12 @@ def with_larger_keys(factor: float) -> kvjax.Model:
     changed = [
         dataclasses.replace(
             each,
-            key=each.key.replace(weight=each.key.weight * factor),
-            query=each.query.replace(weight=each.query.weight / factor),
+            key=dataclasses.replace(each.key, weight=each.key.weight * factor),
+            query=dataclasses.replace(each.query, weight=each.query.weight / factor),
         )
         for each in MODEL.weights.layers
     ]
-    return kvjax.Model(MODEL.weights.replace(layers=tuple(changed)), GQA)
+    return kvjax.Model(dataclasses.replace(MODEL.weights, layers=tuple(changed)), GQA)
 
 
 @pytest.mark.parametrize("name", ["leverage", "compactor"])
@@ -89,3 +89,13 @@ def test_pursuit_chooses_every_key_once(each: int) -> None:
     assert len(set(found.tolist())) == 10 and found.max() == 1.0
     first = np.asarray(chosen_first(shares, 1, each, 1e-2))[0, 0]
     assert set(np.argsort(-found)[:each]) == set(np.flatnonzero(first))
+
+
+def test_critical_tokens_of_a_score_of_prompts_leave_generated_ones_in_their_order() -> None:
+    policy = kvjax.policy("criticalkv", base="leverage", recent=4)
+    state, _ = kvjax.prefill(MODEL, policy, TEXT[:, :30], 40, max_new_tokens=24)
+    for step in range(30, 54):
+        state, _ = kvjax.decode_step(state, TEXT[:, step])
+    for head in held(state):
+        generated = sorted(position for position in head if position >= 30)
+        assert generated == list(range(54 - len(generated), 54))

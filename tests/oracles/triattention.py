@@ -46,7 +46,7 @@ def calibrated(queries: Sequence[Float[np.ndarray, "n d"]], rope: Any) -> Mean:
 
 
 class TriAttention(EvictEvery):
-    """`means` of each head and query head are injected, and the model's `rope`. A note says whether a token was given."""
+    """`means` of each head and query head are injected, and the model's `rope`; a note is whether a token was given."""
 
     means: list[list[Mean]]
     rope: Any
