@@ -52,6 +52,21 @@ def test_a_full_cache_becomes_that_of_another_policy(name: str, settings: dict[s
     np.testing.assert_allclose(follow(pressed), follow(expected), rtol=1e-4, atol=1e-5)
 
 
+def test_cache_positions_rank_by_the_same_keys() -> None:
+    found = [read(kvjax.policy("keydiff", block=None, positions=positions), 24) for positions in ("cache", "original")]
+    assert found[0].policy.codec.ordered
+    cached, original = (kvjax.compress(state, None, BUDGET) for state in found)
+    assert [kept(cached, row) for row in range(2)] == [kept(original, row) for row in range(2)]
+
+
+@pytest.mark.parametrize("name", ["l2", "keydiff"])
+def test_a_full_cache_of_cache_positions_becomes_that_of_another_policy(name: str) -> None:
+    whole, policy = read(kvjax.policy("full", positions="cache", special=(7,))), kvjax.policy(name)
+    assert whole.policy.codec.ordered
+    pressed, expected = kvjax.compress(whole, policy, 60), read(policy, 60)
+    np.testing.assert_allclose(follow(pressed), follow(expected), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "settings", [core({}), {"codec": "int8"}, {"plan": "adakv"}, {"residual": "less", "residual.kernels": "performer"}]
 )
