@@ -165,7 +165,7 @@ class Codec:
             return state
         found: Any = jnp.ones_like(state.factor)
         if new.k.shape[2] >= LEAST_TOKENS:
-            scales = self.quantizer.init_scales(new.raw_k if self.ordered else new.k, new.valid[:, None])
+            scales: Any = self.quantizer.init_scales(new.raw_k if self.ordered else new.k, new.valid[:, None])
             found = jnp.where((new.valid.sum(1) >= LEAST_TOKENS)[:, None, None], scales, found)
         unknown = (state.factor == 0) & new.valid.any(1)[:, None, None]
         return state.replace(factor=jnp.where(unknown, found, state.factor))
