@@ -303,6 +303,7 @@ POLICIES: dict[str, Case] = {
     "l2": Case("l2", l2.L2),
     "l2-skipping": Case("l2", l2.L2, {"skip_layers": 1, "recent": 5}),
     "keydiff": Case("keydiff", keydiff.KeyDiff, {"block": None, "sinks": 2, "recent": 3}),
+    "keydiff-cache-positions": Case("keydiff", keydiff.KeyDiff, {"block": None, "recent": 3, "positions": "cache"}),
     "keydiff-every-8": Case("keydiff", keydiff.KeyDiff, {"block": None, "evict_every": 8}),
     "cur": Case("cur", cur.CUR),
     "cur-random": Case("cur", cur.CUR, {"projections": 20, "neighbors": 7, "evict_every": 4}, inject=_matrices),

@@ -16,7 +16,7 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty
 from kvjax.cache.paged.table import page_slots
 from kvjax.cache.step import update_score
-from kvjax.inference.cache import Cache, cache_specs
+from kvjax.inference.cache import Cache, cache_specs, placed_rows
 from kvjax.inference.decoder import Decoder, decoder_specs, settle_step
 from kvjax.inference.prepare import (
     Budget,
@@ -123,9 +123,14 @@ def compress(
     if chosen.plan.sizing.mode != "budget":
         raise ValueError(f"{name_of(chosen)} takes no budget to compress a cache to; choose a policy that does.")
     bound = chosen if policy is None and plan is None else ready(asked, chosen, budget, plan)
-    read, end = on_host(state.position).astype(np.int64), on_host(state.end)
-    ahead = int(np.maximum(end - read, 0).max())
-    limits, capacities = plan_slots(bound, budget, read, ahead, before.config, int(read.max()), budget_of)
+    if policy is None and bound.codec != own.codec:
+        raise ValueError(
+            f"plan={plan!r} needs another form of the keys under {name_of(bound)} than this state stores; read the "
+            "text with kvjax.prefill and that plan."
+        )
+    read = on_host(state.position).astype(np.int64)
+    end = _planned_ends(state, read)
+    limits, capacities = plan_slots(bound, budget, read, end - read, before.config, int(read.max()), budget_of)
     lines = lines_of(limits)
     renewed = policy is not None
     if renewed:
@@ -137,14 +142,22 @@ def compress(
     decoder = before.replace(policy=placed_policy(bound.sized(lines), before.mesh), asked=None)
     matched = read_over if isinstance(bound.residual, SlotResidual) else None
     asking = None if matched is None else _queries(before, state.cache.replace(key=None), *matched)
-    pressed = _pressed(decoder, state.cache.replace(key=None), limits, capacities, renewed, again, asking)
+    cache = placed_rows(state.cache.replace(end=jnp.asarray(end, jnp.int32)), before.mesh)
+    pressed = _pressed(decoder, cache.replace(key=None), limits, capacities, renewed, again, asking)
     check_ranked(pressed, bound)
     storage: Any = pressed[0]
     if bound.plan.sizing.per_head:
         storage = on_pages(storage, bound, page_slots(int(end.max())), before.mesh)
-    cache = state.cache.replace(storage=storage)
+    cache = cache.replace(storage=storage)
     settle_step(decoder, cache)
     return State(decoder, cache)
+
+
+def _planned_ends(state: State, read: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
+    # Stored keys stay rotated for the length that was planned, if it decides the frequencies of RoPE.
+    end = on_host(state.end).astype(np.int64)
+    ropes = [layer.rope for layer in state.config.layer_configs if layer.rope is not None]
+    return end if any(rope.by_length for rope in ropes) else np.maximum(end, read)
 
 
 Text = tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]

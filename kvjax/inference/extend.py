@@ -44,11 +44,11 @@ def prefill(
         budget: slots per KV head, including that of the token being read; or a fraction, for each row; or slots for
             each layer. A paper that attends over budget + 1 slots and then evicts has one slot more at the same number.
             Omit the budget for policies that decide how many slots each head needs. In a model whose other layers
-            attend further back, a layer with a sliding window keeps that window under any policy once the text exceeds
-            it, and the budget applies to the other layers.
+            attend further back, a layer with a sliding window keeps that window under any policy if the planned text
+            (prompt + `max_new_tokens`) exceeds it, and the budget applies to the other layers.
         lengths: tokens of each prompt [b], 1 to n; None if none is padded.
-        max_new_tokens: planned number of generated tokens; fractions, schedules, the full cache and length-dependent
-            RoPE depend on it.
+        max_new_tokens: planned number of later tokens, generated or given; fractions, schedules, the full cache,
+            windows of layers and length-dependent RoPE depend on it.
         key: random key for sampling and random policies, one for all rows or one each; None is `jax.random.key(0)`.
         plan: distribution of the budget over layers or heads; a name, a `Plan`, or None for the policy's own.
         prefill_chunk: compress after each chunk of this many prompt tokens, so that memory never exceeds budget +
@@ -106,7 +106,8 @@ def extend(
     """Read more text on top of a cache: a second turn, or the next chunk of a text.
 
     All tokens attend to the cache and to each other before any of them is evicted; memory is that of the cache and of
-    the tokens. Use `decode_step` for generated tokens.
+    the tokens. Slots stay those that `prefill` planned, also where the text outgrows its plan; `kvjax.compress` plans
+    them again. Use `decode_step` for generated tokens.
 
     Args:
         state: from `prefill` or a later call; it stays valid.

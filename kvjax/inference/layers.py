@@ -65,10 +65,30 @@ class Reading(struct.PyTreeNode):
             turns: rotations of `config.rope`, if layers share them.
             sink_logits: logits of the layer's query heads; None for a layer without sinks.
         """
-        raw_q, raw_k = q, k
+        raw = q, k
         if config.rope is not None:
             turns = turns or self.turns(config.rope, q.dtype)
             q, k, v = config.rotated((q, k), turns, self.kernels, (v,))
+        return self._of_layer(config, layer, x, raw, (q, k, v), sink_logits)
+
+    def ahead(self, config: LayerConfig, layer: int, x: Array) -> New:
+        """Make a layer's `New` before the layer runs: its activations are zeros of the right shapes."""
+        rows, tokens = self.token.shape
+        keys = jnp.zeros((rows, config.kv_heads, tokens, config.key_width), x.dtype)
+        values = jnp.zeros((rows, config.kv_heads, tokens, config.value_width), x.dtype)
+        queries = jnp.zeros((rows, config.kv_heads, config.groups, tokens, config.key_width), x.dtype)
+        return self._of_layer(config, layer, jnp.zeros_like(x), (queries, keys), (queries, keys, values))
+
+    def _of_layer(
+        self,
+        config: LayerConfig,
+        layer: int | Int[Array, ""],
+        x: Array,
+        raw: tuple[Array, Array],
+        read: tuple[Array, Array, Array],
+        sink_logits: Array | None = None,
+    ) -> New:
+        (raw_q, raw_k), (q, k, v) = raw, read
         return New(
             q=q,
             k=k,
@@ -91,15 +111,6 @@ class Reading(struct.PyTreeNode):
             replayed=self.replayed,
             kernels=self.kernels,
         )
-
-    def ahead(self, config: LayerConfig, layer: int, x: Array) -> New:
-        """Make a layer's `New` before the layer runs: its activations are zeros of the right shapes."""
-        rows, tokens = self.token.shape
-        keys = jnp.zeros((rows, config.kv_heads, tokens, config.key_width), x.dtype)
-        values = jnp.zeros((rows, config.kv_heads, tokens, config.value_width), x.dtype)
-        queries = jnp.zeros((rows, config.kv_heads, config.groups, tokens, config.key_width), x.dtype)
-        unrotated = dataclasses.replace(config, rope=None)
-        return self.new(unrotated, layer, jnp.zeros_like(x), queries, keys, values)
 
 
 def read_token(

@@ -325,7 +325,7 @@ def plan_slots(
     policy: Policy,
     budget: Budget,
     lengths: Int[np.ndarray, " b"],
-    max_new_tokens: int,
+    max_new_tokens: int | Int[np.ndarray, " b"],
     config: ModelConfig,
     width: int,
     budget_of: str = "text",
@@ -337,7 +337,7 @@ def plan_slots(
         budget: slots per head, a fraction, or slots for each layer. Layers that are bounded by their own window get
             as many slots as the window is wide; the budget is distributed over the other layers.
         lengths: tokens of each prompt.
-        max_new_tokens: planned number of generated tokens.
+        max_new_tokens: planned number of later tokens, of all rows or of each.
         config: configuration of the model.
         width: tokens of the longest prompt.
         budget_of: base of a fraction, one of `WHOLES`.
@@ -354,7 +354,7 @@ def plan_slots(
     widths = [np.iinfo(np.int32).max if layer.window is None else layer.window for layer in config.layer_configs]
     windows = np.array(widths)[:, None]
     if plan.sizing.mode != "budget":
-        slots = full_slots(width, max_new_tokens)
+        slots = full_slots(width, int(np.max(max_new_tokens)))
         return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
     apart = np.stack([layer.bounds(total) for layer in config.layer_configs])
     if apart.any() and policy.score.requires.shared_slots == "layers":

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.policies.key_scales import LEAST_TOKENS
 from kvjax.policies.quantizer import CODECS, Int4, Int8, Plain, Quantizer, SymmetricQuantizer
 from kvjax.rope import Rope, cos_sin_table, rotate, turns_of
 from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, setting
@@ -155,14 +156,17 @@ class Codec:
         return jnp.zeros(new.k.shape[:3], jnp.int32) if self.ordered else None
 
     def begin(self, heads: Heads, new: New) -> CodecState | None:
-        """Return the codec's state with channel factors estimated from the first tokens, before these are stored."""
+        """Return the codec's state with channel factors, which the first text of a row sets before it is stored.
+
+        They are 1 after a text of fewer than `LEAST_TOKENS` tokens.
+        """
         state = heads.state.codec
         if state is None or state.factor is None:
             return state
-        # The first text sets the factors; a single token is too little to estimate them, so they become 1.
         found: Any = jnp.ones_like(state.factor)
-        if new.k.shape[2] > 1:
-            found = self.quantizer.init_scales(new.raw_k if self.ordered else new.k, new.valid[:, None])
+        if new.k.shape[2] >= LEAST_TOKENS:
+            scales: Any = self.quantizer.init_scales(new.raw_k if self.ordered else new.k, new.valid[:, None])
+            found = jnp.where((new.valid.sum(1) >= LEAST_TOKENS)[:, None, None], scales, found)
         unknown = (state.factor == 0) & new.valid.any(1)[:, None, None]
         return state.replace(factor=jnp.where(unknown, found, state.factor))
 

@@ -7,6 +7,9 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.attention import wide
 
+LEAST_TOKENS = 8
+"""Tokens of a text from which scales can be estimated: fewer keys show too little of each channel."""
+
 
 def channel_factors(keys: Float[Array, "b h t d"], valid: Bool[Array, "b #h t"]) -> Float[Array, "b h d"]:
     """Return powers of two that bring the channels of keys to a similar size when divided by them.

@@ -46,7 +46,8 @@ class Quantizer(Part, interface=True):
         Queries are multiplied by the scales, which therefore have to be powers of two: these do not round.
 
         Args:
-            keys: keys of the first text, from which the scales are estimated.
+            keys: keys of the first text, from which the scales are estimated; after a text of fewer than 8 tokens all
+                scales are 1.
             valid: mask of its tokens; the others are padding.
         """
         return None
@@ -110,7 +111,7 @@ class Int8(SymmetricQuantizer):
     .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 127
 
     Each key channel is first divided by a factor, and queries are multiplied by it. The factor is a power of two,
-    estimated from the prompt. Attention reads the codes directly.
+    estimated from the prompt, or 1 if the prompt has fewer than 8 tokens. Attention reads the codes directly.
 
     From: symmetric rounding, not from a paper.
 

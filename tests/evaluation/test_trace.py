@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +19,11 @@ TEXT = np.random.default_rng(3).integers(0, GQA.vocab_size, 40).tolist()
 PROMPT, WRITTEN = TEXT[:24], TEXT[24:]
 
 
-def test_a_trace_is_what_the_steps_hold() -> None:
-    model = random_model(GQA)
-    found = trace(model, kvjax.policy("h2o", recent=4), PROMPT, WRITTEN, 10)
-    state, _ = kvjax.prefill(model, kvjax.policy("h2o", recent=4), [PROMPT], 10, max_new_tokens=len(WRITTEN))
+@pytest.mark.parametrize(("name", "settings"), [("h2o", {}), ("keydiff", {"block": None, "positions": "cache"})])
+def test_a_trace_is_what_the_steps_hold(name: str, settings: dict[str, Any]) -> None:
+    model, policy = random_model(GQA), kvjax.policy(name, recent=4, **settings)
+    found = trace(model, policy, PROMPT, WRITTEN, 10)
+    state, _ = kvjax.prefill(model, policy, [PROMPT], 10, max_new_tokens=len(WRITTEN))
     for entry in range(1 + len(WRITTEN)):
         for layer, held in enumerate(kvjax.held_positions(state)):
             assert np.sort(found.positions[layer][0, :, entry]).tolist() == np.sort(held[0]).tolist()

@@ -9,9 +9,10 @@ import pytest
 
 import kvjax
 from kvjax.cache.dense import Dense
+from kvjax.inference.state import slot_limits
 from tests.cases import core, slow
 from tests.held import kept
-from tests.small_models import GQA, LEARNED, random_model
+from tests.small_models import GQA, LEARNED, LOCAL, random_model
 
 MODEL = random_model(GQA)
 TEXTS = [np.random.default_rng(row).integers(0, GQA.vocab_size, length).tolist() for row, length in enumerate((41, 20))]
@@ -49,6 +50,21 @@ def test_a_full_cache_becomes_that_of_another_policy(name: str, settings: dict[s
     pressed, expected = kvjax.compress(read("full"), policy, BUDGET), read(policy, BUDGET)
     assert kvjax.cache_bytes(pressed) == kvjax.cache_bytes(expected)
     assert [kept(pressed, row) for row in range(2)] == [kept(expected, row) for row in range(2)]
+    np.testing.assert_allclose(follow(pressed), follow(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_cache_positions_rank_by_the_same_keys() -> None:
+    found = [read(kvjax.policy("keydiff", block=None, positions=positions), 24) for positions in ("cache", "original")]
+    assert found[0].policy.codec.ordered
+    cached, original = (kvjax.compress(state, None, BUDGET) for state in found)
+    assert [kept(cached, row) for row in range(2)] == [kept(original, row) for row in range(2)]
+
+
+@pytest.mark.parametrize("name", ["l2", "keydiff"])
+def test_a_full_cache_of_cache_positions_becomes_that_of_another_policy(name: str) -> None:
+    whole, policy = read(kvjax.policy("full", positions="cache", special=(7,))), kvjax.policy(name)
+    assert whole.policy.codec.ordered
+    pressed, expected = kvjax.compress(whole, policy, 60), read(policy, 60)
     np.testing.assert_allclose(follow(pressed), follow(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -91,6 +107,36 @@ def test_the_same_budget_changes_nothing() -> None:
     again = kvjax.compress(state, None, BUDGET)
     assert [kept(again, row) for row in range(2)] == [kept(state, row) for row in range(2)]
     np.testing.assert_allclose(follow(again), follow(state), rtol=1e-5, atol=1e-6)
+
+
+def test_a_row_is_compressed_as_it_is_alone() -> None:
+    state, _ = kvjax.extend(read("l2"), [list(range(3, 33)), []])  # beyond the planned length of one row only
+    both = kvjax.compress(state, None, 0.5)
+    for row in range(2):
+        alone = kvjax.compress(kvjax.take_rows(state, [row]), None, 0.5)
+        assert kept(alone, 0) == kept(both, row)
+        for mine, theirs in zip(slot_limits(alone), slot_limits(both), strict=True):
+            np.testing.assert_array_equal(mine[0], theirs[row])
+    assert [limit[:, 0].tolist() for limit in slot_limits(both)] == [[35, 18]] * GQA.layers
+
+
+@pytest.mark.parametrize("plan", [None, "adakv"])
+def test_a_layer_gets_its_window_for_a_text_that_has_outgrown_its_plan(plan: str | None) -> None:
+    state, _ = kvjax.prefill(random_model(LOCAL), "h2o", [TEXTS[0][:5]], 6, max_new_tokens=4)
+    state, _ = kvjax.extend(state, [TEXTS[0][5:]])
+    pressed = kvjax.compress(state, None, 6, plan=plan)
+    assert slot_limits(state)[0].tolist() == [[6, 6]] and slot_limits(pressed)[0].tolist() == [[12, 12]]
+    for token in range(1, 13):
+        pressed, _ = kvjax.decode_step(pressed, [token])
+    assert [len(head) for head in kept(pressed, 0)[0]] == [12, 12]
+    assert sum(len(head) for head in kept(pressed, 0)[1]) == 12
+
+
+@pytest.mark.parametrize(("before", "after"), [("uniform", "adakv"), ("adakv", "uniform")])
+def test_a_plan_that_needs_another_form_of_the_keys_is_refused(before: str, after: str) -> None:
+    state = read(kvjax.policy("streaming", plan=before), BUDGET)
+    with pytest.raises(ValueError, match=f"plan='{after}' needs another form of the keys under streaming"):
+        kvjax.compress(state, None, BUDGET, plan=after)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
         [compared(["random+adakv"], 8, (1, 4))],
         # Slots alone, whatever the number of heads.
         [compared(["h2o"], 2, (2, 1, 4)), compared(["lsh_e"], 2, (1, 2, 2))],
+        [compared(["keydiff-cache-positions"], 2, (1, 1, 2))],
         slow([compared(["h2o", "streaming", "less-performer", "lsh_e", "momentkv+h2o"], 2, (2, 1, 4), (1, 2, 2))]),
         *(slow([compared(names, 2, (1, 1, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
         [

@@ -105,6 +105,11 @@ def test_what_is_combined_equals_its_oracle(name: str, x64: None) -> None:
     compare_with_oracle(PAIRS[name], _random(config), lengths, 62)
 
 
+@pytest.mark.parametrize("name", ["h2o+int8", *map(slow, ("streaming+int4", "h2o+adakv+int8", "snapkv+fp8"))])
+def test_short_prompts_give_no_factors_of_channels(name: str, x64: None) -> None:
+    compare_with_oracle(PAIRS[name], _random(SHAPES["gqa"][0]), (1, 7, 8), 40)
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

@@ -37,7 +37,7 @@ class _Coded(Oracle):
     def lay(self, prompt):
         # A text attends to its own pairs as they are; then they are rounded, those that leave, too.
         for h, head in enumerate(self.heads):
-            if prompt.start == 0:
+            if prompt.start == 0 and len(prompt.tokens) >= 8:
                 self.factors[h] = channel_factors(prompt.keys[h])
             for i, position in enumerate(head.positions):
                 if position >= prompt.start:
@@ -54,7 +54,7 @@ class _Coded(Oracle):
 
     def key(self, h: int, key: Vector) -> Vector:
         factor = self.factors[h]
-        # Of a text that is read token by token nothing is known when the first one is stored.
+        # A first text of fewer than 8 tokens, as one that is read token by token, gives no factors.
         return rounded(key, self.codec) if factor is None else rounded(key / factor, self.codec) * factor
 
     def see(self, h, new, raw, turn):
