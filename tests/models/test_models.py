@@ -23,7 +23,7 @@ from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import forward
-from kvjax.models.families import read_model_config
+from kvjax.models.families import FAMILIES, read_model_config
 from kvjax.models.matmul import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.serving.scheduler import Device
@@ -64,7 +64,7 @@ def test_parity(name: str, tmp_path: Path) -> None:
     assert_parity(reference, load(tmp_path), ROUNDED.get(name, TOKENS))
 
 
-@pytest.mark.parametrize("name", ["falcon", "gpt2", "gpt_neox", "gptj", "mpt"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_empty_config_means_what_transformers_makes_of_it(name: str) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -82,6 +82,17 @@ def test_defaults_of_llama4_are_those_of_transformers() -> None:
     assert read_model_config({name: settings[name] for name in needed})[1] == config
     longer = settings | {"layer_types": None, "attention_chunk_size": None}
     assert read_model_config(longer)[1] == dataclasses.replace(config, chunked=False, max_positions=131_072)
+
+
+def test_gemma_3_is_read_from_the_few_settings_that_its_checkpoints_have() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    text = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024}
+    whole = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text | {"rope_scaling": scaling}}
+    config = read_model_config(whole)[1]
+    assert (config.vocab_size, config.heads, config.kv_heads, config.head_width) == (262_208, 8, 4, 256)
+    assert config.width == 2560 and config.eos == (1, 106) and config.tied
+    assert config.ropes is not None
+    assert config.ropes[4:6] == (Rope(256), Rope(256, 1e6, scaling="linear", factor=8.0))
 
 
 TIED = ("llama-tied", "qwen2-tied", "gpt2", "falcon-7b", "mpt", "gemma", "gemma2", "gemma3")
