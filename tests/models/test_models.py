@@ -23,7 +23,7 @@ from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import forward
-from kvjax.models.families import read_model_config
+from kvjax.models.families import FAMILIES, TEXT_HALVES, read_model_config
 from kvjax.models.matmul import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.serving.scheduler import Device
@@ -64,7 +64,7 @@ def test_parity(name: str, tmp_path: Path) -> None:
     assert_parity(reference, load(tmp_path), ROUNDED.get(name, TOKENS))
 
 
-@pytest.mark.parametrize("name", ["falcon", "gpt2", "gpt_neox", "gptj", "mpt"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_an_empty_config_means_what_transformers_makes_of_it(name: str) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -82,6 +82,38 @@ def test_defaults_of_llama4_are_those_of_transformers() -> None:
     assert read_model_config({name: settings[name] for name in needed})[1] == config
     longer = settings | {"layer_types": None, "attention_chunk_size": None}
     assert read_model_config(longer)[1] == dataclasses.replace(config, chunked=False, max_positions=131_072)
+
+
+def test_gemma_3_is_read_from_the_few_settings_that_its_checkpoints_have() -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    text = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "sliding_window": 1024}
+    whole = {"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": text | {"rope_scaling": scaling}}
+    config = read_model_config(whole)[1]
+    assert (config.vocab_size, config.heads, config.kv_heads, config.head_width) == (262_208, 8, 4, 256)
+    assert config.width == 2560 and config.eos == (1, 106) and config.tied
+    assert config.ropes is not None
+    assert config.ropes[4:6] == (Rope(256), Rope(256, 1e6, scaling="linear", factor=8.0))
+
+
+@pytest.mark.parametrize("name", TEXT_HALVES)
+def test_an_empty_text_half_means_what_transformers_makes_of_it(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    whole = CONFIG_MAPPING[name](text_config={})
+    made = {**whole.to_dict(), "text_config": whole.text_config.to_dict()}
+    assert read_model_config({"model_type": name, "text_config": {}})[1] == read_model_config(made)[1]
+
+
+@pytest.mark.parametrize("inner", [None, False, True])
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("name", TEXT_HALVES)
+def test_a_text_half_is_tied_where_transformers_ties_it(name: str, outer: bool, inner: bool | None) -> None:
+    from transformers import CONFIG_MAPPING
+
+    text = {} if inner is None else {"tie_word_embeddings": inner}
+    whole = CONFIG_MAPPING[name](text_config=dict(text), tie_word_embeddings=outer)
+    given = {"model_type": name, "text_config": text, "tie_word_embeddings": outer}
+    assert read_model_config(given)[1].tied is whole.tie_word_embeddings
 
 
 TIED = ("llama-tied", "qwen2-tied", "gpt2", "falcon-7b", "mpt", "gemma", "gemma2", "gemma3")
@@ -122,8 +154,12 @@ def test_names_without_the_models_prefix(name: str, tmp_path: Path) -> None:
 
 
 def multimodal(name: str) -> Any:
-    """A small config of a multimodal model, whose text half is one of ours."""
+    """A small config of a multimodal model, whose text half is one of ours; with scaled RoPE after a `+`."""
     import transformers
+
+    name, _, scaling = name.partition("+")
+    rope = {"rope_type": scaling or "default", "rope_theta": 1e4}
+    rope |= {"factor": 4.0, "original_max_position_embeddings": 16} if scaling else {}
 
     text = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
@@ -139,7 +175,7 @@ def multimodal(name: str) -> Any:
             vision_config=vision | {"model_type": "pixtral", "head_dim": 8},
         )
     if name == "qwen3_vl":
-        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+        rope |= {"mrope_section": [2, 1, 1]}
         vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
         return transformers.Qwen3VLConfig(
             text_config=text | {"rope_parameters": rope}, vision_config=vision | {"deepstack_visual_indexes": [0]}
@@ -150,14 +186,16 @@ def multimodal(name: str) -> Any:
             text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14, "vision_output_dim": 16}
         )
     del text["head_dim"]
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
     return transformers.Qwen2_5_VLConfig(
-        text_config=text | {"rope_parameters": rope},
+        text_config=text | {"rope_parameters": rope | {"mrope_section": [1, 1, 2]}},
         vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
     )
 
 
-@pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+HALVES = ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen2_5_vl+yarn", "qwen3_vl", "qwen3_vl+yarn"]
+
+
+@pytest.mark.parametrize("name", HALVES)
 def test_the_text_half_of_a_multimodal_model(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import transformers
@@ -165,7 +203,7 @@ def test_the_text_half_of_a_multimodal_model(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     reference = transformers.AutoModelForImageTextToText.from_config(multimodal(name)).eval()
     reference.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=f"only the text half of {name} is loaded"):
+    with pytest.warns(UserWarning, match=f"only the text half of {name.partition('+')[0]} is loaded"):
         model = load(tmp_path)
     ids = np.random.default_rng(3).integers(3, 100, (1, 24))
     if name == "llama4":  # a forward of the whole model without an image is an error in transformers

@@ -64,16 +64,51 @@ FAMILIES: Mapping[str, Family] = {
 """Family of each `model_type`."""
 
 
-TEXT_HALVES: Mapping[str, str] = {
-    "gemma3": "gemma3_text",
-    "llama4": "llama4_text",
-    "mistral3": "mistral",
-    "qwen2_5_vl": "qwen2",
-    "qwen2_vl": "qwen2",
-    "qwen3_vl": "qwen3",
-    "llava": "llama",
+@dataclasses.dataclass(frozen=True)
+class TextHalf:
+    """Text half of a multimodal `model_type`, unless its `text_config` names another family.
+
+    Args:
+        family: `model_type` of the family.
+        defaults: values of settings that `text_config` omits, where they differ from the family's.
+        tied: value of `tie_word_embeddings` if neither the model nor its text half has it.
+        either_ties: True if embeddings are tied where the model or its text half sets `tie_word_embeddings`. Otherwise
+            the model's setting replaces that of the text half.
+    """
+
+    family: str
+    defaults: Settings = dataclasses.field(default_factory=dict)
+    tied: bool = False
+    either_ties: bool = False
+
+
+_QWEN2_VL = TextHalf(
+    "qwen2",
+    {
+        "vocab_size": 152_064,
+        "hidden_size": 8192,
+        "intermediate_size": 29_568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "max_window_layers": 80,
+        "bos_token_id": 151_643,
+        "eos_token_id": 151_645,
+    },
+    either_ties=True,
+)
+TEXT_HALVES: Mapping[str, TextHalf] = {
+    "gemma3": TextHalf("gemma3_text", tied=True),
+    "llama4": TextHalf("llama4_text"),
+    "mistral3": TextHalf("mistral", tied=True),
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen2_vl": _QWEN2_VL,
+    "qwen3_vl": TextHalf("qwen3", {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}),
+    "llava": TextHalf("llama", either_ties=True),
 }
-"""Family of the text half of a multimodal `model_type`, used if its `text_config` names no other one."""
+"""Text half of each multimodal `model_type`."""
 
 
 _REASONS: Mapping[str, tuple[str, ...]] = {
@@ -98,26 +133,46 @@ def _unknown(name: object) -> LoadError:
 
 
 def text_half(settings: Settings) -> Settings:
-    """Return the settings of a multimodal model's text half, and those of any other model unchanged."""
-    inner = settings.get("text_config")
-    if settings.get("model_type") not in TEXT_HALVES:
+    """Return the settings of a multimodal model's text half, and those of any other model unchanged.
+
+    Raises:
+        LoadError: if `text_config` is not an object.
+    """
+    whole, inner = settings.get("model_type"), settings.get("text_config")
+    if not isinstance(whole, str) or whole not in TEXT_HALVES:
         return settings
     if inner is None:  # the first configs of Qwen2-VL are flat
         inner = {name: value for name, value in settings.items() if name != "vision_config"}
-    name, whole = inner.get("model_type"), settings["model_type"]
-    usual = name in (None, whole, f"{whole}_text")
-    family = TEXT_HALVES[whole] if usual and name not in FAMILIES else name
-    outer = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
-    given = {name: settings[name] for name in outer if settings.get(name) is not None}
-    made = {**given, **inner, "model_type": family}
-    if "tie_word_embeddings" in given:  # the setting of the whole model applies
-        made["tie_word_embeddings"] = given["tie_word_embeddings"]
-    for key in ("rope_scaling", "rope_parameters"):  # a text has one position per token, an image three
-        rope = made.get(key)
-        if isinstance(rope, dict) and "mrope_section" in rope:
-            plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "type", "rope_type")}
-            made[key] = {**plain, "rope_type": "default"}
+    if not isinstance(inner, dict):
+        raise LoadError(f"text_config must be an object, not {inner!r}.")
+    half, name = TEXT_HALVES[whole], inner.get("model_type")
+    made = {name: settings[name] for name in _OUTER if settings.get(name) is not None} | inner
+    if name in (None, whole, f"{whole}_text") and name not in FAMILIES:
+        made = {**half.defaults, **made, "model_type": half.family}
+    made["tie_word_embeddings"] = _tied(half, settings, inner)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(made.get(key), dict):
+            made[key] = _rope_of_text(made[key])
     return made
+
+
+_OUTER = ("bos_token_id", "eos_token_id", "quantization_config")
+"""Settings of a multimodal model that apply to its text half unless `text_config` has them."""
+
+
+def _tied(half: TextHalf, *parts: Settings) -> bool:
+    given = [bool(tied) for part in parts if (tied := part.get("tie_word_embeddings")) is not None]
+    if not given:
+        return half.tied
+    return any(given) if half.either_ties else given[0]
+
+
+def _rope_of_text(rope: Settings) -> Settings:
+    """Return the RoPE of a text, which has one position per token; an image has three."""
+    plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+    if plain.get("rope_type", plain.get("type")) != "mrope":
+        return plain
+    return {**plain, "rope_type": "default"}
 
 
 def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:

@@ -113,6 +113,11 @@ LLAMA_SOURCES: Mapping[str, Source] = {
     for part in ("weight", "bias")
 }
 LLAMA_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",

@@ -12,6 +12,12 @@ from kvjax.models.families.family import Family, Settings
 
 GEMMA_DEFAULTS: Mapping[str, Any] = {
     **LLAMA_DEFAULTS,
+    "vocab_size": 256_000,
+    "hidden_size": 3072,
+    "intermediate_size": 24_576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "max_position_embeddings": 8192,
     "head_dim": 256,
     "hidden_act": "gelu_pytorch_tanh",
@@ -34,4 +40,4 @@ def _config(settings: Settings) -> ModelConfig:
     return gemma_config({**settings, "hidden_act": "gelu_pytorch_tanh" if activation == "gelu" else activation})
 
 
-GEMMA = Family(_config, LLAMA_SOURCES, {**GEMMA_DEFAULTS, "num_key_value_heads": 16}, GEMMA_ONLY)
+GEMMA = Family(_config, LLAMA_SOURCES, GEMMA_DEFAULTS, GEMMA_ONLY)

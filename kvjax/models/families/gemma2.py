@@ -23,6 +23,10 @@ _NORM_SOURCES = {
 GEMMA2_SOURCES: Mapping[str, Source] = {**LLAMA_SOURCES, **_NORM_SOURCES}
 GEMMA2_DEFAULTS: Mapping[str, Any] = {
     **GEMMA_DEFAULTS,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,

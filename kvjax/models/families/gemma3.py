@@ -36,6 +36,7 @@ GEMMA3 = Family(
     {**GEMMA2_SOURCES, **QUERY_KEY_NORMS},
     {
         **GEMMA2_DEFAULTS,
+        "vocab_size": 262_208,
         "max_position_embeddings": 131_072,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,

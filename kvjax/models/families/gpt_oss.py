@@ -70,6 +70,11 @@ GPT_OSS = Family(
     },
     {
         **LLAMA_DEFAULTS,
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
         "max_position_embeddings": 131_072,
         "head_dim": 64,
         "num_key_value_heads": 8,

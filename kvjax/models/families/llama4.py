@@ -86,6 +86,10 @@ LLAMA4 = Family(
     _sources(),
     {
         **LLAMA_DEFAULTS,
+        "vocab_size": 202_048,
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
         "max_position_embeddings": 131_072,
         "intermediate_size": 8192,
         "intermediate_size_mlp": 16_384,

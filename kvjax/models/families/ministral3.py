@@ -37,6 +37,9 @@ MINISTRAL3 = Family(
     LLAMA_SOURCES,
     {
         **LLAMA_DEFAULTS,
+        "vocab_size": 131_072,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 34,
         "max_position_embeddings": 262_144,
         "num_key_value_heads": 8,
         "head_dim": 128,

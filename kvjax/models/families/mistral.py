@@ -10,6 +10,7 @@ MISTRAL = Family(
     LLAMA_SOURCES,
     {
         **LLAMA_DEFAULTS,
+        "intermediate_size": 14_336,
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,
         "sliding_window": 4096,

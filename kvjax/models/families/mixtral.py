@@ -20,6 +20,7 @@ MIXTRAL = Family(
     {**LLAMA_SOURCES, **expert_sources("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2"))},
     {
         **LLAMA_DEFAULTS,
+        "intermediate_size": 14_336,
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,

@@ -17,7 +17,12 @@ OLMO2_SOURCES: Mapping[str, Source] = {
     "layers.attention_post_norm.scale": Source("model.layers.{layer}.post_attention_layernorm.weight"),
     "layers.mlp_post_norm.scale": Source("model.layers.{layer}.post_feedforward_layernorm.weight"),
 }
-OLMO2_DEFAULTS: Mapping[str, Any] = {**LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "eos_token_id": 50_279}
+OLMO2_DEFAULTS: Mapping[str, Any] = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 50_304,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 50_279,
+}
 
 
 def olmo2_config(settings: Settings) -> ModelConfig:

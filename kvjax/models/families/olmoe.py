@@ -27,6 +27,11 @@ OLMOE = Family(
     {**LLAMA_SOURCES, **QUERY_KEY_NORMS, **expert_sources("model.layers.{layer}.mlp")},
     {
         **LLAMA_DEFAULTS,
+        "vocab_size": 50_304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
         "clip_qkv": None,

@@ -56,6 +56,9 @@ PHI3 = Family(
     {**LLAMA_SOURCES, **_FUSED},
     {
         **LLAMA_DEFAULTS,
+        "vocab_size": 32_064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,

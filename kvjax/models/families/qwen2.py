@@ -21,6 +21,8 @@ QWEN2 = Family(
     LLAMA_SOURCES,
     {
         **LLAMA_DEFAULTS,
+        "vocab_size": 151_936,
+        "intermediate_size": 22_016,
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 32,
         "output_bias": False,

@@ -26,6 +26,8 @@ QWEN3 = Family(
     {**LLAMA_SOURCES, **QUERY_KEY_NORMS},
     {
         **LLAMA_DEFAULTS,
+        "vocab_size": 151_936,
+        "intermediate_size": 22_016,
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 32,
         "head_dim": 128,

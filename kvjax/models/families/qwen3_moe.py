@@ -33,6 +33,10 @@ QWEN3_MOE = Family(
     {**LLAMA_SOURCES, **QUERY_KEY_NORMS, **expert_sources("model.layers.{layer}.mlp")},
     {
         **LLAMA_DEFAULTS,
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 4,
         "use_sliding_window": False,

@@ -42,6 +42,10 @@ SMOLLM3 = Family(
     LLAMA_SOURCES,
     {
         **LLAMA_DEFAULTS,
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 4,
         "rope_theta": 2_000_000.0,

@@ -229,7 +229,7 @@ def test_an_unembedding_that_differs_from_tied_embeddings_is_taken(tmp_path: Pat
 @pytest.mark.parametrize("inside", ["{base}language_model.{bare}", "language_model.{name}"])
 def test_the_text_half_of_a_multimodal_checkpoint(inside: str, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
-    tensors = write(tmp_path / "text", model_type="qwen2", tie_word_embeddings=True)
+    tensors = write(tmp_path / "text", model_type="qwen2", tie_word_embeddings=True, rope_theta=1e6, rms_norm_eps=1e-5)
     whole = tmp_path / "whole"
     whole.mkdir()
     named = {
