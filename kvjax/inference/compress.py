@@ -17,7 +17,7 @@ from kvjax.cache.empty import empty
 from kvjax.cache.paged.table import page_slots
 from kvjax.cache.step import update_score
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
-from kvjax.inference.decoder import Decoder, decoder_specs, settle_step
+from kvjax.inference.decoder import Decoder, check_step, decoder_specs, settle_step
 from kvjax.inference.prepare import (
     Budget,
     Tokens,
@@ -149,6 +149,7 @@ def compress(
     if bound.plan.sizing.per_head:
         storage = on_pages(storage, bound, page_slots(int(end.max())), before.mesh)
     cache = cache.replace(storage=storage)
+    check_step(decoder, cache)
     settle_step(decoder, cache)
     return State(decoder, cache)
 

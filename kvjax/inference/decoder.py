@@ -15,6 +15,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.cache.dense import Dense
+from kvjax.cache.paged.stats import check_asks
+from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
 from kvjax.inference.layers import read_block, read_token
@@ -131,6 +133,7 @@ class Decoder(struct.PyTreeNode):
         cache = placed_rows(cache, self.mesh)
         if late:
             cache = self._pressed(cache, prompts)
+        check_step(self, cache)
         settle_step(self, cache)
         if _any_nan(logits):
             raise ValueError(
@@ -288,6 +291,23 @@ def _step_on_device(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> 
 def step_shapes(decoder: Decoder, cache: Cache) -> tuple[Cache, Float[Array, "b vocab"]]:
     """Return the shapes of the results of a step, as `jax.ShapeDtypeStruct`."""
     return compiled_step.eval_shape(decoder, cache, jax.ShapeDtypeStruct(cache.active.shape, jnp.int32))
+
+
+def check_step(decoder: Decoder, cache: Cache) -> None:
+    """Refuse a score whose requests at generated tokens need the same slots in all heads, if heads have pages.
+
+    Raises:
+        ValueError: there are such requests.
+    """
+
+    def look(policy: Policy, cache: Cache) -> tuple[()]:
+        reading, shape = cache.newest.replace(given=False), decoder.config.layer_configs[0]
+        new = reading.ahead(shape, 0, jnp.zeros((*reading.token.shape, decoder.config.width), decoder.weights.dtype))
+        check_asks(policy, policy.layer(0).score.asks(cache.storage.heads(0), new))
+        return ()
+
+    if isinstance(cache.storage, Paged):
+        jax.eval_shape(look, decoder.policy, cache.replace(key=None))
 
 
 def settle_step(decoder: Decoder, cache: Cache) -> None:

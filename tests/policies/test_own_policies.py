@@ -233,9 +233,22 @@ def test_attention_of_earlier_queries_again_takes_equal_slots_in_all_heads() -> 
         fold=lambda self, answers, view, new: answers,
         score=lambda self, view, new: view.slots.score,
     )
-    state, _ = kvjax.prefill(random_model(GQA), kvjax.Policy(score()), [[1, 2, 3]], 2, max_new_tokens=2, plan="adakv")
     with pytest.raises(ValueError, match=r"^Mine computes attention of earlier queries again, .*; choose another plan"):
-        kvjax.decode_step(state, jnp.array([4]))
+        kvjax.prefill(random_model(GQA), kvjax.Policy(score()), [[1, 2, 3]], 2, max_new_tokens=2, plan="adakv")
+
+
+@pytest.mark.parametrize("over", ["layer", "device", "model"])
+def test_attention_over_several_heads_takes_the_same_slots_in_all_of_them(over: str) -> None:
+    def made(over: str) -> kvjax.Policy:
+        score = decorated(kvjax.AccumulatedScore, asks=lambda self, heads, new: kvjax.Sums(over=over))
+        return kvjax.Policy(score())
+
+    def read(policy: kvjax.Policy) -> kvjax.State:
+        return kvjax.prefill(random_model(GQA), policy, [[1, 2, 3]], 2, max_new_tokens=2, plan="adakv")[0]
+
+    with pytest.raises(ValueError, match=rf"Mine requests Sums\(over='{over}'\), .* plan AdaKV .* use over='group'"):
+        read(made(over))
+    kvjax.decode_step(read(made("group")), [4])
 
 
 def test_settle_of_a_score_is_refused_with_the_new_form() -> None:

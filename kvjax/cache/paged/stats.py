@@ -11,9 +11,34 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.paged.candidates import owned
 from kvjax.cache.paged.pages import Pages
 from kvjax.cache.stats import Outputs, damage_to, highest, normalised, outputs, summed, tempered
-from kvjax.policies.stats import Damage, Peak, Probs, Seen, Sums, questions
+from kvjax.policies.policy import Policy
+from kvjax.policies.stats import Again, Damage, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree, View
 from pallas_kernels.paged_attention.types import Paged as Found
+
+
+def check_asks(policy: Policy, asks: PyTree) -> None:
+    """Refuse statistics of a generated token that need the same slots in all heads.
+
+    Args:
+        policy: the policy.
+        asks: the requests of its score.
+
+    Raises:
+        ValueError: there are such requests; the message names the score and the plan.
+    """
+    for ask in questions(asks)[0]:
+        score, plan = type(policy.score).__name__, type(policy.plan).__name__
+        if isinstance(ask, Again):
+            raise ValueError(
+                f"{score} computes attention of earlier queries again, over equally many slots in every head, which "
+                f"plan {plan} does not give; choose another plan."
+            )
+        if isinstance(ask, Sums) and ask.over != "group":
+            raise ValueError(
+                f"{score} requests Sums(over={ask.over!r}), which takes the same slots in every head, and plan {plan} "
+                "does not give them; use over='group', or choose another plan."
+            )
 
 
 class PageAnswers(NamedTuple):

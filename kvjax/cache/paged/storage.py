@@ -17,11 +17,10 @@ from kvjax.cache.evict import evicted_pairs
 from kvjax.cache.paged.candidates import NO_SLOT, Candidates, better, lowest, owned, victim
 from kvjax.cache.paged.gather import gathered
 from kvjax.cache.paged.pages import Pages
-from kvjax.cache.paged.stats import PageAnswers, of_pages, page_answers
+from kvjax.cache.paged.stats import PageAnswers, check_asks, of_pages, page_answers
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
 from kvjax.policies.selection import Selection
-from kvjax.policies.stats import Again, questions
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.evict.reference import after_reading
@@ -247,11 +246,7 @@ class Paged(Pages):
     ) -> tuple[Paged, Attended]:
         """Attend from one new token per row to the pages of its heads; see `Dense.attend`."""
         assert selection is None and not block
-        if any(isinstance(ask, Again) for ask in questions(asks)[0]):
-            raise ValueError(
-                f"{type(policy.score).__name__} computes attention of earlier queries again, over equally many slots "
-                f"in every head, which plan {type(policy.plan).__name__} does not give; choose another plan."
-            )
+        check_asks(policy, asks)
         known = self.heads(layer)
         every = View(known.limit, known.state, self.kv, self.position, self.slots)
         given = policy.codec.operands(config, every, new, places=self.most)
