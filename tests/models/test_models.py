@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,30 @@ def test_a_text_half_is_tied_where_transformers_ties_it(name: str, outer: bool, 
     whole = CONFIG_MAPPING[name](text_config=dict(text), tie_word_embeddings=outer)
     given = {"model_type": name, "text_config": text, "tie_word_embeddings": outer}
     assert read_model_config(given)[1].tied is whole.tie_word_embeddings
+
+
+SCALED = ["llama-gqa", "qwen3", "gpt_neox", "falcon-7b", "ministral3", "gpt_oss", "olmo3", "gemma3", "phi3", "llama4"]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_rope_scaling_replaces_rope_parameters_as_in_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    config = MODELS[name]()
+    written = {"rope_type": "linear", "factor": 3.0, "rope_theta": 123.0}
+    if name in ("gpt_neox", "phi3"):
+        written["partial_rotary_factor"] = 0.5
+    if name == "phi3":  # it has no other scaling
+        factors = {f"{kind}_factor": [1.0 + i for i in range(4)] for kind in ("short", "long")}
+        written |= {"rope_type": "longrope", "factor": 8.0, **factors}
+    given = config.to_dict() | {"rope_scaling": written}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    theirs = AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert "rope_scaling" not in theirs
+    found = read_model_config(given)[1]
+    assert found == read_model_config(theirs)[1] != read_model_config(config.to_dict())[1]
+    ropes = {rope for rope in (found.rope, *(found.ropes or ())) if rope is not None}
+    assert 123.0 in {rope.theta for rope in ropes}
 
 
 TIED = ("llama-tied", "qwen2-tied", "gpt2", "falcon-7b", "mpt", "gemma", "gemma2", "gemma3")

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.family import Family, LoadError, Settings
 from kvjax.models.families.gemma import GEMMA_ONLY
 from kvjax.models.families.gemma2 import GEMMA2_DEFAULTS, GEMMA2_SOURCES, gemma2_config
 from kvjax.models.families.qwen3 import QUERY_KEY_NORMS
-from kvjax.models.families.settings import LAYER_TYPES, integer, read_rope
+from kvjax.models.families.settings import LAYER_TYPES, integer, read_rope, rope_of_type, rope_parts
 from kvjax.rope import Rope
 
 
 def _config(settings: Settings) -> ModelConfig:
-    given = settings.get("rope_parameters") or {}
-    if not isinstance(given, dict) or not set(given) <= set(LAYER_TYPES):
+    scaling, given = rope_parts(settings)
+    if not set(given) <= set(LAYER_TYPES):
         raise LoadError(f"rope_parameters must have an object for each of {', '.join(LAYER_TYPES)}, not {given!r}.")
 
-    def rope(kind: str, theta: str, scaling: Any) -> Rope:
-        own = {"rope_theta": settings[theta], "rope_scaling": scaling, "rope_parameters": given.get(kind)}
+    def rope(kind: str, theta: str, scaling: Settings) -> Rope:
+        own = {
+            "rope_theta": settings[theta],
+            "rope_scaling": None,
+            "rope_parameters": rope_of_type(given, kind, scaling),
+        }
         return read_rope({**settings, **own}, integer(settings, "head_dim"))
 
-    full = rope("full_attention", "rope_theta", settings.get("rope_scaling"))
-    sliding = rope("sliding_attention", "rope_local_base_freq", None)
+    full = rope("full_attention", "rope_theta", scaling)
+    sliding = rope("sliding_attention", "rope_local_base_freq", {})
     plain = {**settings, "rope_parameters": None, "rope_scaling": None}
     shape = gemma2_config(plain, integer(settings, "sliding_window_pattern"))
     ropes = tuple(full if window is None else sliding for window in shape.windows or (None,) * shape.layers)

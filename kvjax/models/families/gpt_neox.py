@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import gpt_config
-from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.family import Family, Settings, Source
 from kvjax.models.families.settings import head_width, read_rope
 from kvjax.models.families.sources import fused_by_head, layer_sources
 from kvjax.rope import Rope
 
 
 def _rope(settings: Settings) -> Rope:
-    given = settings.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise LoadError(f"rope_parameters must be an object, not {given!r}.")
-    parts = {"partial_rotary_factor": settings["rotary_pct"], "rope_theta": settings["rotary_emb_base"], **given}
+    named = {"partial_rotary_factor": settings["rotary_pct"], "rope_theta": settings["rotary_emb_base"]}
     width = head_width(settings, "hidden_size", "num_attention_heads")
-    return read_rope({**settings, "rope_parameters": parts}, width, partial=True)
+    return read_rope({**settings, **named}, width, partial=True)
 
 
 _NAMES = {

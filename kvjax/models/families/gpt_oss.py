@@ -16,7 +16,7 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 
 def _config(settings: Settings) -> ModelConfig:
-    if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
+    if settings.get("rope_parameters") is None and not settings.get("rope_scaling"):
         settings = {**settings, "rope_parameters": _ROPE}
     types = [LAYER_TYPES[layer % 2 == 0] for layer in range(integer(settings, "num_hidden_layers"))]
     mixture = read_mixture(settings, "intermediate_size", renormalised=True)

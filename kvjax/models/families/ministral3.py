@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.models.config import ModelConfig, QueryGrowth
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, Settings
-from kvjax.models.families.settings import integer, positive_number
+from kvjax.models.families.settings import given_rope, integer, positive_number
 
 _ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
@@ -25,7 +25,9 @@ _ROPE: Mapping[str, Any] = {
 
 
 def _config(settings: Settings) -> ModelConfig:
-    shape, rope = llama_config(settings), settings["rope_parameters"] or {}
+    if settings.get("rope_parameters") is None and not settings.get("rope_scaling"):
+        settings = {**settings, "rope_parameters": _ROPE}
+    shape, rope = llama_config(settings), given_rope(settings)
     if not rope.get("llama_4_scaling_beta"):
         return shape
     slope, length = positive_number(rope, "llama_4_scaling_beta"), integer(rope, "original_max_position_embeddings")
@@ -44,7 +46,6 @@ MINISTRAL3 = Family(
         "num_key_value_heads": 8,
         "head_dim": 128,
         "rms_norm_eps": 1e-5,
-        "rope_parameters": _ROPE,
         "sliding_window": None,
         "bos_token_id": 1,
         "eos_token_id": 2,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import Family, LoadError, Settings
+from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.olmo2 import OLMO2_DEFAULTS, OLMO2_SOURCES, olmo2_config
-from kvjax.models.families.settings import LAYER_TYPES, integer, read_rope, read_windows
+from kvjax.models.families.settings import LAYER_TYPES, integer, read_rope, read_windows, rope_of_type, rope_parts
 
 
 def _config(settings: Settings) -> ModelConfig:
@@ -21,12 +21,12 @@ def _config(settings: Settings) -> ModelConfig:
 
 def _of_type(settings: Settings, kind: str) -> Settings:
     """Return the settings with the RoPE of one type of layer; one RoPE is scaled in full layers only."""
-    given = settings.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise LoadError(f"rope_parameters must be an object, not {given!r}.")
-    if given and set(given) <= set(LAYER_TYPES):
-        return {**settings, "rope_parameters": given.get(kind), "rope_scaling": None}
-    if kind == "full_attention":
+    scaling, given = rope_parts(settings)
+    full = kind == "full_attention"
+    if set(given) <= set(LAYER_TYPES):
+        own = rope_of_type(given, kind, scaling if full else {})
+        return {**settings, "rope_parameters": own, "rope_scaling": None}
+    if full:
         return settings
     theta = given.get("rope_theta", settings["rope_theta"])
     return {**settings, "rope_parameters": {"rope_theta": theta}, "rope_scaling": None}

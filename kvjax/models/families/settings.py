@@ -102,8 +102,53 @@ def special_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def rope_parts(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return `rope_scaling` and `rope_parameters`, each empty if it is not set.
+
+    Raises:
+        LoadError: one of them is not an object.
+    """
+    scaling, parameters = (settings.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    if not isinstance(scaling, dict) or not isinstance(parameters, dict):
+        raise LoadError(f"rope_scaling and rope_parameters must be objects, not {scaling!r} and {parameters!r}.")
+    if "type" in scaling:
+        scaling = {"rope_type": scaling["type"], **scaling}
+    return scaling, parameters
+
+
+def rope_of_type(parameters: Settings, kind: str, scaling: Settings) -> dict[str, Any]:
+    """Return the RoPE of a type of layer from `rope_parameters`, updated with the entries of `rope_scaling`.
+
+    Raises:
+        LoadError: the type's RoPE is not an object.
+    """
+    own = parameters.get(kind) or {}
+    if not isinstance(own, dict):
+        raise LoadError(f"rope_parameters must have an object for {kind}, not {own!r}.")
+    return {**own, **scaling}
+
+
+def given_rope(settings: Settings) -> dict[str, Any]:
+    """Return `rope_scaling` if it is set, and `rope_parameters` otherwise, as transformers does.
+
+    Raises:
+        LoadError: one of them is not an object, or `rope_parameters` has a theta or a share of the width that
+            `rope_scaling` would replace by a default.
+    """
+    scaling, parameters = rope_parts(settings)
+    for key, usual in (("rope_theta", 10_000.0), ("partial_rotary_factor", 1.0)):
+        used = settings.get(key, usual)
+        if scaling and key not in scaling and parameters.get(key, used) != used:
+            raise LoadError(
+                f"rope_scaling replaces rope_parameters, which has {key}={parameters[key]!r}: add that to rope_scaling."
+            )
+    return scaling or parameters
+
+
 def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
-    """Read RoPE from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (earlier versions).
+    """Read RoPE from `rope_scaling` (before transformers 5), or else from `rope_parameters`.
+
+    A `rope_theta` and a `partial_rotary_factor` that are not there are read from `settings`.
 
     Args:
         settings: settings of the model.
@@ -113,10 +158,7 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     Raises:
         LoadError: if a setting is missing, has the wrong type, or is not supported.
     """
-    parts = [settings.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
-    if not all(isinstance(part, dict) for part in parts):
-        raise LoadError(f"rope_scaling and rope_parameters must be objects, not {parts[0]!r} and {parts[1]!r}.")
-    merged: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 10_000.0)} | parts[0] | parts[1]
+    merged = {"rope_theta": settings.get("rope_theta", 10_000.0)} | given_rope(settings)
     # Models with one RoPE per type of layer nest one object per type.
     nested = [key for key, value in merged.items() if isinstance(value, dict)]
     if nested:

@@ -402,6 +402,14 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"rope_parameters": {"full_attention": {}}}, r"RoPE settings per type of layer \(full_attention\) are not"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor 0\.5 is not supported"),
         ({"rope_parameters": [1]}, r"rope_scaling and rope_parameters must be objects, not \{\} and \[1\]"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e6}},
+            r"rope_scaling replaces rope_parameters, which has rope_theta=1000000\.0: add that to rope_scaling",
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 2}},
+            "an object for full_attention, not 2",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "factor must be a number above 0, not None"),
         (
             {"rope_scaling": LLAMA3 | {"low_freq_factor": 5}},
@@ -437,7 +445,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"model_type": "gptj", "rotary_dim": None}, "rotary_dim must be an integer above 0, not None"),
         ({"model_type": "gptj", "tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for gptj"),
         ({"model_type": "gpt_neox", "rotary_pct": "all"}, "partial_rotary_factor must be a number above 0, not 'all'"),
-        ({"model_type": "gpt_neox", "rope_parameters": [1]}, r"rope_parameters must be an object, not \[1\]"),
+        ({"model_type": "gpt_neox", "rope_parameters": [1]}, r"rope_parameters must be objects, not \{\} and \[1\]"),
         ({"model_type": "gpt_neox", "rope_scaling": {"type": "odd"}}, "rope_type 'odd' is not supported"),
         ({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 are not supported with"),
         ({"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False and"),
@@ -476,6 +484,10 @@ def test_config_is_refused_by_name(changes: dict, sentence: str, tmp_path: Path)
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             Rope(8, scaling="dynamic", factor=2.0, original_max_positions=2048),
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            Rope(8, scaling="yarn", factor=4.0, original_max_positions=32),
         ),
         ({"rope_scaling": YARN}, Rope(8, scaling="yarn", factor=4.0, original_max_positions=32)),
         (
