@@ -100,7 +100,8 @@ def test_gemma_3_is_read_from_the_few_settings_that_its_checkpoints_have() -> No
 def test_an_empty_text_half_means_what_transformers_makes_of_it(name: str) -> None:
     from transformers import CONFIG_MAPPING
 
-    whole = CONFIG_MAPPING[name](text_config={})
+    kind: Any = CONFIG_MAPPING[name]
+    whole = kind(text_config={})
     made = {**whole.to_dict(), "text_config": whole.text_config.to_dict()}
     assert read_model_config({"model_type": name, "text_config": {}})[1] == read_model_config(made)[1]
 
@@ -112,7 +113,8 @@ def test_a_text_half_is_tied_where_transformers_ties_it(name: str, outer: bool, 
     from transformers import CONFIG_MAPPING
 
     text = {} if inner is None else {"tie_word_embeddings": inner}
-    whole = CONFIG_MAPPING[name](text_config=dict(text), tie_word_embeddings=outer)
+    kind: Any = CONFIG_MAPPING[name]
+    whole = kind(text_config=dict(text), tie_word_embeddings=outer)
     given = {"model_type": name, "text_config": text, "tie_word_embeddings": outer}
     assert read_model_config(given)[1].tied is whole.tie_word_embeddings
 
