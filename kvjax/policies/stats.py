@@ -115,6 +115,9 @@ class Again(struct.PyTreeNode):
     newest: Int[Array, " b"] | None = None
     group: str = setting("sum")
 
+    def __post_init__(self) -> None:
+        check(self.group in GROUPS, "group", self.group, f"one of {', '.join(GROUPS)}")
+
 
 class Damage(struct.PyTreeNode):
     r"""Change of the new queries' outputs if a slot were evicted, summed over these queries: [b h c].
