@@ -70,7 +70,7 @@ class Matching(SlotResidual):
         kind = wide(new.k.dtype)
         q, counts = sampled(queries, self.queries, kind)
 
-        every, staying = (slot_logits(q, view, new) + view.slots.residual[:, :, None] for view in (before, after))
+        every, staying = (slot_logits(q, view, new) for view in (before, after))
         highest = finite_max(every)
         shares, kept = (jnp.exp(x - highest) * counts[..., None] for x in (every, staying))
         mass = shares.sum(-1)
@@ -88,10 +88,14 @@ class Matching(SlotResidual):
 
 
 def slot_logits(q: Float[Array, "b h r d"], view: View, new: New) -> Float[Array, "b h r c"]:
-    """Return the logits of queries at every slot, without regard to positions; -inf for empty slots."""
+    """Return the logits of queries at every slot, without regard to positions; -inf for empty slots.
+
+    They include the biases of slots that stand for evicted ones, if there are any.
+    """
     assert new.config is not None
     products = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(q.dtype), precision="highest")
-    return jnp.where(view.live[:, :, None], new.config.spec.capped(products), -jnp.inf)
+    logits, bias = new.config.spec.capped(products), view.slots.residual
+    return jnp.where(view.live[:, :, None], logits if bias is None else logits + bias[:, :, None], -jnp.inf)
 
 
 def finite_max(logits: Float[Array, "b h r c"]) -> Float[Array, "b h r 1"]:

@@ -61,8 +61,8 @@ class ChunkSum(ScoreOver):
             return own, summed
         scores = as_numbers(self.base_score.score(inner, new), inner).astype(summed.dtype)
         # Tokens that are not ranked add nothing, and those that are to stay take their chunk with them.
-        counts = jnp.where(is_ranked(scores), scores, jnp.where(scores > 0, -UNRANKED, 0.0))
-        return own, self._summed(jnp.where(view.live, counts, 0.0), view)
+        added = jnp.where(is_ranked(scores), scores, jnp.where(scores > 0, -UNRANKED, 0.0))
+        return own, self._summed(jnp.where(view.live, added, 0.0), view)
 
     def _summed(self, scores: Float[Array, "b h c"], view: View) -> Float[Array, "b h c"]:
         # Slots in the order of the text have the chunks one after another.

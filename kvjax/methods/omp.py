@@ -84,8 +84,6 @@ class Pursuit(PromptScore):
         """Return 1 for the key chosen first, less for later ones, and 0 for those that are not chosen."""
         q, counts = sampled(Queries(new.q, new.valid), self.queries, wide(new.k.dtype))
         logits = slot_logits(q, view, new)
-        if view.slots.residual is not None:  # biases of slots that stand for others of an earlier text
-            logits = logits + view.slots.residual[:, :, None]
         shares = jnp.exp(logits - finite_max(logits)) * counts[..., None]
         most = min(self.lines[0], view.capacity) if self.lines else view.capacity
         return chosen_first(shares, -(-most // self.each), min(self.each, most), self.ridge)

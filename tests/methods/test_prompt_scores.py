@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,7 +49,7 @@ def test_large_keys_of_more_directions_than_channels_rank(name: str) -> None:
 def test_after_a_turn_generated_text_still_leaves_before_given_text(name: str) -> None:
     settings: dict[str, Any] = {
         "triattention": {"evict_every": 1},
-        # Everything is punctuation, and one of these tokens has a slot besides those of the prompt.
+        # Every token is punctuation; 30 * 0.3 slots are for generated ones.
         "fastgen": {"punctuation": tuple(range(TINY.config.vocab_size)), "local": 0.0, "order": ("punctuation",)}
         | {"spare_punctuation": 0.3, "threshold": 0.01},
     }
@@ -73,10 +72,9 @@ def test_pursuit_counts_slots_that_stand_for_evicted_ones() -> None:
     settings = {"residual": "attention_matching", "residual.bound": 7.0}
     policy = kvjax.policy("omp", recent=2, each=1, **settings)
     state, _ = kvjax.prefill(MODEL, policy, TEXT[:, :120], 24, max_new_tokens=1)
-    plain = jax.tree.map(lambda x: x, state)
-    storage = plain.cache.storage
+    storage: Any = state.cache.storage
     unbiased = [view.replace(slots=view.slots.replace(residual=view.slots.residual * 0)) for view in storage.layers]
-    plain = plain.replace(cache=plain.cache.replace(storage=storage.replace(layers=tuple(unbiased))))
+    plain = state.replace(cache=state.cache.replace(storage=storage.replace(layers=tuple(unbiased))))
     ours, without = (kvjax.extend(each, TEXT[:, 120:180])[0] for each in (state, plain))
     firsts = [sum(len({p for p in head if p < 120}) for head in held(each)) for each in (ours, without)]
     assert firsts[0] > firsts[1]

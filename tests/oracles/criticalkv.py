@@ -46,14 +46,12 @@ class Critical(EvictEvery):
         ]
         half = max(0, self.limits[h] - self.sinks - self.recents[h]) // 2
         critical = sorted(free, key=lambda i: (base[i], i), reverse=True)[:half]
-        return [
-            math.inf
-            if i in critical
-            else s
-            if abs(s) >= 1e30
-            else (s + self.epsilon) * self.norms[h][head.positions[i]]
-            for i, s in enumerate(base)
-        ]
+        found = []
+        for i, (s, position) in enumerate(zip(base, head.positions, strict=True)):
+            ranked = abs(s) < 1e30  # other numbers of the base only say who is first or last
+            scaled = (s + self.epsilon) * self.norms[h][position] if ranked else s
+            found.append(math.inf if i in critical else scaled)
+        return found
 
 
 def critical(kind: type[Oracle]) -> type[Oracle]:

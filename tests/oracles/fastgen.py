@@ -163,17 +163,13 @@ class FastGen(Oracle):
             kept = self.compress(h, n)
             if prompt.start == 0:  # a buffer gets one token at a time: what could never be filled is not set aside
                 self.slots[h] = min(self.slots[h], len(kept) + prompt.horizon)
-            else:  # text that outgrows the buffer: what is merely frequent leaves first, then the oldest of what is
-                # kept for what it is, first of generated tokens
+            else:  # text that outgrows the buffer: frequent tokens leave first, then the oldest, generated before given
                 policy = self.optimal[h]
                 for_good = kept if policy == FULL else self.of_prompt(h, policy) | self.local_tokens(h, policy, n)
                 generated = self.of_generation(h, policy) - for_good
                 rest = kept - for_good - generated
-
-                def place(i: int, head=head, for_good=for_good, rest=rest) -> tuple[float, ...]:
-                    return (i not in for_good, i in rest, -head.notes[i] if i in rest else -i, -i)
-
-                ranked = sorted(kept, key=place)
+                frequent = sorted(rest, key=lambda i: (-head.notes[i], -i))
+                ranked = [*sorted(for_good, reverse=True), *sorted(generated, reverse=True), *frequent]
                 kept = set(ranked[: self.slots[h]])
             staying.append(sorted(kept))
         return staying

@@ -10,14 +10,13 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, Settings, Shape, Source
 from kvjax.models.families.mixture import read_mixture, stored_in_out
-from kvjax.models.families.settings import LAYER_TYPES, integer, positive_number, read_windows
+from kvjax.models.families.settings import LAYER_TYPES, integer, positive_number, read_windows, with_default_rope
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
 def _config(settings: Settings) -> ModelConfig:
-    if settings.get("rope_parameters") is None and not settings.get("rope_scaling"):
-        settings = {**settings, "rope_parameters": _ROPE}
+    settings = with_default_rope(settings, _ROPE)
     types = [LAYER_TYPES[layer % 2 == 0] for layer in range(integer(settings, "num_hidden_layers"))]
     mixture = read_mixture(settings, "intermediate_size", renormalised=True)
     return dataclasses.replace(

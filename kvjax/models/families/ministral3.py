@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.models.config import ModelConfig, QueryGrowth
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, Settings
-from kvjax.models.families.settings import given_rope, integer, positive_number
+from kvjax.models.families.settings import given_rope, integer, positive_number, with_default_rope
 
 _ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
@@ -25,8 +25,7 @@ _ROPE: Mapping[str, Any] = {
 
 
 def _config(settings: Settings) -> ModelConfig:
-    if settings.get("rope_parameters") is None and not settings.get("rope_scaling"):
-        settings = {**settings, "rope_parameters": _ROPE}
+    settings = with_default_rope(settings, _ROPE)
     shape, rope = llama_config(settings), given_rope(settings)
     if not rope.get("llama_4_scaling_beta"):
         return shape

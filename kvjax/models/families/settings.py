@@ -128,6 +128,13 @@ def rope_of_type(parameters: Settings, kind: str, scaling: Settings) -> dict[str
     return {**own, **scaling}
 
 
+def with_default_rope(settings: Settings, rope: Settings) -> Settings:
+    """Return the settings with `rope` as `rope_parameters` if they set neither that nor `rope_scaling`."""
+    if settings.get("rope_parameters") is not None or settings.get("rope_scaling"):
+        return settings
+    return {**settings, "rope_parameters": rope}
+
+
 def given_rope(settings: Settings) -> dict[str, Any]:
     """Return `rope_scaling` if it is set, and `rope_parameters` otherwise, as transformers does.
 
