@@ -11,7 +11,18 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.query_shards import Share
 from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
-from kvjax.cache.stats import answered, damage, drawn, highest, normalised, over_heads, summed, tempered, weighed
+from kvjax.cache.stats import (
+    answered,
+    damage,
+    drawn,
+    highest,
+    normalised,
+    over_heads,
+    seen_slots,
+    summed,
+    tempered,
+    weighed,
+)
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Seen, Sums, questions
@@ -74,7 +85,7 @@ def attend_token(
         return partial, requested_stats(asks, found, given, view.position, new, summed=summed)
     assert found.scores is not None
     probs = found.scores[:, :, :, None]
-    partial = with_evicted(narrowed(selection, probs, given.v, new, found.lse[..., None]), remembered)
+    partial = with_evicted(narrowed(selection, probs, given.v, view.position, new, found.lse[..., None]), remembered)
     return partial, answered(asks, probs, lambda: values(given.v, probs.dtype), view.position, new)
 
 
@@ -134,8 +145,7 @@ def _shared(
             told.append(jnp.log(powers[i].sum((-2, -1))) + lse)
     sums = len(told)
     if any(isinstance(ask, Probs) for ask in leaves):
-        assert local is not None
-        told.append(jnp.broadcast_to((local > 0).any(2).sum(-1), found.lse.shape).astype(kind))
+        told.append(jnp.broadcast_to(seen_slots(position, new).sum(-1), found.lse.shape).astype(kind))
     here = jnp.stack(told, axis=-1)
     rows, heads, groups, width = found.out.shape
     if selection is None:
@@ -153,14 +163,15 @@ def _shared(
         out = out.reshape(rows, heads, groups, 1, width)
     else:
         assert probs is not None and selection is not None
-        out, lse = narrowed(selection, probs, given.v, new, lse[..., None])
+        out, lse = narrowed(selection, probs, given.v, position, new, lse[..., None])
         out, lse = new.spread.over_slots(out), lse[..., 0]
     partial = with_evicted(Partial(out, lse[..., None]), remembered)  # which is replicated on these devices
 
     def answer(i: int, ask: Ask) -> Any:
         assert probs is not None
         if isinstance(ask, Probs):
-            return Seen(probs, new.position, every[..., sums].sum(0)[..., :1].astype(jnp.int32))
+            visible = every[..., sums].sum(0)[..., :1].astype(jnp.int32)
+            return Seen(probs, new.position, visible, seen_slots(position, new))
         if isinstance(ask, Damage):
             return damage(ask, probs, values(given.v, probs.dtype), new)
         if isinstance(ask, Peak):

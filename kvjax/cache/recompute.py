@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.stats import damage, highest, normalised, reduced
+from kvjax.cache.stats import damage, highest, normalised, reduced, seen_slots
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Again, Ask, Damage, Peak, Probs, Seen, is_ask
@@ -162,7 +162,8 @@ def newest_attention(
     q = jnp.take_along_axis(given.q, at[:, None, None, :, None], 3)
     place = None if given.places is None else jnp.take_along_axis(given.places[0], at[:, None], 2)
     probs = _probabilities(config, given, view, q, jnp.take_along_axis(lse, at[:, None, None], 3), position, place)
-    return Seen(probs, position, (probs > 0).any(2).sum(-1))
+    seen = config.spec.mask(position, view.position)
+    return Seen(probs, position, seen.sum(-1), seen)
 
 
 def select_by_blocks(
@@ -171,7 +172,7 @@ def select_by_blocks(
     def look(_: None, block: Any) -> tuple[None, Partial]:
         q, lse, position, place = block
         probs = _probabilities(config, given, view, q, lse, position, place)
-        return None, narrowed(selection, probs, given.v, new.replace(position=position), lse)
+        return None, narrowed(selection, probs, given.v, view.position, new.replace(position=position), lse)
 
     found = jax.lax.scan(look, None, _blocks(given, new, partial.lse)[1])[1]
     return Partial(join_queries(found.out, -2), join_queries(found.lse, -1))
@@ -181,9 +182,13 @@ def narrowed(
     selection: Selection,
     probs: Float[Array, "b h g t c"],
     v: Operand | Joined,
+    position: Int[Array, "b h c"],
     new: New,
     lse: Float[Array, "b h g t"],
 ) -> Partial:
+    # Probabilities of slots that a query sees are above 0 here, however small.
+    seen = seen_slots(position, new)[:, :, None]
+    probs = jnp.where(seen, jnp.maximum(probs, jnp.finfo(probs.dtype).tiny), 0.0)
     picked = new.spread.own_slots(selection.pick(new.spread.all_slots(probs, -1), new), -1)
     if new.config is not None and new.config.local:
         picked |= new.config.bounds(new.end)[:, None, None, None, None]

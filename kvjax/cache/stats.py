@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policies.stats import Ask, Damage, Noise, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree
 from pallas_kernels import noise as hashed
+from pallas_kernels.attention import causal_mask
 from pallas_kernels.attention import tempered as numerators
 
 
@@ -36,7 +37,8 @@ def answered(
 
     def answer(ask: Ask) -> Any:
         if isinstance(ask, Probs):
-            return Seen(probs, new.position, (probs > 0).any(2).sum(-1))
+            seen = seen_slots(position, new)
+            return Seen(probs, new.position, seen.sum(-1), seen)
         if isinstance(ask, Damage):
             return damage(ask, probs, values(), new)
         if isinstance(ask, Peak):
@@ -45,6 +47,11 @@ def answered(
         return over_heads(ask, reduced(ask, probs, position, new), new)
 
     return tree.unflatten(map(answer, leaves))
+
+
+def seen_slots(position: Int[Array, "b h c"], new: New) -> Bool[Array, "b h t c"]:
+    """Return which slots each of the new tokens sees."""
+    return causal_mask(new.position, position, None if new.config is None else new.config.window)
 
 
 def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:

@@ -156,7 +156,9 @@ def _told(weights: Weights, config: ModelConfig, policy: Policy, storage: Dense,
 def _of_cache(told: Pending, slots: int) -> Pending:
     # The score's statistics of the slots of the cache, without those of the tokens that are read again.
     def cut(_: Any, found: Any) -> Any:
-        return found._replace(probs=found.probs[..., :slots]) if isinstance(found, Seen) else found[..., :slots]
+        if isinstance(found, Seen):
+            return found._replace(probs=found.probs[..., :slots], seen=found.seen[..., :slots])
+        return found[..., :slots]
 
     asks = told.asks["score"]
     return Pending(asks, jax.tree.map(cut, asks, told.answers["score"], is_leaf=is_ask), told.new)

@@ -50,12 +50,12 @@ class Persistence(Score):
 
     def fold(self, answers: Seen, view: View, new: New) -> UInt32[Array, "b h c words"]:
         """Set the bits of queries that attended below average; clear those of the queries they replace."""
-        probs, position, visible = answers
+        probs, position, visible, seen = answers
         counts = position >= 0
         place = jnp.where(counts, position % self.history, 0).astype(jnp.uint32)
         # An average share is none below, however a softmax rounds it: the first query's is 1, or just less.
         average = 1 - 16 * jnp.finfo(probs.dtype).eps
-        below = (probs > 0).any(2) & (probs.mean(2) * visible[..., None] < average)
+        below = seen & (probs.mean(2) * visible[..., None] < average)
         words = self._bits(place, counts, WORD)
         if probs.shape[3] == 1:
             found = jnp.where(below[:, :, 0, :, None], words[:, None], jnp.uint32(0))

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.types import check, setting
 from kvjax.utils.settings import whole_number
@@ -155,7 +155,9 @@ class Seen(NamedTuple):
     position: Int[Array, "b n"]
     """Positions of the queries; -1 for no query, whose probabilities are zero."""
     visible: Int[Array, "b h n"]
-    """Number of keys of the whole head that each query attended to."""
+    """Number of keys of the whole head that each query saw."""
+    seen: Bool[Array, "b h n c"]
+    """Mask of the slots that each query saw; probabilities of those may round to 0, too."""
 
 
 Ask = Sums | Near | Probs | Again | Damage | Peak

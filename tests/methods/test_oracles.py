@@ -18,7 +18,20 @@ from kvjax.policies import Policy
 from tests.cases import FIRST, PAIRS, POLICIES, RARE, RECENT, Case, core, slow
 from tests.held import kept, unpacked
 from tests.oracles.decoder import Decoder
-from tests.small_models import GQA, LEARNED, LLAMA4, LOCAL, MHA, MIXED, MQA, PARTIAL, SINKS, SLOPED, random_model
+from tests.small_models import (
+    GQA,
+    LEARNED,
+    LLAMA4,
+    LOCAL,
+    MHA,
+    MIXED,
+    MQA,
+    PARTIAL,
+    SINKS,
+    SLOPED,
+    random_model,
+    sharp_model,
+)
 
 CLASSIC = [name for name in FIRST if name not in RECENT]
 LIKE_OTHERS = ("streaming-every-8", "keyformer-every-8", "l2-every-8")
@@ -103,6 +116,12 @@ def test_equals_its_oracle_for_long(name: str, x64: None) -> None:
 def test_what_is_combined_equals_its_oracle(name: str, x64: None) -> None:
     config, lengths = SHAPES["gqa"]
     compare_with_oracle(PAIRS[name], _random(config), lengths, 62)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in a total that these oracles do not use
+@pytest.mark.parametrize("name", ["scissorhands", "scissorhands+adakv"])
+def test_tokens_whose_attention_rounds_to_0_are_seen(name: str, x64: None) -> None:
+    compare_with_oracle((POLICIES | PAIRS)[name], sharp_model(MHA, longer=400), (41, 9), 62)
 
 
 @pytest.mark.parametrize("name", ["h2o+int8", *map(slow, ("streaming+int4", "h2o+adakv+int8", "snapkv+fp8"))])

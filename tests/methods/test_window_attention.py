@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import kvjax
 from kvjax.cache.empty import empty
 from kvjax.cache.memory import allocated_bytes
 from kvjax.inference.prepare import prepare
+from kvjax.policies import Selection
 from tests.cases import in_turns
 from tests.held import layers
-from tests.small_models import GQA, random_model
+from tests.small_models import GQA, random_model, sharp_model
 
 MODEL = random_model(GQA)
 TEXT = np.random.default_rng(0).integers(0, 64, (3, 60))
@@ -188,6 +190,25 @@ def test_top_k_comes_closer_with_k():
         _, logits = kvjax.prefill(MODEL, "topk_oracle", TEXT, k, max_new_tokens=4)
         errors.append(float(np.abs(logits - expected).mean()))
     assert errors == sorted(errors, reverse=True) and errors[0] > 2 * errors[-1]
+
+
+@struct.dataclass
+class Oldest(Selection):
+    """Choice of the oldest token that a query sees."""
+
+    def pick(self, probs: Any, new: Any) -> Any:
+        return (probs > 0) & (jnp.cumsum(probs > 0, -1) == 1)
+
+
+def test_a_selection_may_choose_a_token_whose_attention_rounds_to_0():
+    texts = [TEXT[0].tolist(), TEXT[1, :20].tolist()]
+    found = []
+    for longer in (1, 1000):
+        model = sharp_model(GQA, jnp.float32, longer)
+        state, logits = kvjax.prefill(model, kvjax.policy("full", selection=Oldest()), texts, max_new_tokens=4)
+        found.append((logits, steps(state, 4)[1]))
+    for sharp, plain in zip(found[1], found[0], strict=True):
+        np.testing.assert_allclose(sharp, plain, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.paged.candidates import owned
 from kvjax.cache.paged.pages import Pages
-from kvjax.cache.stats import Outputs, damage_to, highest, normalised, outputs, summed, tempered
+from kvjax.cache.stats import Outputs, damage_to, highest, normalised, outputs, seen_slots, summed, tempered
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import Again, Damage, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree, View
@@ -65,7 +65,7 @@ def page_answers(pool: Pages, layer: int, new: New, asks: PyTree, found: Found) 
     lse = found.lse.reshape(-1, found.lse.shape[-1])
     lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # queries that see no key contribute 0
     counts = any(isinstance(ask, Probs) for ask in questions(asks)[0])
-    visible = _visible(pool, layer, found.logits, lse) if counts else None
+    visible = _visible(pool, layer, new) if counts else None
     return PageAnswers(found.logits, lse, _totals(pool, layer, new, asks, found.logits, lse), visible)
 
 
@@ -89,7 +89,8 @@ def of_pages(
     def told(ask: Any, total: Any) -> Any:
         if isinstance(ask, Probs):
             assert answers.visible is not None
-            return Seen(probs, seen.position, answers.visible[owner][:, None, None])
+            visible = answers.visible[owner][:, None, None]
+            return Seen(probs, seen.position, visible, seen_slots(view.position, seen))
         ask = _question_of_pages(ask, owner, new)
         if isinstance(ask, Damage):
             values = view.values(seen).astype(probs.dtype)
@@ -147,15 +148,16 @@ def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse:
     return pool.over_pages(layer, add, tuple(begun))
 
 
-def _visible(pool: Pages, layer: int, logits: Array, lse: Array) -> Int[Array, " o"]:
+def _visible(pool: Pages, layer: int, new: New) -> Int[Array, " o"]:
     # Counts the keys that each head's query saw.
-    def count(carry: Array, at: Array, valid: Array) -> Array:
-        owner = jax.lax.dynamic_slice_in_dim(pool.owner, at, len(valid))
-        probs = _probabilities(logits, lse, at, owner, len(valid))
-        here = (probs > 0).any(2)[:, 0, 0].sum(-1, dtype=jnp.int32)
-        return carry + jnp.where(owned(owner, valid, len(lse)), here, 0).sum(1, dtype=jnp.int32)
+    owners = pool.limit[layer].size
 
-    return pool.over_pages(layer, count, jnp.zeros(len(lse), jnp.int32))
+    def count(carry: Array, at: Array, valid: Array) -> Array:
+        view, seen, owner = pool.view(layer, new, at, len(valid))
+        here = seen_slots(view.position, seen).sum((1, 2, 3), dtype=jnp.int32)
+        return carry + jnp.where(owned(owner, valid, owners), here, 0).sum(1, dtype=jnp.int32)
+
+    return pool.over_pages(layer, count, jnp.zeros(owners, jnp.int32))
 
 
 def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: int) -> Float[Array, "p 1 g 1 s"]:
