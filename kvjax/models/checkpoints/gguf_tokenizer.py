@@ -167,13 +167,26 @@ def _added(
     from tokenizers import AddedToken
 
     kinds = metadata.get(_KEY + "token_type") or [1] * len(tokens)
+    phi3 = _is_phi3(metadata)
     special, others = [], []
     for token, kind in zip(tokens, kinds, strict=True):
+        strips = phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
         if kind in (_CONTROL, _UNKNOWN) or token in named:
-            special.append(AddedToken(token, normalized=False, special=True))
+            special.append(AddedToken(token, rstrip=strips, normalized=False, special=True))
         elif kind == _USER_DEFINED:
-            others.append(AddedToken(token, normalized=False))
+            others.append(AddedToken(token, rstrip=strips, normalized=False))
     return special, others
+
+
+def _is_phi3(metadata: Mapping[str, Any]) -> bool:
+    """Return whether the tokenizer is that of Phi-3, whose special tokens include the whitespace after them.
+
+    No metadata says so. As in llama.cpp, a name counts, since some files of Phi-3 have the architecture of Llama. The
+    architecture also includes Phi-4, which has byte-level BPE and tokens that include no whitespace.
+    """
+    name = str(metadata.get("general.name")).lower()
+    phi3 = metadata.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
+    return phi3 and metadata[_KEY + "model"] == "llama"
 
 
 def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any], roles: Mapping[str, str | None], begins: bool) -> None:

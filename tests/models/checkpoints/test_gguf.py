@@ -584,6 +584,29 @@ def test_pieces(changes: dict, text: str, ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("general", "strips"),
+    [
+        ({"architecture": "phi3"}, True),
+        ({"architecture": "llama", "name": "Unsloth Phi-3 Mini"}, True),
+        ({"architecture": "llama", "name": "phi3"}, True),
+        ({"architecture": "llama", "name": "Llama 2"}, False),
+    ],
+)
+def test_special_tokens_of_phi_3_include_the_whitespace_after_them(general: dict[str, str], strips: bool) -> None:
+    metadata = pieces(add_bos_token=False) | {f"general.{key}": value for key, value in general.items()}
+    encode = gguf_tokenizer(metadata)[0].encode
+    # Elsewhere a text behind a special token begins with a space of its own and with that of the tokenizer.
+    assert encode("<mark>\n ab</s> ab").ids == ([10, 9, 2, 9] if strips else [10, 4, 0, 9, 2, 4, 9])
+    assert encode("<s> ab<unk> ab").ids == [1, 4, 9, 0, 4, 9]
+
+
+def test_special_tokens_of_phi_4_include_no_whitespace() -> None:
+    metadata = {"general.architecture": "phi3", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-4o"}
+    metadata |= {"tokenizer.ggml.tokens": ["Ġ", "a", "<|user|>"], "tokenizer.ggml.token_type": [1, 1, 3]}
+    assert gguf_tokenizer(metadata)[0].encode("<|user|> a").ids == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
     ("metadata", "sentence"),
     [
         ({}, "tokenizer.ggml.model is 'None'; supported are gpt2, llama, with a list of tokens"),
