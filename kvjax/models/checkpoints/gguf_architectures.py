@@ -50,12 +50,14 @@ class Architecture:
         reads: metadata that `adapt` reads, in addition to that of all architectures.
         adapt: function from the common settings and the header to the further settings of this architecture.
         restore: functions that undo the format's changes to tensors, by the stem of the tensor's name.
+        factors: the tensors with factors of RoPE's wavelengths that `adapt` reads; a file has all of them or none.
     """
 
     model_type: str
     reads: tuple[str, ...] = ()
     adapt: Callable[[Settings, Header], Settings] = lambda settings, header: {}
     restore: Mapping[str, Restore] = dataclasses.field(default_factory=dict)
+    factors: tuple[str, ...] = ()
 
 
 def _unpermuted(heads: str) -> Restore:
@@ -86,27 +88,28 @@ def _experts(header: Header) -> Settings:
 
 
 def _llama(settings: Settings, header: Header) -> Settings:
-    """Recover the settings of Llama 3's RoPE; GGUF stores only the resulting factor of each frequency.
-
-    A Llama with experts is a Mixtral.
-    """
+    rope = {"rope_parameters": settings["rope_parameters"] | _llama3_rope(settings, header)}
     if header.get("expert_count"):
-        return {"model_type": "mixtral", "sliding_window": None, **_experts(header)}
-    if "rope_freqs" not in header.factors:
+        return {"model_type": "mixtral", "sliding_window": None, **_experts(header), **rope}
+    return rope
+
+
+def _llama3_rope(settings: Settings, header: Header) -> Settings:
+    """Recover the settings of Llama 3's RoPE; GGUF stores only the resulting factor of each frequency."""
+    if not header.factors:
         return {}
     factors, theta = header.factors["rope_freqs"], settings["rope_parameters"]["rope_theta"]
     rope = Rope(2 * len(factors), theta, scaling="llama3", factor=float(factors.max()))
     expected = rope_frequencies(dataclasses.replace(rope, scaling="none")) / rope_frequencies(rope)
     if not np.allclose(expected, factors, rtol=1e-3):
         raise LoadError("the factors in rope_freqs.weight are not those of Llama 3, and no others are supported.")
-    llama3 = {
+    return {
         "rope_type": "llama3",
         "factor": rope.factor,
         "low_freq_factor": rope.low_freq_factor,
         "high_freq_factor": rope.high_freq_factor,
         "original_max_position_embeddings": rope.original_max_positions,
     }
-    return {"rope_parameters": settings["rope_parameters"] | llama3}
 
 
 def _phi3(settings: Settings, header: Header) -> Settings:
@@ -200,7 +203,7 @@ _EXPERTS = ("expert_count", "expert_used_count")
 _PAIRED = {"attn_q": _unpermuted("num_attention_heads"), "attn_k": _unpermuted("num_key_value_heads")}
 _GEMMA_NORMS = ("attn", "attn_q", "attn_k", "post_attention", "ffn", "post_ffw", "output")
 _TABLE: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", _EXPERTS, _llama, _PAIRED),
+    "llama": Architecture("llama", _EXPERTS, _llama, _PAIRED, ("rope_freqs",)),
     "smollm3": Architecture("smollm3", restore=_PAIRED),
     "granite": Architecture(
         "granite", ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _granite, _PAIRED
@@ -217,7 +220,7 @@ _TABLE: Mapping[str, Architecture] = {
         _gemma3,
         {f"{norm}_norm": _less_one for norm in _GEMMA_NORMS},
     ),
-    "phi3": Architecture("phi3", (), _phi3),
+    "phi3": Architecture("phi3", adapt=_phi3, factors=("rope_factors_long", "rope_factors_short")),
     "falcon": Architecture("falcon", (), _falcon, {"attn_qkv": _by_kv_head}),
     "gptneox": Architecture("gpt_neox", ("use_parallel_residual",), _gpt_neox, {"attn_qkv": _by_kv_head}),
 }

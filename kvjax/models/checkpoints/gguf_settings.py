@@ -69,6 +69,20 @@ def _check_keys(header: Header, head_width: int) -> None:
             )
 
 
+def _check_factors(header: Header) -> None:
+    """Refuse tensors with factors of RoPE's wavelengths that the architecture does not read.
+
+    Raises:
+        LoadError: if there are any; the message names them.
+    """
+    known = ARCHITECTURES[header.name].factors
+    if header.factors and sorted(header.factors) != sorted(known):
+        supported = f"supported are {' and '.join(known)}" if known else "give the model's safetensors"
+        raise LoadError(
+            f"the factors of RoPE in {' and '.join(header.factors)} are not supported for {header.name}; {supported}."
+        )
+
+
 def config_settings(header: Header) -> Settings:
     """Return the settings that a Hugging Face config.json would have.
 
@@ -93,6 +107,7 @@ def config_settings(header: Header) -> Settings:
     queries = header.shapes.get("blk.0.attn_q.weight")
     width = settings["hidden_size"] // heads if queries is None else queries[0] // heads
     _check_keys(header, width)
+    _check_factors(header)
     ids = {role: header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
     settings |= {
         "vocab_size": header.shapes["token_embd.weight"][0],

@@ -421,25 +421,44 @@ def test_metadata_is_what_the_library_reads(tmp_path: Path) -> None:
     assert metadata == expected and metadata["strings"] == lists["strings"] and metadata["truths"] == lists["truths"]
 
 
-def rope_freqs(writer: Any, factors: np.ndarray) -> None:
-    writer.kv_data[0].pop("llama.rope.freq_base")
-    writer.add_rope_freq_base(5e5)
-    writer.add_tensor("rope_freqs.weight", factors)
-
-
-def test_llama_3_is_known_by_what_its_rope_makes_of_frequencies(tmp_path: Path) -> None:
-    llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    described = settings(rope_parameters=rope(rope_theta=5e5, original_max_position_embeddings=8192) | llama3)
-    plain, scaled = Rope(64, 5e5), Rope(64, 5e5, scaling="llama3", factor=32.0)
-    factors = (rope_frequencies(plain) / rope_frequencies(scaled)).astype(np.float32)
+@pytest.mark.parametrize("experts", [{}, {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}])
+def test_llama_3_is_known_by_what_its_rope_makes_of_frequencies(experts: dict[str, Any], tmp_path: Path) -> None:
+    described, scaled = settings(**experts), Rope(64, 5e5, scaling="llama3", factor=32.0)
+    factors = (rope_frequencies(Rope(64, 5e5)) / rope_frequencies(scaled)).astype(np.float32)
     tensors = tensors_of(described)
-    for name, freqs, ok in (("model", factors, True), ("other", np.linspace(1, 9, 32, dtype=np.float32), False)):
-        file = tmp_path / f"{name}.gguf"
-        write_gguf(file, described, tensors, extra=lambda w, x=freqs: rope_freqs(w, np.asarray(x)))
-        if ok:
-            assert kvjax.load(file).config.rope == scaled
-        else:
-            refused(file, "other.gguf: the factors in rope_freqs.weight are not those of Llama 3, and no others are")
+
+    def extra(writer: Any, factors: np.ndarray) -> None:
+        writer.kv_data[0].pop("llama.rope.freq_base")
+        writer.add_rope_freq_base(5e5)
+        writer.add_tensor("rope_freqs.weight", factors)
+        writer.add_expert_count(experts.get("num_local_experts", 0))
+        writer.add_expert_used_count(experts.get("num_experts_per_tok", 0))
+
+    file = tmp_path / "model.gguf"
+    write_gguf(file, described, tensors, extra=functools.partial(extra, factors=factors))
+    assert kvjax.load(file).config.rope == scaled
+    write_gguf(file, described, tensors, extra=functools.partial(extra, factors=np.linspace(1, 9, 32, dtype=np.float32)))
+    refused(file, "model.gguf: the factors in rope_freqs.weight are not those of Llama 3, and no others are supported")
+
+
+@pytest.mark.parametrize(
+    ("name", "factors", "sentence"),
+    [
+        ("llama", "rope_factors_long", "in rope_factors_long are not supported for llama; supported are rope_freqs"),
+        ("phi3", "rope_factors_short", "for phi3; supported are rope_factors_long and rope_factors_short"),
+        ("phi3", "rope_freqs", "in rope_freqs are not supported for phi3; supported are rope_factors_long and"),
+        ("qwen3_moe", "rope_freqs", "in rope_freqs are not supported for qwen3moe; give the model's safetensors"),
+    ],
+)
+def test_factors_of_rope_that_nobody_reads_are_refused(name: str, factors: str, sentence: str, tmp_path: Path) -> None:
+    described, others = VARIANTS[name]
+
+    def extra(writer: Any) -> None:
+        others(writer)
+        writer.add_tensor(f"{factors}.weight", np.ones(32, np.float32))
+
+    write_gguf(tmp_path / "model.gguf", described, tensors_of(described), extra=extra)
+    refused(tmp_path / "model.gguf", f"model.gguf: the factors of RoPE .*{sentence}")
 
 
 def _kind(added: Mapping[str, Any] | None) -> int:
