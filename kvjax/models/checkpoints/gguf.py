@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Array, Header, Settings
 from kvjax.models.checkpoints.gguf_settings import config_settings
+from kvjax.models.checkpoints.gguf_tokenizer import check_split
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.families import LoadError
 from kvjax.models.weights import empty_buffer
@@ -36,7 +37,8 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         The settings of a Hugging Face config.json, the metadata of its tokenizer, and the tensors.
 
     Raises:
-        LoadError: if the file is damaged, its architecture unknown, metadata missing, or `gguf` not installed.
+        LoadError: if the file is damaged, its architecture or tokenizer unknown, metadata missing, or `gguf` not
+            installed.
     """
     try:
         importlib.import_module("gguf")
@@ -70,8 +72,9 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     factors = {name.removesuffix(".weight"): np.array(tensors.pop(name).data, np.float32) for name in ropes}
     try:
         settings = config_settings(Header(name, metadata, shapes, factors))
-    except LoadError as error:
-        raise LoadError(f"{file}: {error}") from None
+        check_split(metadata)
+    except ValueError as error:
+        raise LoadError(f"{file}: {str(error).removesuffix('.')}.") from None
     return settings, metadata, _stored(file, name, settings, tensors, shapes)
 
 

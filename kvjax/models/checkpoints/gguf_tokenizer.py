@@ -49,7 +49,8 @@ class _Split(NamedTuple):
 
 
 _GPT2, _GPT_NEOX = _Split((_WORDS,)), _Split((_WORDS,), composed=True)
-_LLAMA3 = _Split((_cased(r"\p{N}{1,3}"),), whole=True, begins=True)
+_GPT4 = _Split((_cased(r"\p{N}{1,3}"),))
+_LLAMA3 = _GPT4._replace(whole=True, begins=True)
 _QWEN2 = _Split((_cased(r"\p{N}"),), composed=True)
 _DIGITS = _Split((r"\p{N}", _WORDS))
 _SPLITS: Mapping[str, _Split] = {
@@ -63,13 +64,27 @@ _SPLITS: Mapping[str, _Split] = {
     "llama-v3": _LLAMA3,
     "llama-bpe": _LLAMA3,
     "falcon3": _LLAMA3,
+    "dbrx": _GPT4,
+    "smaug-bpe": _GPT4,
     "gpt-4o": _Split((_BY_CASE,)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
+    "refact": _DIGITS,
 }
 """Splits by their names in `tokenizer.ggml.pre`."""
+
+
+def check_split(metadata: Mapping[str, Any]) -> None:
+    """Refuse a file with byte-level BPE whose rules for splitting a text are unknown.
+
+    Raises:
+        ValueError: if they are; the message names them.
+    """
+    name = metadata.get(_KEY + "pre", "default")
+    if metadata.get(_KEY + "model") == "gpt2" and name not in _SPLITS:
+        raise ValueError(f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(_SPLITS)}")
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
@@ -112,10 +127,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokeniz
     """Make a byte-level BPE tokenizer as in GPT-2 (Radford et al., 2019) that splits texts by the file's rules."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = metadata.get(_KEY + "pre", "default")
-    if name not in _SPLITS:
-        raise ValueError(f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(_SPLITS)}")
-    split = _SPLITS[name]
+    check_split(metadata)
+    split = _SPLITS[metadata.get(_KEY + "pre", "default")]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(_KEY + "merges", [])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole))

@@ -532,8 +532,11 @@ def test_splits_of_real_tokenizers(name: str, pre: str) -> None:
     ("pre", "words"),
     [
         ("llama-bpe", ["It", "'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
+        ("dbrx", ["It", "'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
+        ("smaug-bpe", ["It", "'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
         ("qwen2", ["It", "'S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!\n", "  ", " x"]),
         ("smollm", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
+        ("refact", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
         ("gpt-2", ["It", "'", "S", " 12345", " déjà", " vu", "!", "\n  ", " x"]),
         ("gpt-4o", ["It'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
     ],
@@ -639,6 +642,19 @@ def test_tokenizers_are_refused_by_name(metadata: dict, sentence: str, tmp_path:
     model = kvjax.Model(None, read_model_config(SETTINGS)[1], "m.gguf", metadata={"general.name": "m", **metadata})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"the tokenizer in m\.gguf cannot be read \(ValueError: {sentence}"):
         _ = model.tokenizer
+
+
+@pytest.mark.parametrize(("pre", "begins"), [("llama3", [0]), ("dbrx", []), ("smaug-bpe", []), ("refact", [])])
+def test_a_text_begins_with_bos_where_the_split_says_so(pre: str, begins: list[int]) -> None:
+    metadata = {"model": "gpt2", "pre": pre, "tokens": ["<s>", "a"], "token_type": [3, 1], "bos_token_id": 0}
+    tokenizer, _ = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    assert tokenizer.encode("a").ids == [*begins, 1]
+
+
+def test_an_unknown_split_is_refused_when_the_file_is_loaded(tmp_path: Path) -> None:
+    file, metadata = tmp_path / "m.gguf", {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "martian"}
+    write_gguf(file, SETTINGS, tensors_of(SETTINGS), extra=lambda writer: add(writer, metadata))
+    refused(file, r"m\.gguf: tokenizer\.ggml\.pre is 'martian'; supported are default, gpt-2, .*, refact\.")
 
 
 def test_a_tokenizer_that_does_not_fit() -> None:
