@@ -437,7 +437,8 @@ def test_llama_3_is_known_by_what_its_rope_makes_of_frequencies(experts: dict[st
     file = tmp_path / "model.gguf"
     write_gguf(file, described, tensors, extra=functools.partial(extra, factors=factors))
     assert kvjax.load(file).config.rope == scaled
-    write_gguf(file, described, tensors, extra=functools.partial(extra, factors=np.linspace(1, 9, 32, dtype=np.float32)))
+    factors = np.linspace(1, 9, 32, dtype=np.float32)
+    write_gguf(file, described, tensors, extra=functools.partial(extra, factors=factors))
     refused(file, "model.gguf: the factors in rope_freqs.weight are not those of Llama 3, and no others are supported")
 
 
