@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvjax.policies import Score as Score
     from kvjax.policies import Selection as Selection
     from kvjax.policies import Sizing as Sizing
+    from kvjax.policies import SplitRanking as SplitRanking
     from kvjax.policies.codec import Codec as Codec
     from kvjax.policies.quantizer import Quantizer as Quantizer
     from kvjax.policies.stats import Again as Again
@@ -79,6 +80,7 @@ _HOMES = {
         "Score",
         "Selection",
         "Sizing",
+        "SplitRanking",
     ),
 }
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}

@@ -22,6 +22,10 @@ TOKEN_BLOCK = 64
 """Evicted tokens that are decoded together."""
 
 
+Numbers = Callable[[Ranking, View], Float[Array, "b h c"]]
+"""Scores of a ranking: `as_numbers` or `between_heads`."""
+
+
 class Attended(NamedTuple):
     """Attention over a layer's slots and evicted pairs, with the statistics that the policy requested."""
 
@@ -35,7 +39,9 @@ def last_resort(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).max) / 2
 
 
-def scores(policy: Policy, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected, Ranking]:
+def scores(
+    policy: Policy, view: View, new: New, numbers: Numbers = as_numbers
+) -> tuple[Float[Array, "b h c"], Protected, Ranking]:
     """Return the score of each slot, its protection and the policy's ranking; tokens to evict last score highest.
 
     Tokens outside the layer's own window are expired, even if protected, because later queries do not see them. A layer
@@ -43,7 +49,7 @@ def scores(policy: Policy, view: View, new: New) -> tuple[Float[Array, "b h c"],
     """
     with jax.named_scope("scores"):
         ranking = policy.ranking(view, new)
-        found, guard = as_numbers(ranking, view), policy.protection.guard(view, new)
+        found, guard = numbers(ranking, view), policy.protection.guard(view, new)
     if guard.last is not None:
         found = jnp.where(guard.last, last_resort(found.dtype), found)
     if windowed(new):
@@ -82,9 +88,9 @@ def slots_at(
     return jnp.where(new.config.bounds(new.end)[:, None], limit, found)
 
 
-def rank(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
+def rank(policy: Policy, view: View, new: New, numbers: Numbers = as_numbers) -> Float[Array, "b h c"]:
     """Return ranks; the lowest is evicted first: expired (-inf) < empty < scores < protected < sinks (+inf)."""
-    found, guard, _ = scores(policy, view, new)
+    found, guard, _ = scores(policy, view, new, numbers)
     newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
     return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
 

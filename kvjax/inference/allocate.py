@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import slots
 from kvjax.policies.policy import Policy
+from kvjax.policies.rankings import between_heads
 from kvjax.types import Heads, New, Parts, PyTree, View
 
 Settled = tuple[Int[Array, "b h"], PyTree]
@@ -57,7 +58,8 @@ def allocated_together(policies: Sequence[Policy], views: Sequence[View], new: S
 
 
 def _ranks(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
-    return slots.with_newest(slots.rank(policy, view, new), view.position, new)  # each head keeps its newest token
+    ranks = slots.rank(policy, view, new, between_heads)
+    return slots.with_newest(ranks, view.position, new)  # each head keeps its newest token
 
 
 def _apart(new: New) -> Bool[Array, " b"] | None:

@@ -15,7 +15,7 @@ from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy, name_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import recent_slots
-from kvjax.policies.rankings import as_numbers
+from kvjax.policies.rankings import SplitRanking, as_numbers
 from kvjax.policies.score import Requirements, ScoreOver, is_ranked
 from kvjax.types import New, PyTree, View, number, wide
 
@@ -35,7 +35,7 @@ class Critical(ScoreOver):
 
     with the nonnegative score s of the base, the C slots of a head and the columns W^O_g of the output weights that
     belong to query head g. The C_kept sinks and recent tokens are always kept. With the plan `adakv`, heads compete by
-    F at the average C, so each gets at least half of it; the authors' variant for Ada-KV compares s.
+    s, as in the authors' code, and each then ranks by the F of its own C.
 
     Args:
         base_score: the score s.
@@ -76,8 +76,8 @@ class Critical(ScoreOver):
         """Return the base's new state of each slot, and the norm."""
         return self.base_score.fold(answers, _of_base(view), new), view.slots.score[1]
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
+    def score(self, view: View, new: New) -> SplitRanking:
+        """Return F within heads, and s between them."""
         base = _of_base(view)
         s = as_numbers(self.base_score.score(base, new), base)
         scaled = (s + self.epsilon) * view.slots.score[1].astype(s.dtype)
@@ -89,7 +89,7 @@ class Critical(ScoreOver):
         critical = free & (jnp.argsort(best_first, axis=-1) < half[..., None])
         highest = float(jnp.finfo(s.dtype).max) / 4
         found = jnp.where(is_ranked(s) & jnp.isfinite(scaled), scaled, s)
-        return jnp.where(new.spread.own_slots(critical), highest, found)
+        return SplitRanking(jnp.where(new.spread.own_slots(critical), highest, found), s)
 
     def _norms(self, v: Float[Array, "b h t e"]) -> Float[Array, "b h t"]:
         if self.outputs is None:

@@ -10,6 +10,7 @@ from kvjax.policies.policy import Policy as Policy
 from kvjax.policies.protection import Protection as Protection
 from kvjax.policies.rankings import HammingDistance as HammingDistance
 from kvjax.policies.rankings import OldestFirst as OldestFirst
+from kvjax.policies.rankings import SplitRanking as SplitRanking
 from kvjax.policies.residual import Residual as Residual
 from kvjax.policies.residual import SlotResidual as SlotResidual
 from kvjax.policies.score import AccumulatedScore as AccumulatedScore

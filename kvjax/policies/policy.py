@@ -15,7 +15,7 @@ from kvjax.policies.allocation import Plan, Uniform
 from kvjax.policies.base import Part
 from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protected, Protection
-from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, as_numbers
+from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, SplitRanking, as_numbers
 from kvjax.policies.residual import Residual, SlotResidual
 from kvjax.policies.score import AccumulatedScore, Score, takes_attention
 from kvjax.policies.selection import Selection
@@ -190,12 +190,13 @@ class Policy:
         found = self.score.score(view, new)
         if isinstance(found, (OldestFirst, HammingDistance)):
             return found
-        shape, kind = jnp.shape(found), jnp.result_type(found)
-        if shape != view.position.shape or not jnp.issubdtype(kind, jnp.floating):
-            raise ValueError(
-                f"{type(self.score).__name__}.score gives {kind} of shape {list(shape)}, not a floating-point number "
-                f"for each of the slots {list(view.position.shape)} [b h c]."
-            )
+        for scores in (found.within, found.between) if isinstance(found, SplitRanking) else (found,):
+            shape, kind = jnp.shape(scores), jnp.result_type(scores)
+            if shape != view.position.shape or not jnp.issubdtype(kind, jnp.floating):
+                raise ValueError(
+                    f"{type(self.score).__name__}.score gives {kind} of shape {list(shape)}, not a floating-point "
+                    f"number for each of the slots {list(view.position.shape)} [b h c]."
+                )
         return found
 
     def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:

@@ -31,17 +31,37 @@ class HammingDistance:
     codes: tuple[UInt32[Array, "b h c"], ...]
 
 
-Ranking = Array | OldestFirst | HammingDistance
+@struct.dataclass
+class SplitRanking:
+    """Ranking of slots within each head, and another one by which heads compete for slots under a plan as `adakv`.
+
+    Args:
+        within: importance of each slot in its head, which decides what is evicted.
+        between: importance of each slot among the slots of all heads.
+    """
+
+    within: Float[Array, "b h c"]
+    between: Float[Array, "b h c"]
+
+
+Ranking = Array | OldestFirst | HammingDistance | SplitRanking
 """Numbers are the importance of each slot [b h c]: the lowest is evicted first, -inf immediately, +inf never."""
 
 
 def as_numbers(ranking: Ranking, view: View) -> Float[Array, "b h c"] | Any:
     """Return a ranking as an array of scores, the lowest of which is evicted first."""
+    if isinstance(ranking, SplitRanking):
+        return ranking.within
     if isinstance(ranking, OldestFirst):
         return view.position.astype(jnp.float32)
     if isinstance(ranking, HammingDistance):
         return -distances(ranking.hashing.of_queries(), ranking.codes).astype(jnp.float32)
     return ranking
+
+
+def between_heads(ranking: Ranking, view: View) -> Float[Array, "b h c"] | Any:
+    """Return a ranking as an array of scores that are compared between heads."""
+    return ranking.between if isinstance(ranking, SplitRanking) else as_numbers(ranking, view)
 
 
 def standardized(x: Float[Array, "*b c"], counts: Bool[Array, "*b c"], spread: Spread) -> Float[Array, "*b c"]:

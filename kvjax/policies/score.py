@@ -147,7 +147,7 @@ class Score(Part, interface=True):
         """Return the importance of each slot [b h c]: the lowest is evicted first, -inf immediately, +inf never.
 
         For a ranking by age or by hash codes, return a `kvjax.OldestFirst` or a `kvjax.HammingDistance`. Kernels then
-        find the victim without computing scores.
+        find the victim without computing scores. A `kvjax.SplitRanking` has other scores where heads compete for slots.
 
         Args:
             view: the slots; scores of empty slots are ignored. Of equal scores the oldest token is evicted.

@@ -37,6 +37,9 @@ class Critical(EvictEvery):
             total += sum(abs(float(row[first : first + d] @ value)) for row in self.output)
         return total / self.groups
 
+    def contest(self, h, new):
+        return self.ranked(h, new, super().scores(h, new))
+
     def scores(self, h, new):
         head, base = self.heads[h], super().scores(h, new)
         free = [

@@ -110,7 +110,7 @@ class _AdaKV(Oracle):
         average = self.limits[0] + read
         # Every head competes with its newest token; elsewhere that is the one which is being read.
         self.recents = [max(1 - read, recent_window(self.recent, average))] * self.kv_heads
-        ranks = [self.ranks(h, prompt) for h in range(self.kv_heads)]
+        ranks = [self.contest(h, prompt) for h in range(self.kv_heads)]
         slots = allot(ranks, average, self.floor, self.text)
         self.limits = [each - read for each in slots]
         self.recents = [max(0, recent_window(self.recent, each) - read) for each in slots]
@@ -143,7 +143,7 @@ class _AllLayers(_AdaKV):
         average, ranks = first.limits[0] + read, list[list[float]]()
         for oracle in oracles:
             oracle.recents = [max(1 - read, recent_window(oracle.recent, average))] * oracle.kv_heads
-            ranks += [oracle.ranks(h, oracle.whole) for h in range(oracle.kv_heads)]
+            ranks += [oracle.contest(h, oracle.whole) for h in range(oracle.kv_heads)]
         slots = allot(ranks, average, first.floor, first.text)
         for oracle in oracles:
             own, slots = slots[: oracle.kv_heads], slots[oracle.kv_heads :]

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,9 +21,10 @@ from kvjax.methods.interleaved import Interleaved
 from kvjax.methods.lightkv import Arithmetic
 from kvjax.methods.pyramidkv import Pyramid
 from kvjax.policies.allocation import Uniform, layer_slots
+from kvjax.types import New, View
 from pallas_kernels.attention import slot_block
 from tests.cases import in_turns
-from tests.held import layers
+from tests.held import kept, layers
 from tests.oracles import plans
 from tests.small_models import random_model, small_config
 
@@ -148,6 +150,23 @@ def test_any_plan_works_under_any_score(name, plan):
         slots, equal = slots.sum(-1), equal.sum(-1)
     np.testing.assert_array_equal(slots, equal)
     assert np.isfinite(logits).all()
+
+
+@struct.dataclass
+class _Split(kvjax.Score):
+    """Newest tokens within a head, and between heads the tokens of the first head."""
+
+    def score(self, view: View, new: New) -> kvjax.SplitRanking:
+        within = view.position.astype(jnp.float32)
+        return kvjax.SplitRanking(within, jnp.where(jnp.arange(within.shape[1])[:, None] == 0, 1.0, 0.0) + 0 * within)
+
+
+def test_heads_compete_by_a_ranking_of_their_own() -> None:
+    policy = kvjax.Policy(_Split(), kvjax.Protection(), plan=AdaKV(floor=0.5))
+    state, _ = kvjax.prefill(MODEL, policy, TEXT, 40, max_new_tokens=4)
+    for row in range(2):
+        for first, second in kept(state, row):
+            assert first == list(range(140, 200)) and second == list(range(180, 200))
 
 
 def test_settings_of_a_plan_come_with_a_dot():
