@@ -121,11 +121,9 @@ def begin(
     config, bound = model.config, ready(model, policy, budget, plan)
     config.check_bound(length)
     check_prompt(bound, 1)
-    if bound.plan.sizing.per_head or bound.score.requires.replay is not None:
-        raise ValueError(
-            f"policy {name_of(bound)!r} with a budget for each head, or a second reading, decides on a prompt; give a "
-            "prefix of more than one token."
-        )
+    requires = bound.score.requires
+    if bound.plan.sizing.per_head or requires.replay is not None or requires.whole_prompt:
+        raise ValueError(f"policy {name_of(bound)!r} decides on a whole prompt; give a prefix of more than one token.")
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
     roomy, dtype = bound.sized(lines_of(limits)), model.weights.dtype
     buffers = among_devices(capacities, model.mesh)

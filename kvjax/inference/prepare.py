@@ -129,15 +129,15 @@ def prepare_bound(
     check_on_host("prefill", tokens, lengths, key)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     config = model.config
-    own = policy.score.requires.prompt_chunk
-    if policy.plan.sizing.per_head and (chunk or own) is not None:
+    requires = policy.score.requires
+    own, per_head = requires.prompt_chunk, policy.plan.sizing.per_head
+    if (per_head or requires.whole_prompt) and (chunk or own) is not None:
         what, instead = f"prefill_chunk={chunk}", "leave it out"
         if chunk is None:
             what = f"policy {policy.name}, which reads prompts in chunks of {own},"
             instead = "let it read whole prompts (block=None or prompt='one_shot'), or choose another plan"
-        raise ValueError(
-            f"{what} does not go with a budget for each head, which only the whole prompt can tell; {instead}."
-        )
+        known = "a budget for each head" if per_head else f"policy {policy.name}"
+        raise ValueError(f"{what} does not go with {known}, which only the whole prompt can tell; {instead}.")
     chunk = own if chunk is None else whole_number("prefill_chunk", chunk)
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape

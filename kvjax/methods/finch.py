@@ -12,6 +12,7 @@ from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.methods.snapkv import PromptWindow
 from kvjax.policies.policy import Policy
+from kvjax.policies.score import Requirements
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, View, check, setting
 
@@ -25,9 +26,9 @@ class Question(PromptWindow):
 
     .. math:: F(i) = \sum_{t > t_0} (t + 1) \, \bar a_t(i)
 
-    with the attention averaged over the query heads of a KV head, and the last delimiter of the prompt or turn at
-    position t_0. The question is evicted last. In a text without a delimiter, the last `window` tokens are the
-    question. Generated tokens score 0 and are evicted first, as under `snapkv`.
+    with the attention averaged over the query heads of a KV head, and at position t_0 the last delimiter that is
+    followed by other tokens of the prompt or turn. The question is evicted last. In a text without a delimiter, the
+    last `window` tokens are the question. Generated tokens score 0 and are evicted first, as under `snapkv`.
 
     Args:
         delimiter: token id before the question; None for no delimiter.
@@ -41,11 +42,16 @@ class Question(PromptWindow):
         super().__post_init__()
         check(self.delimiter is None or self.delimiter >= 0, "delimiter", self.delimiter, "a token id, or None")
 
+    @property
+    def requires(self) -> Requirements:
+        """The whole prompt, if a question ends it."""
+        return Requirements(whole_prompt=self.delimiter is not None)
+
     def _begin(self, heads: Heads, new: New) -> Int[Array, "b h 1"]:
         newest = super()._begin(heads, new)
         if self.delimiter is None:
             return newest
-        here = new.valid & (new.token == self.delimiter)
+        here = new.valid & (new.token == self.delimiter) & (new.position < new.newest[:, None])
         last = jnp.where(here, new.position, -1).max(1)[:, None, None]
         return jnp.where(last >= 0, last + 1, newest)
 

@@ -50,6 +50,7 @@ class Requirements:
             layers, else `none`.
         whole_heads: True if `score` compares the slots of a head with each other, so that it must see all of them.
         prompt_chunk: prompt tokens read between two compressions; None for the whole prompt, 1 for decode steps.
+        whole_prompt: True if the end of a prompt decides which of its tokens stay, so that chunks are refused.
         min_prompt: tokens that each prompt must have.
         replay: how each prompt is read again before any of its tokens is evicted; None if it is not.
         host_memory: True to keep state of slots and heads in host memory from one token to the next.
@@ -60,6 +61,7 @@ class Requirements:
     shared_slots: str = "none"
     whole_heads: bool = False
     prompt_chunk: int | None = None
+    whole_prompt: bool = False
     min_prompt: int = 0
     replay: Replay | None = None
     host_memory: bool = False

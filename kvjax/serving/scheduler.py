@@ -313,6 +313,8 @@ def _served(policy: Policy, model: Model) -> Policy:
         )
     if policy.score.requires.replay is not None:
         raise ValueError(f"{name} reads prompts twice before it evicts, which a server does not; serve another policy.")
+    if policy.score.requires.whole_prompt:
+        raise ValueError(f"{name} evicts by the end of a prompt, and a server reads chunks; serve another policy.")
     if policy.score.requires.host_memory:
         raise ValueError(f"{name} keeps scores in host memory and cannot add or remove rows; leave offload out.")
     return policy

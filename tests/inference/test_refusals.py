@@ -65,6 +65,14 @@ def test_heads_with_budgets_of_their_own_need_the_whole_prompt(policy: str, chun
     refused(lambda: kvjax.prefill(MODEL, policy, IDS, 8, plan="adakv", prefill_chunk=chunk), sentence)
 
 
+def test_a_question_at_the_end_of_a_prompt_needs_the_whole_prompt() -> None:
+    for policy in (kvjax.policy("finch", delimiter=1), kvjax.policy("chunkkv", base="finch", delimiter=1)):
+        refused(
+            lambda policy=policy: kvjax.prefill(MODEL, policy, IDS, 8, prefill_chunk=8),
+            rf"^prefill_chunk=8 does not go with policy {policy.name}, which only the whole prompt can tell; leave it",
+        )
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

@@ -68,6 +68,21 @@ def test_after_a_turn_generated_text_still_leaves_before_given_text(name: str) -
             assert len(head - given) < 23 and 53 in head
 
 
+@pytest.mark.parametrize("delimiters", [(20, 29), (29,), (3, 20), ()])
+def test_a_question_has_tokens_after_its_delimiter(delimiters: tuple[int, ...]) -> None:
+    texts = TEXT[:, :60].reshape(2, 30) % 34
+    for place in delimiters:
+        texts[0, place] = texts[1, place - 5] = 34
+    found = []
+    for delimiter in (34, None):
+        policy = kvjax.policy("finch", delimiter=delimiter, recent=9)
+        state, _ = kvjax.prefill(MODEL, policy, texts, 16, lengths=[30, 25], max_new_tokens=40)
+        turn, _ = kvjax.extend(state, texts, lengths=[30, 25])
+        found.append([np.sort(positions) for each in (state, turn) for positions in kvjax.held_positions(each)])
+    for ours, last in zip(*found, strict=True):
+        np.testing.assert_array_equal(ours, last)
+
+
 def test_pursuit_counts_slots_that_stand_for_evicted_ones() -> None:
     settings = {"residual": "attention_matching", "residual.bound": 7.0}
     policy = kvjax.policy("omp", recent=2, each=1, **settings)

@@ -82,7 +82,7 @@ class Finch(SnapKV):
 
     def question(self, h: int, text) -> int:
         """Position at which the question of a text begins."""
-        found = [text.start + i for i, token in enumerate(text.tokens) if token == self.delimiter]
+        found = [text.start + i for i, token in enumerate(text.tokens[:-1]) if token == self.delimiter]
         return found[-1] + 1 if found else self.begin(h, text.prompt_length)
 
     def read(self, prompt):

@@ -415,6 +415,7 @@ class Neighbours(kvjax.Score):
     [
         (kvjax.policy("h2o", plan="adakv"), {}, "a row's memory is not known"),
         ("lsh_e", {}, "prompt='one_shot'"),
+        (kvjax.policy("finch", delimiter=7), {}, "by the end of a prompt"),
         (kvjax.Policy(Neighbours()), {}, "read as a whole"),
         ("h2o", {"context": 129}, "context=129 does not fit the model's 128 positions"),
         ("h2o", {"chunk": 8}, "chunk=8"),
