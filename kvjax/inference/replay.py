@@ -44,7 +44,7 @@ def read_again(
 ) -> Cache:
     """Read texts again over a dense cache, with the settings in the score's `Requirements.replay`.
 
-    Each chunk of a text comes after the replay's prompt, at the positions that follow the cache's own text. Neither is
+    Each chunk of a text comes after the replay's request, at the positions that follow the cache's own text. Neither is
     kept for the next chunk.
 
     Args:
@@ -63,13 +63,13 @@ def read_again(
     replay = policy.score.requires.replay
     assert replay is not None
     sizes = _chunks(replay, policy, on_host(cache.position), lengths, config)
-    width = bucket(len(replay.prompt) + int(sizes.max()))
+    width = bucket(replay.most_before + int(sizes.max()))
     for number in range(int(np.max(-(-lengths // sizes)))):
         ids, counts = np.zeros((len(tokens), width), np.int32), np.zeros(len(tokens), np.int32)
         for row, size in enumerate(sizes.tolist()):
-            chunk = tokens[row, number * size : min((number + 1) * size, int(lengths[row]))]
-            if chunk.size:
-                text = [*replay.prompt, *chunk.tolist()]
+            start, end = number * size, min((number + 1) * size, int(lengths[row]))
+            if start < end:
+                text = replay.before(tokens[row, :start].tolist()) + tokens[row, start:end].tolist()
                 ids[row, : len(text)], counts[row] = text, len(text)
         texts = jnp.asarray(ids), jnp.asarray(counts)
         storage = _read(weights, policy, cache, *texts, config=config, kernels=kernels, mesh=mesh)
@@ -84,12 +84,12 @@ def _chunks(
     wanted = np.maximum(np.minimum(replay.chunk, lengths), 1)
     if longest_text(policy, config) == math.inf:
         return wanted
-    room = config.max_positions - read - len(replay.prompt)
+    room = config.max_positions - read - replay.most_before
     if (room < np.minimum(wanted, LEAST)).any():
         raise ValueError(
             f"policy {policy.name} reads a text of {int(read.max())} tokens again at the positions after it, and the "
             f"model has {config.max_positions}; use a text of at most "
-            f"{max(config.max_positions - len(replay.prompt) - LEAST, 0)} tokens."
+            f"{max(config.max_positions - replay.most_before - LEAST, 0)} tokens."
         )
     return np.minimum(wanted, room)
 

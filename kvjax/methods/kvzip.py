@@ -16,12 +16,13 @@ from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import UNRANKED, Replay, Requirements, Score
 from kvjax.policies.stats import Peak
-from kvjax.types import Heads, New, View, check, nothing, setting, wide
+from kvjax.types import Heads, New, View, nothing, setting, wide
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 REPEAT = "\n\nRepeat the previous context exactly."
+REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 @struct.dataclass
@@ -39,8 +40,10 @@ class Reconstruction(Score):
 
     Args:
         prompt: the request, a text or its token ids.
-        chunk: number of tokens per chunk of the second reading, each read after the request; fewer at the end of the
+        chunk: number of tokens per chunk of the second reading, each read after a request; fewer at the end of the
             model's positions.
+        later: the request before all chunks but the first.
+        overlap: number of tokens before such a chunk that end its request.
         normalized: True for F+.
         gram: products of the columns of W^O of each layer, set by `bind`; after `layer`, those of one layer.
     """
@@ -50,32 +53,27 @@ class Reconstruction(Score):
 
     prompt: str | tuple[int, ...] = setting(REPEAT)
     chunk: int = setting(2048)
+    later: str | tuple[int, ...] = setting(REPEAT_LATER)
+    overlap: int = setting(8)
     normalized: bool = setting(False)
     gram: tuple[Float[Array, "h g e e"], ...] | Float[Array, "h g e e"] | None = None
 
     def __post_init__(self) -> None:
-        check(self.chunk >= 1, "chunk", self.chunk, "a number of tokens from 1")
+        Replay(chunk=self.chunk, overlap=self.overlap)  # checks them
 
     @property
     def requires(self) -> Requirements:
         """A second reading of each prompt."""
-        return Requirements(replay=Replay(() if isinstance(self.prompt, str) else self.prompt, self.chunk))
+        prompt, later = (() if isinstance(request, str) else request for request in (self.prompt, self.later))
+        return Requirements(replay=Replay(prompt, self.chunk, later, self.overlap))
 
     def bind(self, model: LanguageModel) -> Reconstruction:
-        """Return a copy with the request's token ids and the output weights of a model."""
-        prompt, gram = self.prompt, self.gram
-        if isinstance(prompt, str):
-            try:
-                prompt = tuple(model.tokenizer.encode(prompt, add_special_tokens=False))
-            except (ValueError, AttributeError):  # a state's model has none
-                raise ValueError(
-                    f"kvzip needs the token ids of {prompt.strip()!r} here, because the model {model.name!r} comes "
-                    "without a tokenizer; give prompt=[...]."
-                ) from None
+        """Return a copy with the requests' token ids and the output weights of a model."""
+        prompt, later, gram = _ids("prompt", self.prompt, model), _ids("later", self.later, model), self.gram
         if self.normalized:
             columns = output_weights(model)
             gram = tuple(jnp.einsum("hgew,hgfw->hgef", each, each) for each in columns)
-        return dataclasses.replace(self, prompt=prompt, gram=gram)
+        return dataclasses.replace(self, prompt=prompt, later=later, gram=gram)
 
     def layer(self, index: int) -> Reconstruction:
         """Return a copy with the output weights of one layer."""
@@ -107,11 +105,25 @@ class Reconstruction(Score):
         return view.slots.score
 
 
+def _ids(name: str, request: str | tuple[int, ...], model: LanguageModel) -> tuple[int, ...]:
+    if not isinstance(request, str):
+        return request
+    try:
+        return tuple(model.tokenizer.encode(request, add_special_tokens=False))
+    except (ValueError, AttributeError):  # a state's model has none
+        raise ValueError(
+            f"kvzip needs the token ids of {request.strip()!r} here, because the model {model.name!r} comes without a "
+            f"tokenizer; give {name}=[...]."
+        ) from None
+
+
 @register(paper="KVzip, 2025", group="ranked once for each prompt or turn")
 def kvzip(
     *,
     prompt: str | tuple[int, ...] = Reconstruction.prompt,
     chunk: int = Reconstruction.chunk,
+    later: str | tuple[int, ...] = Reconstruction.later,
+    overlap: int = Reconstruction.overlap,
     normalized: bool = Reconstruction.normalized,
     recent: int | float = 32,
     **common: Any,
@@ -127,4 +139,4 @@ def kvzip(
             output.
     """
     plan = AdaKV(floor=0.0, over="model")
-    return combine(Reconstruction(prompt, chunk, normalized), recent=recent, plan=plan, **common)
+    return combine(Reconstruction(prompt, chunk, later, overlap, normalized), recent=recent, plan=plan, **common)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
@@ -32,13 +33,31 @@ class Replay:
     Args:
         prompt: ids of the tokens that are read before each chunk, a request for example.
         chunk: number of tokens of the text that are read together; fewer at the end of the model's positions.
+        later: ids that replace `prompt` before all chunks but the first; None for the same.
+        overlap: number of tokens of the text before each later chunk that are read again between request and chunk.
     """
 
     prompt: tuple[int, ...] = ()
     chunk: int = 2048
+    later: tuple[int, ...] | None = None
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         check(self.chunk >= 1, "chunk", self.chunk, "a number of tokens from 1")
+        check(self.overlap >= 0, "overlap", self.overlap, "a number of tokens from 0")
+
+    def before(self, text: Sequence[int]) -> list[int]:
+        """Return the tokens that are read before a chunk, given the text in front of it."""
+        if not text:
+            return list(self.prompt)
+        request = self.prompt if self.later is None else self.later
+        return [*request, *text[max(len(text) - self.overlap, 0) :]]
+
+    @property
+    def most_before(self) -> int:
+        """Most tokens that are read before a chunk."""
+        later = self.prompt if self.later is None else self.later
+        return max(len(self.prompt), len(later) + self.overlap)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,7 +166,7 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(policy: str, message: s
         kvjax.compress(whole, policy, BUDGET)
 
 
-KVZIP = kvjax.policy("kvzip", prompt=(3, 5), chunk=16, recent=4)
+KVZIP = kvjax.policy("kvzip", prompt=(3, 5), chunk=16, later=(7,), overlap=3, recent=4)
 
 
 @pytest.mark.parametrize("policy", [KVZIP, kvjax.policy(KVZIP, plan="uniform")])
@@ -191,6 +191,7 @@ def test_a_text_of_ones_choice_ranks_what_is_left() -> None:
         (KVZIP, [[GQA.vocab_size], [1]], "is not in the vocabulary"),
         ("l2", TEXTS, "l2 does not read a text again; leave text out"),
         ("kvzip", TEXTS, "kvzip needs the token ids of 'Repeat the previous context exactly.' here"),
+        (kvjax.policy("kvzip", prompt=[3]), TEXTS, r"exactly, starting with' here, .*; give later=\[...\]"),
     ],
 )
 def test_a_text_that_does_not_fit_is_refused(policy: Any, text: Any, message: str) -> None:

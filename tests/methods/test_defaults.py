@@ -34,7 +34,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "compactor": COMMON | {"sinks": 8, "recent": 32, "sketch": 48, "seed": 0, "chunk": 256, "blending": None},
     "capkv": COMMON | {"sinks": 4, "recent": 32, "tau": 5.0, "future": 512},
     "kvzip": COMMON
-    | {"prompt": "\n\nRepeat the previous context exactly.", "chunk": 2048, "normalized": False, "recent": 32},
+    | {"prompt": "\n\nRepeat the previous context exactly.", "chunk": 2048, "normalized": False, "recent": 32}
+    | {"later": "\n\nRepeat the part of the previous context exactly, starting with", "overlap": 8},
     "finch": COMMON | {"recent": 32, "delimiter": None},
     "duoattention": COMMON | {"retrieval": 0.5, "sinks": 128, "recent": 256, "length": 512, "seed": 0},
     "simlayerkv": COMMON | {"threshold": 0.9, "sinks": 4, "recent": 1024},

@@ -9,9 +9,10 @@ Reading a prompt, after plain causal attention over all of it:
 
     read(prompt)         fill self.heads[h].notes, one per prompt token (they are None before)
     lay(prompt)          only before the next line: store its pairs
-    reread(h, g, probs, hidden)  only with `again = True`: the prompt is read once more, in chunks of `self.chunk` after
-                         the tokens `self.prompt`, over the lists, to which nothing is appended; probs is an array over
-                         the list, hidden the layer's input at the query
+    reread(h, g, probs, hidden)  only with `again = True`: the prompt is read once more, in chunks of `self.chunk`, the
+                         first after the tokens `self.prompt`, others after `self.later` and the `self.overlap` tokens
+                         of the prompt before them, over the lists, to which nothing is appended; probs is an array
+                         over the list, hidden the layer's input at the query
     couple(oracles)      static, all layers of the row; for policies whose layers share something
     keep(prompt)         -> for each KV head the indices that stay
 
@@ -354,7 +355,8 @@ class Decoder:
         """Read chunks of the prompt again, each after a request and over the whole prompt; nothing of it stays."""
         said: Any = next(oracle for oracle in self.oracles if oracle.again)
         for first in range(0, len(tokens), said.chunk):
-            text, n = [*said.prompt, *tokens[first : first + said.chunk]], len(tokens)
+            request = [*said.later, *tokens[max(first - said.overlap, 0) : first]] if first else said.prompt
+            text, n = [*request, *tokens[first : first + said.chunk]], len(tokens)
             hidden = [self._embed(token, n + i) for i, token in enumerate(text)]
             for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
                 turn, window = functools.partial(self._rotate, oracle.layer), self.config.layer(oracle.layer).window

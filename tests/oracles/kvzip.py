@@ -14,6 +14,8 @@ class KVzip(Oracle):
 
     again = True
     prompt: tuple[int, ...]
+    later: tuple[int, ...]
+    overlap: int
     chunk: int
     normalized: bool
 
