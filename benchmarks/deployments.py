@@ -32,7 +32,7 @@ from kvjax.models.sharding import mesh_of, weight_specs
 from kvjax.models.weights import rounded_shapes, weight_shapes
 from kvjax.types import HEADS, SLOTS
 from kvjax.types import ROWS as SHARED_ROWS
-from kvjax.utils.files import write_text
+from kvjax.utils.files import output_directory, write_text
 from kvjax.utils.markdown import markdown_table
 
 FEW, MORE = 2, 4
@@ -458,5 +458,5 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--parts", default=",".join(PARTS), help="what to compile, with commas")
     options.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="tokens of texts, with commas")
     options.add_argument("--page", action="store_true", help="compile nothing: write the page of what is on disk")
-    options.add_argument("--out", type=Path, default=Path("docs/results"), help="where scale.md and its rows are")
+    options.add_argument("--out", type=output_directory, default="docs/results", help="where scale.md and its rows are")
     return finish("bench deployments", lambda: run(options.parse_args(argv)))

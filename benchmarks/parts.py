@@ -6,7 +6,6 @@ import argparse
 import functools
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from kvjax.model import Model
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, unembed
 from kvjax.policies.policy import Policy
-from kvjax.utils.files import write_text
+from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import parse_budget, whole_number
 
 WHOLE, LAYERS, UNEMBEDDING, CACHE = "a step", "layers without a cache", "unembedding", "cache and attention"
@@ -172,5 +171,5 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--prompt-tokens", type=int, default=512, help="that are read before")
     options.add_argument("--new-tokens", type=int, default=16, help="steps of a run")
     options.add_argument("--repeats", type=int, default=7, help="runs, of which the fastest counts")
-    options.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options.add_argument("--json", type=output_file, help="also write the numbers to this file")
     return finish("bench parts", lambda: run(options.parse_args(argv)))

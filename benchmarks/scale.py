@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from kvjax.inference.shapes import state_shapes
 from kvjax.methods.registry import policy
 from kvjax.models.config import ModelConfig
 from kvjax.models.sharding import mesh_of
-from kvjax.utils.files import write_text
+from kvjax.utils.files import output_file, write_text
 
 Row = dict[str, Any]
 _ONE_CPU = (
@@ -153,5 +152,5 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--implementation", default="auto", help="of kernels: auto, xla, pallas, or pallas,xla")
     options.add_argument("--throughput", action="store_true", help="time steps on a CPU's devices, too")
     options.add_argument("--repeats", type=int, default=5, help="of which the median counts, where steps are timed")
-    options.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options.add_argument("--json", type=output_file, help="also write the numbers to this file")
     return finish("bench scale", lambda: run(options.parse_args(argv)))

@@ -23,7 +23,7 @@ from kvjax.generation.sampling import Sampling
 from kvjax.model import Model, load
 from kvjax.serving.engine import Engine
 from kvjax.serving.requests import Finished, Piece, Request, Ticket
-from kvjax.utils.files import write_text
+from kvjax.utils.files import output_directory, write_text
 from kvjax.utils.markdown import markdown_table
 from kvjax.utils.progress import Bar
 from kvjax.utils.settings import whole_number
@@ -418,5 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--requests", type=int, default=10_000, help="of the endurance run, 0 for none")
     options.add_argument("--repeats", type=int, default=3, help="of each comparison, whose medians are told")
     options.add_argument("--redo", action="store_true", help="measure again what is on disk")
-    options.add_argument("--out", type=Path, default=Path("docs/results"), help="where serving.md and its rows are")
+    options.add_argument(
+        "--out", type=output_directory, default="docs/results", help="where serving.md and its rows are"
+    )
     return finish("bench serving", lambda: run(options.parse_args(argv)))

@@ -18,7 +18,7 @@ from kvjax.evaluation.figures import legend_beside, new_figure, save_figure
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
 from kvjax.methods.register import PAPERS
-from kvjax.utils.files import write_text
+from kvjax.utils.files import output_directory, write_text
 from kvjax.utils.markdown import markdown_table
 
 LEFT_OUT = ("full", "topk_oracle", "baseline_plus")
@@ -287,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--depths", nargs="+", default=["0.25", "0.75"], help="of answers (default: 0.25 0.75)")
     parser.add_argument("--chat", action="store_true", help="ask in the chat template of the model")
     parser.add_argument("--times", metavar="BUDGET", help="also time all methods at this budget")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--out", type=output_directory, default="docs/results")
     parser.add_argument("--name", default="methods", help="of the page and of the folder of rows (default: methods)")
     parser.add_argument("--calibrated", type=Path, metavar="DIR", help="of `kvjax calibrate`, for triattention")
     parser.add_argument("--page-only", action="store_true", help="write the page of what there is; measure nothing")

@@ -19,7 +19,7 @@ from kvjax.evaluation.texts import passages
 from kvjax.methods.notation import combination
 from kvjax.model import Model, load
 from kvjax.policies.policy import Policy
-from kvjax.utils.files import write_text
+from kvjax.utils.files import output_directory, write_text
 
 
 def bytes_of(model: Model, policy: Policy | str, slots: int) -> int:
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=16, help="passages of each text (default: 16)")
     parser.add_argument("--length", type=int, default=768, help="tokens of a passage (default: 768)")
     parser.add_argument("--prompt", type=int, default=512, help="tokens read whole before the rest (default: 512)")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--out", type=output_directory, default="docs/results")
     return parser
 
 

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from benchmarks.aot.page import bundles, markdown, plot
 from benchmarks.aot.programs import programs
 from benchmarks.aot.rows import Kind, Rows
 from benchmarks.aot.tpu import compile_for, mesh_of
+from kvjax.utils.files import output_directory
 from pallas_kernels.common import Unsupported
 from pallas_kernels.programs import Program
 
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--schedule", action="store_true", help="print regions of kernels and the dearest fusions")
     options.add_argument("--redo", action="store_true", help="compile what is on disk, too: programs have changed")
     options.add_argument("--page", action="store_true", help="compile nothing: write the page of what is on disk")
-    options.add_argument("--out", type=Path, default=Path("docs/results"), help="where chips.md and its rows are")
+    options.add_argument("--out", type=output_directory, default="docs/results", help="where chips.md and its rows are")
     parsed = options.parse_args(argv)
     chips = parsed.chips.split(",")
     unknown = [chip for chip in chips if chip not in SPECIFICATIONS]

@@ -26,6 +26,7 @@ from experiments.tiny.recipe import RECIPES, Recipe
 from experiments.tiny.tokenizer import prepare
 from kvjax.cli.commands import Parser, finish, leave
 from kvjax.training import checkpoints
+from kvjax.utils.files import output_directory
 from kvjax.utils.progress import Bar
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -177,7 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--valid", type=Path, nargs="+", default=[], help="UTF-8 texts to report losses on")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="only prepare the data, into this directory")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data; with --text default OUT/data")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's directory; continued if it holds one")
+    parser.add_argument(
+        "--out", type=output_directory, metavar="DIR", help="the run's directory; continued if it holds one"
+    )
     parser.add_argument("--recipe", choices=RECIPES, default="cpu", help="cpu for a CPU, base for a GPU")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the steps of all but the copying lessons")
     parser.add_argument("--minutes", type=float, help="stop after this long, resumably")

@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from kvjax.evaluation.bench.models import model_named
 from kvjax.evaluation.bench.peers import transformers_decoder, transformers_reader
 from kvjax.evaluation.bench.race import decoder, race, reader
 from kvjax.evaluation.bench.tables import print_timings
-from kvjax.utils.files import write_text
+from kvjax.utils.files import output_file, write_text
 
 OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
     name: f"benchmarks.{name}" for name in ("parts", "scale", "deployments", "serving")
@@ -95,6 +94,6 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--new-tokens", type=int, default=16)
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--against", choices=("transformers",), help="also time Hugging Face transformers")
-    options.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options.add_argument("--json", type=output_file, help="also write the numbers to this file")
     chosen = options.parse_args(words)
     return finish("bench", lambda: run(chosen), chosen.distributed)

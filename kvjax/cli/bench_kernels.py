@@ -6,14 +6,13 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from kvjax.cli.commands import Parser, finish
-from kvjax.utils.files import write_text
+from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import whole_number
 from pallas_kernels import programs
 from pallas_kernels.programs import Program, Sizes
@@ -205,5 +204,5 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in sizes.items():
         if name != "dtype":
             options.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="a size, from 1")
-    options.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options.add_argument("--json", type=output_file, help="also write the numbers to this file")
     return finish("bench kernels", lambda: run(options.parse_args(argv)))

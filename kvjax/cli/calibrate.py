@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model
-from kvjax.utils.files import read_text
+from kvjax.utils.files import output_directory, read_text
 from kvjax.utils.progress import Bar
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     options = Parser(prog="kvjax calibrate", description=(__doc__ or "").splitlines()[0])
     add_model_options(options, rounded=False, spread=False)
     options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 texts, read from the beginning")
-    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for the arrays")
+    options.add_argument("--out", type=output_directory, required=True, metavar="DIR", help="directory for the arrays")
     options.add_argument("--tokens", type=int, default=2**15, help="total number of tokens")
     options.add_argument("--length", type=int, help="tokens per prompt (default: the model's longest, at most 2048)")
     return options

@@ -13,7 +13,7 @@ from kvjax.models.checkpoints.loading import Checkpoint, read_checkpoint
 from kvjax.models.checkpoints.orbax import write_orbax
 from kvjax.models.sharding import parse_mesh
 from kvjax.models.tokenizer import lazy_tokenizer
-from kvjax.utils.files import directory_aside
+from kvjax.utils.files import directory_aside, output_directory
 
 _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
 """Patterns of the files of a Hugging Face directory that are not weights."""
@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = Parser(prog="kvjax convert", description=__doc__)
     add_model_options(options, dtype="bfloat16", rounded=False, processes=False, kernels=False)
-    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for the checkpoint")
+    options.add_argument(
+        "--out", type=output_directory, required=True, metavar="DIR", help="new directory for the checkpoint"
+    )
     return finish("convert", lambda: run(options.parse_args(argv)))
 
 

@@ -18,6 +18,7 @@ from kvjax.evaluation.summary import print_table
 from kvjax.evaluation.tasks import texts
 from kvjax.evaluation.tasks.registry import TASKS
 from kvjax.evaluation.texts import SAMPLE, check_texts
+from kvjax.utils.files import output_directory
 
 COMPARE = ("compare", "compare policies, including your own: perplexity, and agreement with the full cache")
 COMPARED = ("perplexity", "fidelity")
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         report = reports.add_parser(name, help=summary, description=summary)
         add_model_options(report, dtype=None, rounded=False, processes=False, kernels=False)
         report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
-        report.add_argument("--out", type=Path, default=Path("results"), help="directory for the report")
+        report.add_argument("--out", type=output_directory, default="results", help="directory for the report")
         report.add_argument("--rows", type=int, default=16, help="passages of each text")
         report.add_argument("--length", type=int, default=1024, help="tokens of each passage")
         report.add_argument("--redo", action="store_true", help="repeat measurements that are on disk")
@@ -67,7 +68,7 @@ def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
     add_model_options(task)
     add_policies(task, "streaming,h2o,keyformer")
     task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
-    task.add_argument("--out", type=Path, default=Path("results"), help="directory for TASK.jsonl and TASK.csv")
+    task.add_argument("--out", type=output_directory, default="results", help="directory for TASK.jsonl and TASK.csv")
     return task
 
 
@@ -84,12 +85,11 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> None:
         if options.report == "report":
-            check_directory(options.out)
             importlib.import_module(JOINED[0]).run(options)
         elif options.report in TASKS or options.report == COMPARE[0]:
             measure_tasks([options.report] if options.report in TASKS else COMPARED, options)
         else:
-            check_report(options)
+            check_texts(options.text, options.rows, options.length)
             importlib.import_module(REPORTS[options.report][0]).run(options)
 
     return finish_with_model("evaluate", run, vars(options).get("distributed"))
@@ -105,33 +105,12 @@ def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
     compared = entries(options.policies, options.budgets, *parts_of(options))
     for task in tasks.values():
         task.check(options)
-    check_directory(options.out)
     files = {name: RowFile(options.out / f"{name}.jsonl") for name in tasks}
     model = load_model(options)
     measured = {name: task.fill(files[name], model, options, compared) for name, task in tasks.items()}
     print_table(measured.values())
     for name, found in measured.items():
         print(f"{files[name].file}: {len(found.rows)} rows, new or from earlier runs, by {options.command}")
-
-
-def check_report(options: argparse.Namespace) -> None:
-    """Check the texts and the directory that all reports need, before anything is loaded.
-
-    Raises:
-        ValueError: a text is not a file, there is nothing to predict, or the directory is a file.
-    """
-    check_texts(options.text, options.rows, options.length)
-    check_directory(options.out)
-
-
-def check_directory(out: Path) -> None:
-    """Refuse a directory for results that is a file.
-
-    Raises:
-        ValueError: it is a file; the message names it.
-    """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file; name a directory.")
 
 
 def quoted(words: Sequence[str]) -> str:

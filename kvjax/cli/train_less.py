@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
 from kvjax.cli.options import add_policy, named, parts_of
 from kvjax.methods.notation import both, parse_policy
+from kvjax.utils.files import output_directory
 from kvjax.utils.settings import parse_budget
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--budget", default="0.05", help="slots per head, or a fraction of the model's longest text")
     options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 text files to train on")
     options.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="directory for the kernels; resumes a run there"
+        "--out",
+        type=output_directory,
+        required=True,
+        metavar="DIR",
+        help="directory for the kernels; resumes a run there",
     )
     options.add_argument("--sequences", type=int, default=256, help="number of passages (default: 256)")
     options.add_argument("--length", type=int, help="tokens per passage (default: the model's longest, at most 4096)")

@@ -24,7 +24,7 @@ from kvjax.evaluation.figures import (
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
 from kvjax.evaluation.tasks.registry import TASKS
-from kvjax.utils.files import read_text, write_text
+from kvjax.utils.files import output_directory, read_text, write_text
 from kvjax.utils.markdown import markdown_table
 
 Row = dict[str, Any]
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the report."""
     parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories with results")
     parser.add_argument(
-        "--out", type=Path, default=Path("results"), help="directory for NAME.md, NAME.html and figures"
+        "--out", type=output_directory, default="results", help="directory for NAME.md, NAME.html and figures"
     )
     parser.add_argument("--name", default="report", help="name of the report (default: report)")
     parser.add_argument("--title", default="Measurements", help="title of the report")

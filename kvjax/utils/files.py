@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -129,6 +130,32 @@ def check_writable(file: Path, ending: str) -> None:
         raise ValueError(f"{file} is not a {ending} file in an existing directory.")
     if file.is_dir() or not os.access(directory, os.W_OK):
         raise ValueError(f"{file} cannot be written; give a file in a directory that you may write to.")
+
+
+def output_directory(text: str) -> Path:
+    """Parse the directory of a command's results, as a `type` of `argparse`.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is a file, or may not be created or written.
+    """
+    path = Path(text)
+    place = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not place.is_dir():
+        raise argparse.ArgumentTypeError(f"{place} is a file; name a directory.")
+    if not os.access(place, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{place} is not a directory that you may write to; name another one.")
+    return path
+
+
+def output_file(text: str) -> Path:
+    """Parse a file that a command writes, as a `type` of `argparse`; its directory may be missing.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is a directory, or its directory may not be created or written.
+    """
+    if Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory; name a file.")
+    return output_directory(str(Path(text).parent)) / Path(text).name
 
 
 def append_line(file: Path, line: str) -> None:

@@ -380,3 +380,37 @@ def test_every_command_takes_one_grammar_of_policies(
         assert main.main([*words, *asked.split()]) == 2
         told = capsys.readouterr().err
         assert said in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("out", ["file", "file/deeper"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate perplexity --text file",
+        "evaluate report --runs .",
+        "calibrate --text file",
+        "train_less --text file",
+        "convert",
+        "bench decode",
+        "bench kernels",
+        "train_tiny",
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(
+    command: str, out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("A text.")
+    option, where = ("--json", f"{out}/x.json") if command.startswith("bench") else ("--out", out)
+    with pytest.raises(SystemExit) as ended:
+        main.main([*command.split(), option, where])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and f"{option}: " in said
+    assert said.endswith("file is a file; name a directory.\n")
+
+
+@pytest.mark.parametrize("command", ["bench decode", "bench kernels"])
+def test_a_directory_is_no_file_for_numbers(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main([*command.split(), "--json", str(tmp_path)])
+    assert f"{tmp_path} is a directory; name a file." in capsys.readouterr().err
