@@ -21,6 +21,7 @@ from kvjax.cli.options import (
     sampling_settings,
 )
 from kvjax.generation.chat import Conversation, check_devices
+from kvjax.utils.files import expanded
 from kvjax.utils.settings import whole_number
 
 POLICY, BUDGET, WHOLE = "h2o", 512, "context"
@@ -140,7 +141,7 @@ class Chat:
 def _name(command: str, rest: str) -> Path:
     if not rest:
         raise ValueError(f"{command} needs a name: {command} NAME.")
-    return Path(rest).expanduser()
+    return expanded(rest)
 
 
 def _lines() -> Iterator[str]:

@@ -19,7 +19,7 @@ from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import Int4, Int8
 from kvjax.types import setting_names
-from kvjax.utils.files import append_line, write_text, written_aside
+from kvjax.utils.files import append_line, expanded, write_text, written_aside
 from kvjax.utils.settings import parse_budget
 
 Cell = dict[str, Any]
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     def cell(self, model: Model) -> Cell:
         """Return the fields of the policy, the budget and the model that identify a row."""
         file = re.search(r"(?:^|,|=)([^,=\[\]]+\.py):", self.label)
-        source = {} if file is None else {"source": _digest(Path(file[1]).expanduser())}
+        source = {} if file is None else {"source": _digest(expanded(file[1]))}
         return {
             "model": model.name,
             "fingerprint": fingerprint(model),

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.rope import Rope
-from kvjax.utils.files import written_aside
+from kvjax.utils.files import expanded, written_aside
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -88,7 +88,7 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
 
     from kvjax.methods.less.checkpoint import fingerprint
 
-    file = (Path(checkpoint).expanduser() if checkpoint else SHIPPED) / FILE
+    file = (expanded(checkpoint) if checkpoint else SHIPPED) / FILE
     remedy = "run kvjax calibrate for this model and give checkpoint=DIR"
     if not file.is_file():
         raise ValueError(f"{file.parent} holds no mean queries of a model; {remedy}.")

@@ -31,6 +31,7 @@ from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection
 from kvjax.types import check, check_kind
+from kvjax.utils.files import expanded
 from kvjax.utils.suggest import choices
 
 
@@ -116,7 +117,7 @@ def _names_file(name: str) -> bool:
 def _loaded(what: str, name: str) -> Any:
     # What a file that is named FILE.py:NAME calls by this name; None if there is no such name.
     path, _, attribute = name.rpartition(":")
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not file.is_file():
         raise ValueError(f"there is no file {file} to take {what} {attribute!r} from.")
     name = f"own_policies_{file.stem}"
@@ -137,7 +138,7 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     # A policy of somebody's own: made, or whatever makes one or its score from settings.
     found = _loaded("policy", name)
     file, _, attribute = name.rpartition(":")
-    file = Path(file).expanduser()
+    file = expanded(file)
     # What every policy has is no setting of the score, unless it says so.
     takes = _taken_by(found)
     usual = [name for name in _keywords(combine) if name in own and name not in takes]

@@ -65,6 +65,18 @@ def recover_directory(directory: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
+def expanded(path: str | Path) -> Path:
+    """Replace a leading `~` or `~USER` of a path by that user's home directory.
+
+    Raises:
+        ValueError: if there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{path} begins with the home of an unknown user; write the directory instead.") from None
+
+
 def read_text(file: Path) -> str:
     """Read a UTF-8 file, without its byte order mark.
 

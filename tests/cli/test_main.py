@@ -414,3 +414,20 @@ def test_a_directory_is_no_file_for_numbers(command: str, tmp_path: Path, capsys
     with pytest.raises(SystemExit):
         main.main([*command.split(), "--json", str(tmp_path)])
     assert f"{tmp_path} is a directory; name a file." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "generate --prompt Hi --policy ~nosuchuser/x.py:A",
+        "generate --prompt Hi --residual ~nosuchuser/x.py:A",
+        "generate --prompt Hi --model ~nosuchuser/x",
+        "generate --prompt Hi --policy h2o+less --budget 8 --less-checkpoint ~nosuchuser/x",
+        "generate --prompt Hi --policy triattention --budget 8 --set checkpoint=~nosuchuser/x",
+        "chat --load ~nosuchuser/x",
+    ],
+)
+def test_the_home_of_an_unknown_user_is_refused_in_a_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert "begins with the home of an unknown user" in said and said.count("\n") == 1

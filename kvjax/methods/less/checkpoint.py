@@ -18,6 +18,7 @@ from kvjax.methods.less.feature_maps import Params, init_kernels
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
 from kvjax.models.weights import leaf_name
 from kvjax.rope import Rope
+from kvjax.utils.files import expanded
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -201,7 +202,7 @@ def find(checkpoint: str, policy: str) -> list[Path]:
     Raises:
         ValueError: there are none.
     """
-    given = Path(checkpoint).expanduser()
+    given = expanded(checkpoint)
     if checkpoint and (given / _SETTINGS).exists():
         return [given]
     if checkpoint and (SHIPPED / checkpoint / _SETTINGS).exists():
