@@ -232,7 +232,7 @@ def stop_ids(given: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
     several = isinstance(given, (list, tuple, np.ndarray))
     if not several or any(isinstance(each, bool) or not isinstance(each, (int, np.integer)) for each in given):
         raise TypeError(f"stop_token_ids={given!r} is not a list of token ids.")
-    check_vocabulary(np.asarray(given, np.int64), model.config)
+    check_vocabulary(np.asarray(given, object), model.config)
     return tuple(map(int, given))
 
 

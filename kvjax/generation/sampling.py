@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 ALL = 2**31 - 1
 """Value of `top_k` that keeps all tokens of any vocabulary."""
+LEAST, MOST = 1e-30, 1e30
+"""Numbers beyond these have the same effect as these; in float32 they would become 0 or infinite."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -43,9 +45,9 @@ class Sampling:
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"The temperature is {self.temperature}: give 0 for greedy decoding or a positive number.")
-        if self.top_k is not None and (self.top_k != int(self.top_k) or self.top_k < 1):
+        if self.top_k is not None and not (self.top_k >= 1 and self.top_k % 1 == 0):
             raise ValueError(f"top_k is {self.top_k}: give a whole number of tokens, at least 1, or None.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give a share of the probability above 0 and at most 1, or None.")
@@ -54,15 +56,14 @@ class Sampling:
                 f"min_p is {self.min_p}: give a share of the likeliest token's probability, 0 to 1, or None."
             )
         penalty = self.repetition_penalty
-        if penalty is not None and not (math.isfinite(penalty) and penalty > 0):
+        if penalty is not None and not 0 < penalty < math.inf:
             raise ValueError(f"repetition_penalty is {penalty}: give a positive number, 1 for no penalty, or None.")
         # One type for each setting, or 1 and 1.0 would compile two programs.
-        object.__setattr__(self, "temperature", float(self.temperature))
         if self.top_k is not None:
             object.__setattr__(self, "top_k", min(int(self.top_k), ALL))
-        for name in ("top_p", "min_p", "repetition_penalty"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, float(getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, float(min(max(given, LEAST), MOST)) if given else 0.0)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
         """Return the numbers, whose types are the same for all settings."""

@@ -93,6 +93,7 @@ def test_conversations_are_what_the_template_makes_of_them(model: kvjax.Model) -
         ("a", {"logprobs": 5000}, "logprobs=5000 is not a whole number from 0 to 2048"),
         ("a", {"min_p": 2}, "min_p is 2"),
         ("a", {"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ("a", {"stop_token_ids": [10**30]}, f"token {10**30} is not in the vocabulary"),
     ],
 )
 def test_a_mistake_in_a_call_is_one_sentence(model: kvjax.Model, prompts: Any, settings: Any, message: str) -> None:

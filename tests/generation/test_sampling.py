@@ -155,6 +155,7 @@ def test_double_precision_stays() -> None:
         ({"temperature": float("inf")}, r"^The temperature is inf"),
         ({"top_k": 0}, r"^top_k is 0: give a whole number of tokens, at least 1, or None\.$"),
         ({"top_k": 2.5}, r"^top_k is 2\.5"),
+        ({"top_k": float("inf")}, r"^top_k is inf"),
         ({"top_p": 0.0}, r"^top_p is 0\.0: give a share of the probability above 0 and at most 1, or None\.$"),
         ({"top_p": 1.1}, r"^top_p is 1\.1"),
         ({"top_p": float("nan")}, r"^top_p is nan"),
@@ -167,6 +168,25 @@ def test_double_precision_stays() -> None:
 def test_bad_settings_are_refused_in_one_sentence(settings: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tokens"),
+    [
+        (Sampling(1.0, top_p=1e-300), {1}),
+        (Sampling(1e-300), {1}),
+        (Sampling(10**400), {0, 1, 2, 3, 4, 5}),
+        (Sampling(1.0, min_p=1e-300), {0, 1, 2, 3, 4, 5}),
+        (Sampling(1.0, repetition_penalty=1e-300), {4}),
+        (Sampling(1.0, top_k=1, repetition_penalty=1e300), {1}),
+    ],
+    ids=str,
+)
+def test_numbers_that_float32_does_not_have_keep_their_effect(sampling: Sampling, tokens: set[int]) -> None:
+    keys = jax.random.split(jax.random.key(0), 500)
+    seen = jnp.zeros((500, 6), bool).at[:, 4].set(True)
+    logits = jnp.tile(LOGITS + 5.0, (500, 1))
+    assert set(np.asarray(sample(logits, keys, sampling, seen)).tolist()) == tokens
 
 
 def test_one_key_per_row() -> None:
