@@ -349,9 +349,22 @@ def _search(begun: Begun, beams: int, length_penalty: float) -> Generation:
         began, wanted = time.perf_counter(), (beams, begun.max_new_tokens, begun.eos, length_penalty)
         found = beam_search(begun.state, begun.logits, *wanted)
         seconds = time.perf_counter() - began - compiling.seconds
-    made = begun.prompts, found.tokens[: len(begun.prompts)], found.state, begun.held
+    texts = zip(begun.prompts, found.tokens, strict=False)
+    made = begun.prompts, [_to_stop(begun, *text) for text in texts], found.state, begun.held
     times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, found.steps * len(begun.prompts)
     return Generation(*made, *times, beams=beams)
+
+
+def _to_stop(begun: Begun, prompt: list[int], ids: list[int]) -> list[int]:
+    """Return ids up to the one that completes a stop string."""
+    if not begun.stop:
+        return ids
+    pieces = Pieces(begun.model.tokenizer, begun.stop, prompt)
+    for count, token in enumerate(ids, 1):
+        pieces.add([token])
+        if pieces.stopped:
+            return ids[:count]
+    return ids
 
 
 @jax.jit

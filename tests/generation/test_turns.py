@@ -136,6 +136,15 @@ def test_ids_that_a_user_names_end_a_text() -> None:
             model.generate("w5", stop_token_ids=wrong)
 
 
+def test_a_beam_search_ends_a_text_at_its_stop_string() -> None:
+    model = talking(None)
+    greedy: dict[str, Any] = dict(max_new_tokens=6, beams=2, policy="full")
+    (whole,) = generate_ids(model, [[5, 6]], **greedy).tokens
+    at = next(place for place in range(1, 6) if whole[place] not in whole[:place])
+    made = generate_ids(model, [[5, 6]], stop=f"w{whole[at]}", **greedy)
+    assert made.tokens == [whole[: at + 1]]
+
+
 def test_the_engine_ends_turns_and_finds_special_tokens() -> None:
     end = fresh()
     model = talking(end, "template")
