@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvjax.models.checkpoints.tensors import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,8 +32,7 @@ def read_tokenizer(directory: Path) -> Any:
     If tokenizer.json is enough to encode and decode, transformers is imported only when another method is used.
     That import takes a second, or several with torch installed.
     """
-    settings, file = directory / "tokenizer_config.json", directory / "tokenizer.json"
-    config: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+    file, config = directory / "tokenizer.json", _settings(directory)
     if config.get("tokenizer_class") not in _PLAIN:
         from transformers import AutoTokenizer
 
@@ -59,9 +59,13 @@ def adds_bos(directory: Path) -> bool | None:
 
     Transformers ignores this setting if there is a tokenizer.json, which has its own rule.
     """
-    settings = directory / "tokenizer_config.json"
-    said = json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token") if settings.exists() else None
+    said = _settings(directory).get("add_bos_token")
     return said if isinstance(said, bool) else None
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    file = directory / "tokenizer_config.json"
+    return read_json(file) if file.exists() else {}
 
 
 def _of_directory(directory: Path) -> Any:

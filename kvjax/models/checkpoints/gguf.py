@@ -52,7 +52,8 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         # At the end of a truncated file the reader fails with errors of many types.
         raise LoadError(
-            f"{file} is truncated or not a GGUF file ({type(error).__name__}: {str(error).rstrip('.')})."
+            f"{file} is truncated or not a GGUF file ({type(error).__name__}: {str(error).rstrip('.')}); copy or "
+            "download it again."
         ) from None
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:

@@ -102,6 +102,11 @@ def config_settings(header: Header) -> Settings:
             raise LoadError(f"metadata {header.name}.{key} must be an integer above 0, not {value!r}.")
         if value is not None:
             settings[setting] = value
+    if settings["num_hidden_layers"] > len(header.shapes):
+        raise LoadError(
+            f"metadata {header.name}.block_count is {settings['num_hidden_layers']}, but the file has only "
+            f"{len(header.shapes)} tensors: it is damaged; copy or download it again."
+        )
     heads = settings["num_attention_heads"]
     settings.setdefault("num_key_value_heads", heads)
     queries = header.shapes.get("blk.0.attn_q.weight")

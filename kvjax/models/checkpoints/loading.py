@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -91,16 +92,16 @@ def read_checkpoint(
     file = place / "config.json"
     check_kind_of(place)
     given = read_json(file)
-    try:
+    with _naming(file):
         settings = text_half(given)
-    except LoadError as error:
-        raise LoadError(f"{file}: {error}") from None
     family, config = _read_config(settings, file)
     if settings is not given:
         warnings.warn(f"{file}: only the text half of {given['model_type']} is loaded.", stacklevel=3)
     generation = place / "generation_config.json"
-    if generation.exists() and (eos := special_token_ids(read_json(generation), "eos_token_id")):
-        config = dataclasses.replace(config, eos=eos)
+    if generation.exists():
+        ends = read_json(generation)
+        with _naming(generation):
+            config = dataclasses.replace(config, eos=special_token_ids(ends, "eos_token_id") or config.eos)
     stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
     if (quantization := read_quantization(settings)) is not None:
         stored = decoded(stored, quantization)
@@ -130,8 +131,15 @@ def _untied_table(stored: Stored, family: Family, config: ModelConfig, embedding
 
 
 def _read_config(settings: Settings, file: Path) -> tuple[Family, ModelConfig]:
-    try:
+    with _naming(file):
         return read_model_config(settings)
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Name the file in errors."""
+    try:
+        yield
     except LoadError as error:
         raise LoadError(f"{file}: {error}") from None
 

@@ -78,14 +78,16 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read the object in a JSON file.
 
     Raises:
-        LoadError: if the file is missing or contains no JSON object.
+        LoadError: if the file is missing, cannot be read, or contains no JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LoadError(f"{file} is missing: a model directory needs it.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LoadError(f"{file} is not valid JSON: {error}.") from None
+    except OSError as error:
+        raise LoadError(f"{file} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of thousands of digits
+        raise LoadError(f"{file} is not valid JSON: {error}; copy or download it again.") from None
     if not isinstance(content, dict):
         raise LoadError(f"{file} must hold a JSON object, not {type(content).__name__}.")
     return content
@@ -166,7 +168,9 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise LoadError(f"{file} is truncated or not a safetensors file ({error}).") from None
+        raise LoadError(
+            f"{file} is truncated or not a safetensors file ({error}); copy or download it again."
+        ) from None
 
 
 def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:

@@ -42,13 +42,13 @@ def integer(settings: Settings, key: str) -> int:
 
 
 def positive_number(settings: Settings, key: str) -> float:
-    """Return a setting that must be a number above 0; raise `LoadError` otherwise."""
+    """Return a setting that must be a finite number above 0; raise `LoadError` otherwise."""
     return _above_zero(settings, key, int | float, "a number")
 
 
 def _above_zero(settings: Settings, key: str, kind: Any, what: str) -> Any:
     value: Any = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < math.inf:
         raise LoadError(f"{key} must be {what} above 0, not {value!r}.")
     return value
 

@@ -437,8 +437,9 @@ def test_llama_3_is_known_by_what_its_rope_makes_of_frequencies(experts: dict[st
     file = tmp_path / "model.gguf"
     write_gguf(file, described, tensors, extra=functools.partial(extra, factors=factors))
     assert kvjax.load(file).config.rope == scaled
-    factors = np.linspace(1, 9, 32, dtype=np.float32)
-    write_gguf(file, described, tensors, extra=functools.partial(extra, factors=factors))
+    write_gguf(
+        file, described, tensors, extra=functools.partial(extra, factors=np.linspace(1, 9, 32, dtype=np.float32))
+    )
     refused(file, "model.gguf: the factors in rope_freqs.weight are not those of Llama 3, and no others are supported")
 
 
@@ -702,8 +703,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
     refused(file, r"tensor blk\.1\.ffn_gate\.weight is stored as I8, which the package gguf cannot dequantise")
     write_gguf(file, SETTINGS, tensors, architecture="mamba")
     refused(file, r"architecture \(general\.architecture\) 'mamba' is not supported; supported are llama, smollm3")
-    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.kv_data[0].pop("llama.block_count"))
+    count = "llama.block_count"
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.kv_data[0].pop(count))
     refused(file, r"model\.gguf: metadata llama\.block_count is missing")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: (w.kv_data[0].pop(count), w.add_block_count(2**31)))
+    refused(
+        file, r"llama\.block_count is 2147483648, but the file has only \d+ tensors: it is damaged; copy or download"
+    )
     embedding = {name: x for name, x in tensors.items() if "embed" in name}
     write_gguf(file, settings(num_attention_heads=0), embedding)
     refused(file, r"model\.gguf: metadata llama\.attention\.head_count must be an integer above 0, not 0")

@@ -340,6 +340,18 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no config": (lambda d: (d / "config.json").unlink(), r"config\.json is missing: a model directory needs it"),
     "broken config": (lambda d: truncate(d / "config.json", 0.5), r"config\.json is not valid JSON"),
+    "numbers without end": (
+        lambda d: (d / "config.json").write_text('{"vocab_size": ' + "9" * 5000 + "}"),
+        r"config\.json is not valid JSON: Exceeds the limit .*; copy or download it again",
+    ),
+    "nested config": (
+        lambda d: (d / "config.json").write_text("[" * 100_000),
+        r"config\.json is not valid JSON: maximum recursion",
+    ),
+    "directory for a config": (
+        lambda d: ((d / "config.json").unlink(), (d / "config.json").mkdir()),
+        r"config\.json cannot be read: ",
+    ),
     "config is a list": (
         lambda d: (d / "config.json").write_text("[]"),
         r"config\.json must hold a JSON object, not",
@@ -347,6 +359,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "broken generation config": (
         lambda d: (d / "generation_config.json").write_text("{"),
         r"generation_config\.json is not valid JSON",
+    ),
+    "generation config with a word": (
+        lambda d: (d / "generation_config.json").write_text('{"eos_token_id": "</s>"}'),
+        r"generation_config\.json: eos_token_id must be a token id or a list of them, not '</s>'",
     ),
 }
 
@@ -416,6 +432,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
             r"needs low_freq_factor up to high_freq_factor, not 5 and 4",
         ),
         ({"rope_theta": "1e4"}, "rope_theta must be a number above 0, not '1e4'"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a number above 0, not inf"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above 0, not nan"),
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported; supported are silu"),
         ({"hidden_size": None}, "hidden_size must be an integer above 0, not None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer above 0, not 0"),
@@ -635,6 +653,23 @@ def test_revisions_are_of_the_hub(tmp_path: Path) -> None:
 def test_tokenizer_of_a_directory_without_one(tmp_path: Path) -> None:
     write(tmp_path)
     with pytest.raises(ValueError, match=r"has no tokenizer: .* holds none of .*tokenizer\.json"):
+        _ = load(tmp_path).tokenizer
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json must hold a JSON object, not list"),
+        ("tokenizer_config.json", "", r"tokenizer_config\.json is not valid JSON: Expecting value"),
+        ("tokenizer.json", '{"version": ', "EOF while parsing a value"),
+    ],
+)
+def test_broken_tokenizers_are_named(file: str, content: str, sentence: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=rf"the tokenizer in .* cannot be read \(.*{sentence}.*\); it is damaged or"):
         _ = load(tmp_path).tokenizer
 
 
