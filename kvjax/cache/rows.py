@@ -11,6 +11,8 @@ from jaxtyping import Array, Int
 
 from kvjax.types import PyTree, View
 
+MORE_ROOM = "read the state with a larger budget, or more max_new_tokens if its slots depend on the length of the text"
+
 
 def select_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Any:
     """Select rows of all arrays, in any order."""
@@ -28,8 +30,7 @@ def replace_rows(layers: tuple[View, ...], index: Int[np.ndarray, " m"], rows: t
         room, wanted, theirs = mine.capacity, theirs.capacity, jax.tree.map(_on_device, theirs)
         if wanted > room:
             raise ValueError(
-                f"rows with {wanted} slots per head in layer {number} do not fit a state that has {room}; read "
-                f"them with the budget of the state."
+                f"rows with {wanted} slots per head in layer {number} do not fit a state that has {room}; {MORE_ROOM}."
             )
 
         def fill(leaf: Array, value: Array, missing: int = room - wanted) -> Array:
@@ -69,6 +70,6 @@ def _widened(mine: Array, theirs: Array) -> Array:
     if any(more < 0 for _, more in missing):
         raise ValueError(
             f"rows with a score state of shape {list(theirs.shape[1:])} do not fit a state with "
-            f"{list(mine.shape[1:])}; read them with the budget of the state."
+            f"{list(mine.shape[1:])}; {MORE_ROOM}."
         )
     return jnp.pad(theirs, [(0, 0), *missing])

@@ -375,7 +375,14 @@ def plan_slots(
             )
         limits = np.repeat(slots.astype(np.int64)[:, None], rows, axis=1)
     limits = limits + plan.extra_slots
-    policy.protection.check_budget(int(limits[~apart].min()))
+    row = int(np.where(apart, np.iinfo(np.int64).max, limits).min(0).argmin())
+    free = int((~apart[:, row]).sum())
+    if one:
+        policy.protection.check_budget(
+            int(per_row[row]), lambda slots: int(layer_slots(plan, slots, free).min()) + plan.extra_slots
+        )
+    else:
+        policy.protection.check_budget(int(limits[~apart].min()))
     if policy.score.requires.shared_slots == "layers" and (limits != limits[0]).any():
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
     # A layer cannot use more slots than its window.

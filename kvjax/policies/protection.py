@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,6 +14,9 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.policies.base import Part
 from kvjax.types import New, PyTree, View, check, is_share, number, setting, written
+
+MOST = 2**20
+"""Bound on the budgets that messages advise."""
 
 
 class Quota(NamedTuple):
@@ -122,23 +127,38 @@ class Protection(Part, interface=True):
                     f"special={self.special!r} names token {token} of a vocabulary of {vocabulary} tokens."
                 )
 
-    def check_budget(self, smallest: int) -> None:
+    def check_budget(self, budget: int, smallest: Callable[[int], int] = int) -> None:
         """Refuse a budget that does not hold sinks, the recent window and the token being read.
 
         Args:
-            smallest: slots of the head with the fewest slots.
+            budget: slots per head.
+            smallest: function from a budget to the slots of the head with the fewest slots.
 
         Raises:
             ValueError: if they do not fit; the recent window includes the token being read.
         """
-        sinks, recent = map(int, _protected(self, np.int32(smallest)))
-        needed = sinks + max(recent, 1)
-        if needed > smallest:
-            read = "" if recent else " and the token that is being read"
-            raise ValueError(
-                f"sinks + recent = {sinks} + {recent} slots{read} do not fit in a budget of {smallest} slots per head; "
-                f"use a budget of at least {needed} or protect fewer tokens."
-            )
+
+        def protected(slots: int) -> tuple[int, int]:
+            sinks, recent = _protected(self, np.int32(slots))
+            return int(sinks), int(recent)
+
+        def fits(budget: int) -> bool:
+            slots = smallest(budget)
+            sinks, recent = protected(slots)
+            return sinks + max(recent, 1) <= slots
+
+        if fits(budget):
+            return
+        slots = smallest(budget)
+        sinks, recent = protected(slots)
+        read = "" if recent else " and the token that is being read"
+        of_plan = "" if slots == budget else f", which gives a layer {slots}"
+        least = bisect.bisect_left(range(MOST), True, lo=budget, key=fits)
+        larger = f"use a budget of at least {least} or " if least < MOST else ""
+        raise ValueError(
+            f"sinks + recent = {sinks} + {recent} slots{read} do not fit in a budget of {budget} slots per head"
+            f"{of_plan}; {larger}protect fewer tokens."
+        )
 
 
 @jax.jit

@@ -236,6 +236,30 @@ def test_a_beam_is_a_row_taken_twice() -> None:
     np.testing.assert_allclose(logits[:, 1:], expected[:, [1, 0]], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "budget", "new", "larger", "longer"),
+    [
+        ("h2o", 20, 60, 40, 60),
+        ("lightkv", 20, 60, 40, 60),
+        ("full", 1.0, 10, 1.0, 60),
+        ("h2o", 0.5, 10, 0.5, 60),
+    ],
+)
+def test_rows_of_more_slots_go_into_a_state_that_was_given_them(
+    name: str, budget: Any, new: int, larger: Any, longer: int
+) -> None:
+    case = CASES[name]
+
+    def prefilled(prompts: list[list[int]], budget: Any, new: int) -> kvjax.State:
+        return kvjax.prefill(MODEL, case.make(), prompts, budget, plan=case.plan, max_new_tokens=new)[0]
+
+    state, rows = prefilled(PROMPTS[1:3], budget, new), prefilled(PROMPTS[:1], larger, longer)
+    with pytest.raises(ValueError, match=r"do not fit .*; read the state with a larger budget, or more max_new_tokens"):
+        kvjax.put_rows(state, [1], rows)
+    put = kvjax.put_rows(prefilled(PROMPTS[1:3], larger, 2 * longer), [1], rows)
+    assert kept(put, 1) == kept(rows, 0)
+
+
 def test_bad_rows_are_one_sentence() -> None:
     state, _ = read("h2o", [0, 1, 2])
     two = kvjax.take_rows(state, [0, 1])

@@ -130,18 +130,24 @@ def test_statistics_that_nobody_takes() -> None:
         ("h2o", 4, {"sinks": 4, "recent": 0}, 5),
         ("h2o", [9, 4], {"sinks": 4, "recent": 0}, 5),
         ("window", 3, {"sinks": 2, "recent": 2}, 4),
-        ("l2", 6, {"sinks": 4, "recent": 0, "plan": "arithmetic"}, 5),
+        ("l2", 6, {"sinks": 4, "recent": 0, "plan": "arithmetic"}, 10),
+        ("h2o", 8, {"sinks": 4, "recent": 0.9}, 31),
+        ("h2o", 0.1, {"sinks": 4, "recent": 0.9}, 31),
     ],
 )
 def test_sinks_leave_a_slot_for_the_token_being_read(policy: str, budget: Any, settings: Any, least: int) -> None:
     made = kvjax.policy(policy, **settings)
     refused(lambda: kvjax.prefill(MODEL, made, IDS, budget), f"at least {least} or protect")
-    roomy = least if isinstance(budget, int) else [9, least]
-    if "plan" not in settings:
-        state, _ = kvjax.prefill(MODEL, made, IDS, roomy)
-        state, _ = kvjax.decode_step(state, [5])
-        sinks = state.policy.protection.sinks
-        assert all({*range(sinks)} <= {*held[0, 0].tolist()} for held in kvjax.held_positions(state))
+    roomy: Any = [9, least] if isinstance(budget, list) else least
+    state, _ = kvjax.prefill(MODEL, made, IDS, roomy)
+    state, _ = kvjax.decode_step(state, [5])
+    sinks = state.policy.protection.sinks
+    assert all({*range(sinks)} <= {*held[0, 0].tolist()} for held in kvjax.held_positions(state))
+
+
+def test_recent_tokens_and_sinks_that_fill_every_budget_have_no_budget_to_advise() -> None:
+    made = kvjax.policy("h2o", sinks=1, recent=1.0)
+    refused(lambda: kvjax.prefill(MODEL, made, IDS, 8), "budget of 8 slots per head; protect fewer tokens")
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.2])
