@@ -30,6 +30,7 @@ from kvjax.inference.prepare import (
     check_length,
     check_on_host,
     check_tokens,
+    checked_lengths,
     prepare_bound,
 )
 from kvjax.inference.press import check_ranked, on_pages, press, reads_all_first, unevicted
@@ -171,7 +172,7 @@ class Decoder(struct.PyTreeNode):
         """Read more text on top of a cache; see `kvjax.extend`.
 
         Raises:
-            TypeError: the tokens are a list of anything but rows.
+            TypeError: the tokens are a list of anything but rows, or lengths are not whole numbers.
             ValueError: the tokens do not fit the cache or the model; or the text exceeds its planned length, under
                 policies that reserve slots for all of it.
         """
@@ -186,15 +187,16 @@ class Decoder(struct.PyTreeNode):
         ids = np.asarray(tokens)
         if ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
             raise ValueError(f"tokens of shape {ids.shape} are not text for each of {rows} rows [b, n].")
-        counts = np.full(rows, ids.shape[1]) if lengths is None else np.asarray(lengths)
+        counts = np.full(rows, ids.shape[1]) if lengths is None else checked_lengths(lengths)
         check_tokens(ids, counts, self.config, least=0)
         counts = np.where(on_host(cache.active), counts, 0)
         read, end = on_host(cache.position) + counts, on_host(cache.end)
         check_length(int(read.max()), self.policy, self.config)
-        if self.policy.plan.sizing.fixed_length and (read > end).any():
+        longest = int((read - end).argmax())
+        if self.policy.plan.sizing.fixed_length and read[longest] > end[longest]:
             raise ValueError(
-                f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that "
-                f"{name_of(self.policy)} allocated; give prefill more max_new_tokens."
+                f"a text of {read[longest]} tokens does not fit the {end[longest]} that {name_of(self.policy)} "
+                f"allocated in row {longest}; give prefill more max_new_tokens."
             )
         size = bucket(ids.shape[1])
         padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)

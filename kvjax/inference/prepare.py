@@ -421,10 +421,19 @@ def _pad_rows(
     tokens, counted = rows_of(tokens)
     if tokens.size == 0:
         raise ValueError("a prompt is empty; give at least one token.")
-    lengths = counted if lengths is None else np.asarray(lengths)
-    if not np.issubdtype(lengths.dtype, np.integer):
-        raise TypeError(f"lengths={lengths.tolist()} are not whole numbers of tokens.")
-    return tokens, lengths.astype(np.int64)
+    return tokens, counted.astype(np.int64) if lengths is None else checked_lengths(lengths)
+
+
+def checked_lengths(lengths: ArrayLike | Sequence[int]) -> Int[np.ndarray, " b"]:
+    """Check that lengths of texts are whole numbers, and return them as an array.
+
+    Raises:
+        TypeError: they are not; the message has the values.
+    """
+    found = np.asarray(lengths)
+    if not np.issubdtype(found.dtype, np.integer):
+        raise TypeError(f"lengths={found.tolist()} are not whole numbers of tokens.")
+    return found.astype(np.int64)
 
 
 def check_tokens(

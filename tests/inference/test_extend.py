@@ -252,6 +252,26 @@ def test_bad_text_is_one_sentence(tokens: Any, arguments: dict[str, Any], messag
 
 
 @pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        (([1] * 8, [1] * 5), "a text of 18 tokens does not fit the 14 that full allocated in row 0"),
+        (([1] * 3, [1] * 5), "a text of 35 tokens does not fit the 34 that full allocated in row 1"),
+    ],
+)
+def test_a_row_that_outgrows_its_plan_is_named(turns: tuple[list[int], ...], message: str) -> None:
+    state, _ = kvjax.prefill(random_model(GQA), "full", [[1] * 10, [1] * 30], max_new_tokens=4)
+    with pytest.raises(ValueError, match=message):
+        kvjax.extend(state, turns)
+
+
+@pytest.mark.parametrize("lengths", [[2.7, 1.2], [True, True]])
+def test_lengths_of_turns_are_whole_numbers(lengths: list[Any]) -> None:
+    state, _ = kvjax.prefill(random_model(GQA), "full", TEXT[:, :20], max_new_tokens=4)
+    with pytest.raises(TypeError, match="are not whole numbers of tokens"):
+        kvjax.extend(state, np.ones((2, 4), int), lengths)
+
+
+@pytest.mark.parametrize(
     ("name", "settings"),
     [
         ("l2", {"recent": 0}),  # the token being read stays although nothing protects it
