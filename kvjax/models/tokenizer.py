@@ -44,6 +44,7 @@ def read_tokenizer(directory: Path) -> Any:
     fast = Tokenizer.from_file(str(file))
     fast.no_truncation()
     fast.no_padding()
+    fast.encode_special_tokens = bool(config.get("split_special_tokens"))
     special = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
     extra = config.get("extra_special_tokens") or []
     named = [config.get(role) for role in _ROLES] + list(config.get("additional_special_tokens") or [])

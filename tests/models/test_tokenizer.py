@@ -50,6 +50,17 @@ def test_ids_and_texts_need_no_transformers(text):
     assert len(tokenizer) == len(whole) and tokenizer.chat_template == whole.chat_template
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_special_tokens_of_a_text_are_split_where_the_settings_say_so(tmp_path, split):
+    (tmp_path / "tokenizer.json").write_text((WEIGHTS / "tokenizer.json").read_text())
+    settings = json.loads((WEIGHTS / "tokenizer_config.json").read_text()) | {"split_special_tokens": split}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, theirs = read_tokenizer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = tokenizer.encode("<|user|>\nHi<|endoftext|>")
+    assert "whole" not in vars(tokenizer) and ids == theirs.encode("<|user|>\nHi<|endoftext|>")
+    assert {0, 2}.isdisjoint(ids) == split and tokenizer.decode(ids) == "<|user|>\nHi<|endoftext|>"
+
+
 @pytest.mark.parametrize("extra", [["<image>"], {"image_token": "<image>"}])
 def test_extra_special_tokens_are_those_of_transformers(tmp_path, extra):
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "once": 1}, unk_token="<unk>"))
