@@ -24,7 +24,7 @@ from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import forward
-from kvjax.models.families import FAMILIES, TEXT_HALVES, read_model_config
+from kvjax.models.families import FAMILIES, TEXT_HALVES, LoadError, read_model_config
 from kvjax.models.matmul import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.serving.scheduler import Device
@@ -104,6 +104,22 @@ def test_an_empty_text_half_means_what_transformers_makes_of_it(name: str) -> No
     whole = kind(text_config={})
     made = {**whole.to_dict(), "text_config": whole.text_config.to_dict()}
     assert read_model_config({"model_type": name, "text_config": {}})[1] == read_model_config(made)[1]
+
+
+@pytest.mark.parametrize("name", TEXT_HALVES)
+def test_a_config_without_a_text_half_is_flat_where_transformers_reads_it_so(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    flat = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    flat |= {"bos_token_id": 1, "eos_token_id": 2}
+    kind: Any = CONFIG_MAPPING[name]
+    whole = kind(**flat)
+    if whole.text_config.hidden_size == 32:
+        made = {**whole.to_dict(), "text_config": whole.text_config.to_dict()}
+        assert read_model_config({"model_type": name, **flat})[1] == read_model_config(made)[1]
+    else:
+        with pytest.raises(LoadError, match=f"text_config must be an object with .* of {name}, not None"):
+            read_model_config({"model_type": name, **flat})
 
 
 @pytest.mark.parametrize("inner", [None, False, True])

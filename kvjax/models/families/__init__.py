@@ -74,12 +74,14 @@ class TextHalf:
         tied: value of `tie_word_embeddings` if neither the model nor its text half has it.
         either_ties: True if embeddings are tied where the model or its text half sets `tie_word_embeddings`. Otherwise
             the model's setting replaces that of the text half.
+        flat: True if some configs have the settings of the text half outside of `text_config`, and none of that.
     """
 
     family: str
     defaults: Settings = dataclasses.field(default_factory=dict)
     tied: bool = False
     either_ties: bool = False
+    flat: bool = False
 
 
 _QWEN2_VL = TextHalf(
@@ -98,6 +100,7 @@ _QWEN2_VL = TextHalf(
         "eos_token_id": 151_645,
     },
     either_ties=True,
+    flat=True,
 )
 TEXT_HALVES: Mapping[str, TextHalf] = {
     "gemma3": TextHalf("gemma3_text", tied=True),
@@ -136,16 +139,17 @@ def text_half(settings: Settings) -> Settings:
     """Return the settings of a multimodal model's text half, and those of any other model unchanged.
 
     Raises:
-        LoadError: if `text_config` is not an object.
+        LoadError: if `text_config` is missing or not an object.
     """
     whole, inner = settings.get("model_type"), settings.get("text_config")
     if not isinstance(whole, str) or whole not in TEXT_HALVES:
         return settings
-    if inner is None:  # the first configs of Qwen2-VL are flat
+    half = TEXT_HALVES[whole]
+    if inner is None and half.flat:
         inner = {name: value for name, value in settings.items() if name != "vision_config"}
     if not isinstance(inner, dict):
-        raise LoadError(f"text_config must be an object, not {inner!r}.")
-    half, name = TEXT_HALVES[whole], inner.get("model_type")
+        raise LoadError(f"text_config must be an object with the settings of the text half of {whole}, not {inner!r}.")
+    name = inner.get("model_type")
     made = {name: settings[name] for name in _OUTER if settings.get(name) is not None} | inner
     if name in (None, whole, f"{whole}_text") and name not in FAMILIES:
         made = {**half.defaults, **made, "model_type": half.family}

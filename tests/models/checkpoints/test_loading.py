@@ -397,6 +397,11 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
             {"model_type": "mistral3", "text_config": {"model_type": "lfm2"}},
             "'lfm2' is not supported: most of its layers have a recurrent state",
         ),
+        (
+            {"model_type": "mistral3"},
+            "text_config must be an object with the settings of the text half of mistral3, not N",
+        ),
+        ({"model_type": "qwen2_vl", "text_config": []}, r"text_config must be an object .* of qwen2_vl, not \[\]"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 2 layers"),
         ({"model_type": "llama4_text", "moe_layers": 1}, "moe_layers must be a list of layers' numbers, not 1"),
         (
