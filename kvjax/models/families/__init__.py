@@ -195,7 +195,7 @@ def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
     read_quantization(settings)
     family = FAMILIES[name]
     settings = {**family.defaults, **settings}
-    check_only(name, settings, family.only)
+    check_only(name, settings, {"is_causal": (None, True), **family.only})
     try:
         config = family.config(settings)
         return dataclasses.replace(family, sources={**family.sources, **family.variant(config)}), config

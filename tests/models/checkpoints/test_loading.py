@@ -463,6 +463,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ),
         ({"model_type": "phi3", "partial_rotary_factor": 1.5}, r"partial_rotary_factor 1\.5 is not supported; only up"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True is not supported for mistral"),
+        ({"is_causal": False}, "is_causal=False is not supported for llama; only True is"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True is not supported for gpt2"),
         ({"model_type": "gpt2", "n_embd": 100}, "n_embd 100 is not a multiple of n_head 12"),
         ({"model_type": "gptj", "rotary_dim": None}, "rotary_dim must be an integer above 0, not None"),
