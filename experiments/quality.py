@@ -11,6 +11,7 @@ from experiments.store import open_store
 from kvjax import methods
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
+from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.evaluation.texts import passages
 from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
@@ -41,9 +42,10 @@ def against_bytes(runs: Runs, choices: Sequence[Choice], distances: Sequence[int
     full: dict[str, float] = {}
     for label, policy, budget in [("full", methods.policy("full"), 1.0), *choices]:
         try:
-            run = runs.run(label, policy, budget)
-            recalled = [runs.recall(label, policy, budget, distance) for distance in distances]
-        except ValueError as error:
+            with refusals():
+                run = runs.run(label, policy, budget)
+                recalled = [runs.recall(label, policy, budget, distance) for distance in distances]
+        except Unsupported as error:
             left_out.append(f"\n{label} at {budget:g} is left out: {error}\n")
             continue
         if run is None:

@@ -17,6 +17,7 @@ from kvjax.evaluation.bench.models import model_named
 from kvjax.evaluation.bench.peers import transformers_decoder, transformers_reader
 from kvjax.evaluation.bench.race import decoder, race, reader
 from kvjax.evaluation.bench.tables import print_timings
+from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.utils.files import output_file, write_text
 
 OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
@@ -45,8 +46,9 @@ def run(options: argparse.Namespace) -> None:
         slots = own_slots if budget == "same" else budget
         say(f"compiling {name}" + ("" if policy.plan.sizing.mode == "profiled" else f" at {slots}"))
         try:
-            contenders.append(dataclasses.replace(make(policy, slots), name=name))
-        except ValueError as error:
+            with refusals():
+                contenders.append(dataclasses.replace(make(policy, slots), name=name))
+        except Unsupported as error:
             if options.policies != "all":
                 raise
             say(f"{name} at {slots} is left out: {error}")

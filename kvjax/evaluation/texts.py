@@ -53,8 +53,7 @@ def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Pas
         ValueError: a file is missing, not text, or too short.
     """
     check_sizes(len(files), rows, length)
-    if len({file.stem for file in files}) < len(files):
-        raise ValueError("two texts have the same name; rename one, the report names texts by their files.")
+    check_names(files)
     made, sizes, where = [], [], {}
     for file in files:
         text = read_text(file)
@@ -71,15 +70,28 @@ def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Pas
 
 
 def check_texts(files: Sequence[Path], rows: int, length: int) -> None:
-    """Refuse missing texts, and passages with nothing to predict.
+    """Refuse missing and empty texts, two of one name, and passages with nothing to predict.
 
     Raises:
-        ValueError: a text is not a file, or there is nothing to predict.
+        ValueError: a text is not a file or empty, two have one name, or there is nothing to predict.
     """
     for file in files:
         if not file.is_file():
             raise ValueError(f"--text {file} is not a file; give text files.")
+        if not read_text(file).strip():
+            raise ValueError(f"--text {file} is empty; give text files.")
+    check_names(files)
     check_sizes(len(files), rows, length)
+
+
+def check_names(files: Sequence[Path]) -> None:
+    """Refuse two texts of one name, by which results tell them apart.
+
+    Raises:
+        ValueError: two files have the same name without their suffix.
+    """
+    if len({file.stem for file in files}) < len(files):
+        raise ValueError("two texts have the same name; rename one, the report names texts by their files.")
 
 
 def check_sizes(texts: int, rows: int, length: int) -> None:

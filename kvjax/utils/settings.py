@@ -53,8 +53,9 @@ def parse_budget(text: str) -> int | float:
         ValueError: if the text is neither.
     """
     value = parse_value(text)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"budget={text!r} is not a whole number of slots, nor a fraction such as 0.25.")
+    slots = type(value) is int and value >= 1
+    if not (slots or (type(value) is float and 0 < value <= 1)):
+        raise ValueError(f"budget={value!r} is not a number of slots from 1, nor a fraction such as 0.25.")
     return value
 
 

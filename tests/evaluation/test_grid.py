@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,18 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path, capsys: pytest.C
     assert "too short for frequent_words" in row["refused"]
 
 
+def test_only_what_is_raised_on_purpose_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, mine, out = tmp_path / "words.txt", tmp_path / "mine.py", tmp_path / "out"
+    text.write_text(WORDS)
+    words = f"perplexity --text {text} --rows 1 --lengths 32 --budgets 8 --out {out} --set recent=2 --policies".split()
+    for fault, code in (('raise ValueError("no positions")', 0), ("a, b = 1, 2, 3", 2), ("[].index(new)", 2)):
+        mine.write_text(MINE.format(sign="").replace("return", f"{fault}\n        return"))
+        sys.modules.pop("own_policies_mine", None)
+        assert evaluate.main([*words, f"{mine}:Mine"]) == code, fault
+    assert "left out: no positions" in capsys.readouterr().err
+    assert [row.get("refused") for row in RowFile(out / "perplexity.jsonl").rows] == [None, "no positions"]
+
+
 def test_answers_of_a_file_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rouge_score")
     file, out = tmp_path / "asked.jsonl", tmp_path / "out"
@@ -238,7 +251,14 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
         ("perplexity --text NOWHERE.txt", "NOWHERE.txt is not a file"),
         ("perplexity --text {text} --policies h2o+nothing", "there is no part 'nothing'"),
         ("perplexity --text {text} --budgets many", "budget='many'"),
+        ("perplexity --text {text} --budgets 0", "budget=0 is not a number of slots from 1"),
+        ("perplexity --text {text} --budgets 8,7.5", "budget=7.5"),
         ("perplexity --text {text} --prefix 1.0", "--prefix 1.0 is not a share"),
+        ("perplexity --text {text} --prefix 0.99 --lengths 4", "--prefix 0.99 of 4 tokens leaves none to predict"),
+        ("perplexity --text {text} {text}", "two texts have the same name"),
+        ("compare --text {empty}", "is empty"),
+        ("retrieval --hay essay --text {empty}", "is empty"),
+        ("retrieval --lengths -5", "--lengths=-5"),
         ("perplexity --text {text} --lengths 1", "nothing to predict"),
     ],
 )
@@ -246,9 +266,10 @@ def test_wrong_grids_are_refused_before_anything_is_loaded(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluate, "load_model", None)
-    text = tmp_path / "words.txt"
+    text, empty = tmp_path / "words.txt", tmp_path / "empty.txt"
     text.write_text(WORDS)
-    assert evaluate.main(words.format(text=text).split()) == 2
+    empty.write_text("\n")
+    assert evaluate.main(words.format(text=text, empty=empty).split()) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 

@@ -16,7 +16,7 @@ from kvjax.evaluation.tasks.scoring import string_match
 from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
 from kvjax.utils.files import read_text
-from kvjax.utils.settings import check_options
+from kvjax.utils.settings import check_options, whole_number
 
 MATCH = Measure("string_match", "string match")
 
@@ -53,14 +53,16 @@ class RetrievalTask(Task):
             if name not in FAMILIES:
                 raise ValueError(f"--families: {name!r} is not one of {', '.join(FAMILIES)}.")
         check_options(options, "cases")
+        for length in options.lengths:
+            whole_number("--lengths", length)
         check_options(options, "seed", least=0)
         for depth in options.depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"--depths {depth} is not from 0.0, before all hay, to 1.0, after it.")
         if (options.hay == "essay") != (options.text is not None):
             raise ValueError("--text is the hay of --hay essay; give both or none.")
-        if options.text is not None:
-            read_text(options.text)
+        if options.text is not None and not read_text(options.text).strip():
+            raise ValueError(f"--text {options.text} is empty; give a text with words.")
 
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
         """Return a cell for each family, length and, if its needle has one, depth."""

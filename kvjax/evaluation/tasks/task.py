@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.evaluation.grid import Cell, Entry, RowFile
+from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.evaluation.summary import Columns, Measure, Measured, result_line
 from kvjax.model import Model
 from kvjax.utils.compilation import drop_programs
@@ -88,8 +89,9 @@ class Task(abc.ABC):
                 if row is None:
                     drop_programs()
                     try:
-                        found = self.measure(model, options, entry, cell)
-                    except ValueError as error:
+                        with refusals():
+                            found = self.measure(model, options, entry, cell)
+                    except Unsupported as error:
                         found = {"refused": str(error)}
                     row = rows.add(whole | found)
                 if entry.label == "full":

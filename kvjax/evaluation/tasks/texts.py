@@ -37,12 +37,14 @@ def check_text_options(options: argparse.Namespace) -> None:
     """Refuse options that no model supports.
 
     Raises:
-        ValueError: a text is not a file, there is nothing to predict, or the prefix is not a fraction.
+        ValueError: a text is not a file or empty, there is nothing to predict, or the prefix is not a fraction.
     """
-    for length in options.lengths:
-        check_texts(options.text, options.rows, length)
     if not 0 <= options.prefix < 1:
         raise ValueError(f"--prefix {options.prefix} is not a share from 0 to below 1 of a passage.")
+    for length in options.lengths:
+        check_texts(options.text, options.rows, length)
+        if round(options.prefix * length) >= length:
+            raise ValueError(f"--prefix {options.prefix} of {length} tokens leaves none to predict; use a smaller one.")
 
 
 def text_cells(model: Model, options: argparse.Namespace) -> list[Cell]:
