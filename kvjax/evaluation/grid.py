@@ -33,10 +33,20 @@ class Entry(NamedTuple):
     policy: Policy
     budget: int | float
 
+    @property
+    def sources(self) -> list[Path]:
+        """Files of a user's own parts, which the label names as FILE.py:NAME."""
+        found: list[Path] = []
+        for text in re.findall(r"[^,\[\]]+?\.py(?=:)", self.label):
+            # A plus or an equals sign may be part of a path, or end what is before it.
+            starts = [0, *(sign.end() for sign in re.finditer(r"[+=]", text))]
+            found += [file for start in starts if (file := expanded(text[start:])).is_file()][:1]
+        return found
+
     def cell(self, model: Model) -> Cell:
         """Return the fields of the policy, the budget and the model that identify a row."""
-        file = re.search(r"(?:^|,|=)([^,=\[\]]+\.py):", self.label)
-        source = {} if file is None else {"source": _digest(expanded(file[1]))}
+        content = b"".join(file.read_bytes() for file in self.sources)
+        source = {"source": digest(content)} if self.sources else {}
         return {
             "model": model.name,
             "fingerprint": fingerprint(model),
@@ -47,9 +57,9 @@ class Entry(NamedTuple):
         }
 
 
-def _digest(file: Path) -> str:
-    """Return twelve hex digits of a file's hash; its rows are measured again when it changes."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+def digest(content: bytes) -> str:
+    """Return twelve hex digits of the hash of a file's content; its rows are measured again when it changes."""
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def describe(policy: Policy) -> dict[str, Any]:

@@ -131,6 +131,51 @@ def test_results_are_told_as_they_come_and_beside_each_other(
     assert [row["policy"] for row in again[len(rows["perplexity"]) :]] == [f"{mine}:Mine"]
 
 
+def test_rows_are_of_the_files_that_they_were_measured_with(tmp_path: Path) -> None:
+    folder = tmp_path / "a+b=c"
+    folder.mkdir()
+    mine, part = folder / "mine.py", tmp_path / "part.py"
+    mine.write_text("import kvjax\n\ndef made():\n    return kvjax.policy('h2o')\n")
+    part.write_text("from kvjax.methods.pyramidkv import Pyramid\n")
+    for names, parts, files in (
+        (f"{mine}:made", {}, [mine]),
+        (f"criticalkv[base={mine}:made]", {}, [mine]),
+        (f"{mine}:made[recent=3]", {"plan": f"{part}:Pyramid"}, [mine, part]),
+        ("h2o", {"plan": f"{part}:Pyramid"}, [part]),
+        ("h2o+int8", {}, []),
+    ):
+        entry = entries(names, "8", parts)[1]
+        assert sorted(entry.sources) == sorted(files), entry.label
+        before = entry.cell(kvjax.load("tiny"))
+        for file in files:
+            file.write_text(f"{file.read_text()}#")
+            assert entry.cell(kvjax.load("tiny")) != before
+
+
+def test_another_text_of_the_same_name_is_another_hay(tmp_path: Path) -> None:
+    texts = [tmp_path / name / "hay.txt" for name in ("one", "two")]
+    words = [
+        "retrieval",
+        "--families",
+        "single",
+        "--lengths",
+        "200",
+        "--depths",
+        "0.5",
+        "--cases",
+        "1",
+        "--hay",
+        "essay",
+    ]
+    words += ["--policies", "full", "--out", str(tmp_path), "--max-new-tokens", "2"]
+    for number, text in enumerate(texts, 1):
+        text.parent.mkdir()
+        text.write_text(WORDS * number)
+        for _ in range(2):
+            assert evaluate.main([*words, "--text", str(text)]) == 0
+        assert len(RowFile(tmp_path / "retrieval.jsonl").rows) == number
+
+
 def test_questions_are_asked_after_the_context_was_compressed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

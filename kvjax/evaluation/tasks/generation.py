@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluation.grid import Cell, Entry
+from kvjax.evaluation.grid import Cell, Entry, digest
 from kvjax.evaluation.summary import Columns, Measure
 from kvjax.evaluation.tasks import qa
 from kvjax.evaluation.tasks.cases import Case, read_cases
@@ -45,7 +44,7 @@ class GenerationTask(Task):
 
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
         """Return the single cell of the file."""
-        content = hashlib.sha256(options.file.read_bytes()).hexdigest()[:12]
+        content = digest(options.file.read_bytes())
         new = options.max_new_tokens or NEW_TOKENS
         return [{"file": options.file.stem, "content": content, "max_new_tokens": new} | qa.way(options)]
 

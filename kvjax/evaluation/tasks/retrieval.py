@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluation.grid import Cell, Entry
+from kvjax.evaluation.grid import Cell, Entry, digest
 from kvjax.evaluation.summary import Columns, Measure
 from kvjax.evaluation.tasks import qa
 from kvjax.evaluation.tasks.cases import Case
@@ -66,7 +66,8 @@ class RetrievalTask(Task):
 
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
         """Return a cell for each family, length and, if its needle has one, depth."""
-        common = {"hay": options.hay, "text": None if options.text is None else options.text.stem}
+        text: Path | None = options.text
+        common = {"hay": options.hay, "text": text and text.stem, "content": text and digest(text.read_bytes())}
         common |= {"seed": options.seed, "cases": options.cases} | qa.way(options)
         common |= {"max_new_tokens": options.max_new_tokens}
         return [
