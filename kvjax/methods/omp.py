@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,6 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Queries
 from kvjax.policies.score import PromptScore, Requirements
 from kvjax.types import New, View, check, setting, wide
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 BOUND = 7.0
 """Largest absolute logarithm of the factors B."""
@@ -44,6 +41,7 @@ class Pursuit(PromptScore):
     """
 
     paper = "Attention Matching, arXiv 2602.16284"
+    against_alibi: ClassVar[str] = "omp matches queries at all distances"
 
     queries: int = setting(256)
     each: int = setting(4)
@@ -59,18 +57,6 @@ class Pursuit(PromptScore):
     def requires(self) -> Requirements:
         """Requirements of an order that depends on all keys of a head."""
         return Requirements(whole_heads=True)
-
-    def bind(self, model: LanguageModel) -> Pursuit:
-        """Return the score itself.
-
-        Raises:
-            ValueError: logits of the model fall with distance, which later queries do not share.
-        """
-        if model.config.position == "alibi":
-            raise ValueError(
-                f"omp matches queries at all distances, on which logits of {model!r} depend (ALiBi); use h2o."
-            )
-        return self
 
     def sized(self, slots: tuple[int, ...]) -> Pursuit:
         """Return a copy that chooses as many keys as a layer has slots."""

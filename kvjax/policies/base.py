@@ -35,6 +35,9 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     of_heads: ClassVar[tuple[str, ...]] = ()
     """Fields whose arrays lead with a layer's KV heads; on a mesh, each device gets the entries of its heads."""
 
+    against_alibi: ClassVar[str] = ""
+    """Reason why the part refuses models with ALiBi, in which logits fall with distance; empty if it takes them."""
+
     def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
         super().__init_subclass__(**rest)
         cls._interface = interface
@@ -55,8 +58,12 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         """Return a copy prepared for a model; `prefill` calls this first, outside of compilation.
 
         Raises:
-            ValueError: the part was made for another model.
+            ValueError: the part was made for another model, or the model has ALiBi, which the part does not take.
         """
+        if self.against_alibi and model.config.position == "alibi":
+            raise ValueError(
+                f"{self.against_alibi}, on which logits of {model!r} depend (ALiBi); use a policy without it."
+            )
         return self
 
     def budgeted(self, budget: Any) -> Self:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float
 
@@ -12,9 +12,7 @@ from kvjax.types import Evicted, New, Partial, PyTree, View, nothing
 from pallas_kernels.attention import LowRank, merge, share_of_evicted
 
 if TYPE_CHECKING:
-    from typing import Self
-
-    from kvjax.models.model import LanguageModel
+    pass
 
 
 class Queries(NamedTuple):
@@ -33,19 +31,6 @@ class Rewritten(NamedTuple):
 
 class Residual(Part, interface=True):
     """Memory of constant size that absorbs evicted pairs and that queries attend to."""
-
-    against_alibi: ClassVar[str] = ""
-    """Reason why the residual refuses models with ALiBi, in which logits fall with distance; empty if it takes them."""
-
-    def bind(self, model: LanguageModel) -> Self:
-        """Return a copy prepared for a model.
-
-        Raises:
-            ValueError: the model has ALiBi, which the residual does not take.
-        """
-        if self.against_alibi and model.config.position == "alibi":
-            raise ValueError(f"{self.against_alibi}, on which logits of {model!r} depend (ALiBi); use residual less.")
-        return self
 
     @abc.abstractmethod
     def absorb(self, state: Any, evicted: Evicted) -> Any:
