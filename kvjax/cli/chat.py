@@ -104,7 +104,8 @@ class Chat:
         if not word.startswith("/"):
             self._say(line)
         elif word in self.commands:
-            self.commands[word](rest.strip())
+            with _interruptions():  # a file that is half read or written would be of no use
+                self.commands[word](rest.strip())
         else:
             raise ValueError(f"there is no command {word}; /help shows those that there are.")
 
@@ -193,8 +194,8 @@ def run(options: argparse.Namespace) -> None:
             continue
         try:
             chat.line(line)
-        except ValueError as error:
-            if not sys.stdin.isatty():
+        except (ValueError, OSError) as error:
+            if isinstance(error, BrokenPipeError) or not sys.stdin.isatty():
                 raise
             print(" ".join(str(error).split()), file=sys.stderr)
 

@@ -300,7 +300,12 @@ def _told(file: Path) -> dict[str, Any]:
         told = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         told = None
-    if not isinstance(told, dict) or not {"fits", "text", "leaves"} <= set(told) or not told["text"]:
+    if not isinstance(told, dict) or not (
+        {"fits", "text", "leaves"} <= set(told)
+        and isinstance(told["leaves"], list)
+        and isinstance(told["text"], list)
+        and {type(token) for token in told["text"]} == {int}
+    ):
         raise ValueError(f"{file} is no saved conversation's; give another name.")
     return told
 

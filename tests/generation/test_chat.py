@@ -148,6 +148,29 @@ def test_an_interruption_stops_the_answer_alone(
     assert err.count("(stopped)") == 1 and err.count("slots per head hold one") == 2 and "/save NAME" in err
 
 
+class Terminal(io.StringIO):
+    """Lines that somebody types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_conversation_in_a_terminal_outlives_commands(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def save(self: Conversation, directory: Path) -> None:
+        if not interrupted:
+            raise PermissionError(f"{directory} cannot be written")
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Conversation, "save", save)
+    monkeypatch.setattr("sys.stdin", Terminal("/save kept\n/help\n/quit\n"))
+    assert chat.main(WORDS) == 0
+    said = capsys.readouterr().err
+    assert "/save NAME" in said and ("cannot be written" in said) != interrupted
+
+
 @pytest.mark.parametrize(
     ("words", "line", "message"),
     [
@@ -199,7 +222,12 @@ def test_a_conversation_of_another_vocabulary_or_none_is_refused(
     (kept / conversation.SAVED).write_text(json.dumps(told | {"text": [10**6, *told["text"]]}))
     with pytest.raises(ValueError, match="has a conversation of another model, policy or dtype; start with those"):
         Conversation(model, **SMALL).load(kept)
-    for content in ("no JSON", "[1]", "{}", json.dumps(told | {"text": []})):
+    for content in (
+        "no JSON",
+        "[1]",
+        "{}",
+        *(json.dumps(told | each) for each in ({"text": []}, {"text": ["a"]}, {"leaves": 3})),
+    ):
         (kept / conversation.SAVED).write_text(content)
         assert chat.main([*WORDS, "--load", str(kept)]) == 2
         said = capsys.readouterr().err
