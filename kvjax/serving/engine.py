@@ -349,8 +349,8 @@ class Engine:
             found = [logprob_at(drawn, row, place) for place in range(len(tokens))]
             logprobs = tuple(each._replace(likeliest=each.likeliest[: request.logprobs]) for each in found)
         work.tokens += len(tokens)
-        each = self.device.bytes // self.device.rows
-        work.held = Held(int(written.position[row]), float(written.kept[row]), each, self.policy_name)
+        seen, bytes_ = min(int(written.position[row]), len(request.prompt) + work.tokens), self.device.bytes
+        work.held = Held(seen, min(float(written.kept[row]), seen), bytes_ // self.device.rows, self.policy_name)
         with self.changed:
             self._counts["tokens_total"] += len(tokens)
         if text or tokens:

@@ -60,7 +60,7 @@ class Held(NamedTuple):
     """Cache usage of one row."""
 
     seen: int
-    """Tokens read."""
+    """Tokens read, without those after a stop string."""
     kept: float
     """Occupied slots, averaged over layers and heads."""
     bytes: int

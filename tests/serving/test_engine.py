@@ -200,6 +200,14 @@ def test_memory_is_what_it_was(served: Engine) -> None:
         assert held[:2] == (51, 24.0) and held.policy == "h2o"
 
 
+@pytest.mark.parametrize("place", [0, 2])
+def test_tokens_after_a_stop_string_are_not_counted(served: Engine, place: int) -> None:
+    whole = ask(served, GREEDY, prompt=TEXT[:5])
+    found = ask(served, GREEDY, prompt=TEXT[:5], stop=(whole.text[: place + 1],))
+    assert found.tokens == whole.tokens[: place + 1]
+    assert found.held[:2] == (5 + place + 1, 5 + place + 1)
+
+
 def test_budgets_and_penalties(served: Engine) -> None:
     for budget in (24, 17):
         assert ask(served, GREEDY, budget=budget).held.kept == budget
