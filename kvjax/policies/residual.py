@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Part
 from kvjax.types import Evicted, New, Partial, PyTree, View, nothing
 from pallas_kernels.attention import LowRank, merge, share_of_evicted
-
-if TYPE_CHECKING:
-    pass
 
 
 class Queries(NamedTuple):
