@@ -7,7 +7,7 @@ import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -136,7 +136,7 @@ def _read_config(settings: Settings, file: Path) -> tuple[Family, ModelConfig]:
 
 
 @contextlib.contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def _naming(file: Path) -> Generator[None]:
     """Name the file in errors."""
     try:
         yield

@@ -424,22 +424,22 @@ def test_metadata_is_what_the_library_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("experts", [{}, {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}])
 def test_llama_3_is_known_by_what_its_rope_makes_of_frequencies(experts: dict[str, Any], tmp_path: Path) -> None:
     described, scaled = settings(**experts), Rope(64, 5e5, scaling="llama3", factor=32.0)
-    factors = (rope_frequencies(Rope(64, 5e5)) / rope_frequencies(scaled)).astype(np.float32)
-    tensors = tensors_of(described)
+    factors = np.asarray(rope_frequencies(Rope(64, 5e5)) / rope_frequencies(scaled), np.float32)
+    file, tensors = tmp_path / "model.gguf", tensors_of(described)
 
-    def extra(writer: Any, factors: np.ndarray) -> None:
-        writer.kv_data[0].pop("llama.rope.freq_base")
-        writer.add_rope_freq_base(5e5)
-        writer.add_tensor("rope_freqs.weight", factors)
-        writer.add_expert_count(experts.get("num_local_experts", 0))
-        writer.add_expert_used_count(experts.get("num_experts_per_tok", 0))
+    def write_with(factors: np.ndarray) -> None:
+        def extra(writer: Any) -> None:
+            writer.kv_data[0].pop("llama.rope.freq_base")
+            writer.add_rope_freq_base(5e5)
+            writer.add_tensor("rope_freqs.weight", factors)
+            writer.add_expert_count(experts.get("num_local_experts", 0))
+            writer.add_expert_used_count(experts.get("num_experts_per_tok", 0))
 
-    file = tmp_path / "model.gguf"
-    write_gguf(file, described, tensors, extra=functools.partial(extra, factors=factors))
+        write_gguf(file, described, tensors, extra=extra)
+
+    write_with(factors)
     assert kvjax.load(file).config.rope == scaled
-    write_gguf(
-        file, described, tensors, extra=functools.partial(extra, factors=np.linspace(1, 9, 32, dtype=np.float32))
-    )
+    write_with(np.linspace(1, 9, 32, dtype=np.float32))
     refused(file, "model.gguf: the factors in rope_freqs.weight are not those of Llama 3, and no others are supported")
 
 
