@@ -32,7 +32,7 @@ from kvjax.models.families.quantization import read_quantization
 from kvjax.models.families.qwen2 import QWEN2
 from kvjax.models.families.qwen3 import QWEN3
 from kvjax.models.families.qwen3_moe import QWEN3_MOE
-from kvjax.models.families.settings import check_only
+from kvjax.models.families.settings import check_only, flag
 from kvjax.models.families.settings import special_token_ids as special_token_ids
 from kvjax.models.families.smollm3 import SMOLLM3
 
@@ -165,7 +165,7 @@ _OUTER = ("bos_token_id", "eos_token_id", "quantization_config")
 
 
 def _tied(half: TextHalf, *parts: Settings) -> bool:
-    given = [bool(tied) for part in parts if (tied := part.get("tie_word_embeddings")) is not None]
+    given = [flag(part, "tie_word_embeddings") for part in parts if part.get("tie_word_embeddings") is not None]
     if not given:
         return half.tied
     return any(given) if half.either_ties else given[0]

@@ -10,7 +10,7 @@ import numpy as np
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import gpt_config
 from kvjax.models.families.family import Family, LoadError, Settings, Source
-from kvjax.models.families.settings import head_width, integer, read_rope
+from kvjax.models.families.settings import flag, head_width, integer, read_rope
 from kvjax.models.families.sources import fused_by_head, layer_sources
 from pallas_kernels.attention import alibi_slopes
 
@@ -28,8 +28,8 @@ _NAMES = {
 def _config(settings: Settings) -> ModelConfig:
     width = head_width(settings, "hidden_size", "num_attention_heads")
     heads = integer(settings, "num_attention_heads")
-    grouped, alibi, bias = (bool(settings[key]) for key in ("new_decoder_architecture", "alibi", "bias"))
-    parallel, norms = bool(settings["parallel_attn"]), settings["num_ln_in_parallel_attn"]
+    grouped, alibi, bias = (flag(settings, key) for key in ("new_decoder_architecture", "alibi", "bias"))
+    parallel, norms = flag(settings, "parallel_attn"), settings["num_ln_in_parallel_attn"]
     if norms not in ((None, 1, 2) if grouped else (None, 1)) or (grouped and not parallel):
         raise LoadError(
             f"parallel_attn={parallel} and num_ln_in_parallel_attn={norms!r} are not supported with "
@@ -39,7 +39,7 @@ def _config(settings: Settings) -> ModelConfig:
     kv_heads = heads
     if grouped and settings["num_kv_heads"] is not None:
         kv_heads = integer(settings, "num_kv_heads")
-    elif not grouped and settings["multi_query"]:
+    elif not grouped and flag(settings, "multi_query"):
         kv_heads = 1
     return gpt_config(
         settings,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import GPT_NAMES, gpt_config
 from kvjax.models.families.family import Family, Settings, Source
-from kvjax.models.families.settings import head_width, integer
+from kvjax.models.families.settings import flag, head_width, integer
 from kvjax.models.families.sources import fused_in_turn, layer_sources, transposed
 
 
 def _config(settings: Settings) -> ModelConfig:
-    scale = head_width(settings, "n_embd", "n_head") ** -0.5 if settings["scale_attn_weights"] else 1.0
+    scale = head_width(settings, "n_embd", "n_head") ** -0.5 if flag(settings, "scale_attn_weights") else 1.0
     scales = [scale / (layer + 1) for layer in range(integer(settings, "n_layer"))]
     return gpt_config(
         settings,
@@ -20,7 +20,7 @@ def _config(settings: Settings) -> ModelConfig:
         output_bias=True,
         mlp_bias=True,
         attention_scale=scale,
-        attention_scales=tuple(scales) if settings["scale_attn_by_inverse_layer_idx"] else None,
+        attention_scales=tuple(scales) if flag(settings, "scale_attn_by_inverse_layer_idx") else None,
     )
 
 

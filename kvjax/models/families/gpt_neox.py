@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import gpt_config
 from kvjax.models.families.family import Family, Settings, Source
-from kvjax.models.families.settings import head_width, read_rope
+from kvjax.models.families.settings import flag, head_width, read_rope
 from kvjax.models.families.sources import fused_by_head, layer_sources
 from kvjax.rope import Rope
 
@@ -31,10 +31,10 @@ def _config(settings: Settings) -> ModelConfig:
     return gpt_config(
         settings,
         _NAMES,
-        parallel=bool(settings["use_parallel_residual"]),
+        parallel=flag(settings, "use_parallel_residual"),
         rope=_rope(settings),
-        qkv_bias=bool(settings["attention_bias"]),
-        output_bias=bool(settings["attention_bias"]),
+        qkv_bias=flag(settings, "attention_bias"),
+        output_bias=flag(settings, "attention_bias"),
         mlp_bias=True,
     )
 

@@ -9,7 +9,7 @@ from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, LoadError, Settings, Source
 from kvjax.models.families.mixture import fused_experts, read_mixture, stored_in_out
-from kvjax.models.families.settings import integer, positive_number
+from kvjax.models.families.settings import flag, integer, positive_number
 from kvjax.models.families.smollm3 import rotated_layers
 
 _LAYER_TYPES = ("full_attention", "chunked_attention")
@@ -20,7 +20,7 @@ def _config(settings: Settings) -> ModelConfig:
     shape = llama_config({**settings, "sliding_window": None})
     assert shape.rope is not None
     rotated = rotated_layers(settings, shape.layers)
-    normed, chunked = bool(settings["use_qk_norm"]), _is_chunked(settings, rotated)
+    normed, chunked = flag(settings, "use_qk_norm"), _is_chunked(settings, rotated)
     if normed and shape.rope.magnitude != 1:
         raise LoadError(f"rope_type {shape.rope.scaling!r} is not supported for llama4 with use_qk_norm=True.")
     rope = dataclasses.replace(shape.rope, interleaved=True)
@@ -50,7 +50,7 @@ def _is_chunked(settings: Settings, rotated: list[bool]) -> bool:
 
 
 def _growth(settings: Settings) -> QueryGrowth | None:
-    if not settings["attn_temperature_tuning"]:
+    if not flag(settings, "attn_temperature_tuning"):
         return None
     slope, length = positive_number(settings, "attn_scale"), integer(settings, "floor_scale")
     return QueryGrowth(slope, length, offset=1, unrotated=True)

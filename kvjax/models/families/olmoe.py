@@ -9,7 +9,7 @@ from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_co
 from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.mixture import expert_sources, read_mixture
 from kvjax.models.families.qwen3 import QUERY_KEY_NORMS
-from kvjax.models.families.settings import positive_number
+from kvjax.models.families.settings import flag, positive_number
 
 
 def _config(settings: Settings) -> ModelConfig:
@@ -18,7 +18,7 @@ def _config(settings: Settings) -> ModelConfig:
         query_key_norms=True,
         query_key_norm_over="heads",
         qkv_clip=None if settings["clip_qkv"] is None else positive_number(settings, "clip_qkv"),
-        mixture=read_mixture(settings, "intermediate_size", bool(settings["norm_topk_prob"])),
+        mixture=read_mixture(settings, "intermediate_size", flag(settings, "norm_topk_prob")),
     )
 
 

@@ -9,14 +9,14 @@ from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_co
 from kvjax.models.families.family import Family, LoadError, Settings
 from kvjax.models.families.mixture import expert_sources, read_mixture
 from kvjax.models.families.qwen3 import QUERY_KEY_NORMS
-from kvjax.models.families.settings import integer
+from kvjax.models.families.settings import flag, integer
 
 
 def _config(settings: Settings) -> ModelConfig:
-    window = settings["sliding_window"] if settings["use_sliding_window"] else None
+    window = settings["sliding_window"] if flag(settings, "use_sliding_window") else None
     shape = llama_config({**settings, "sliding_window": window})
     mixture = read_mixture(
-        settings, "moe_intermediate_size", bool(settings["norm_topk_prob"]), _dense_layers(settings, shape.layers)
+        settings, "moe_intermediate_size", flag(settings, "norm_topk_prob"), _dense_layers(settings, shape.layers)
     )
     return dataclasses.replace(shape, query_key_norms=True, mixture=mixture)
 

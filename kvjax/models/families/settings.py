@@ -53,6 +53,14 @@ def _above_zero(settings: Settings, key: str, kind: Any, what: str) -> Any:
     return value
 
 
+def flag(settings: Settings, key: str) -> bool:
+    """Return a setting that must be true, false, or null for false; raise `LoadError` otherwise."""
+    value = settings.get(key)
+    if not isinstance(value, bool | None):
+        raise LoadError(f"{key} must be true or false, not {value!r}.")
+    return bool(value)
+
+
 def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
     """Return the entry of `choices` that a setting names; raise `LoadError` if there is none."""
     value = settings.get(key)
@@ -81,11 +89,12 @@ def head_width(settings: Settings, width: str, heads: str) -> int:
     """Return the width of heads that divide the hidden state, given the names of the settings of both.
 
     Raises:
-        LoadError: the heads do not divide the hidden state.
+        LoadError: the heads do not divide the hidden state, or `head_dim` is another width.
     """
     size, parts = integer(settings, width), integer(settings, heads)
     if size % parts:
         raise LoadError(f"{width} {size} is not a multiple of {heads} {parts}.")
+    check_only("this family", settings, {"head_dim": (None, size // parts)})
     return size // parts
 
 
@@ -199,7 +208,7 @@ def _extras(kind: str, settings: Settings) -> dict[str, Any]:
         extras = {
             key: positive_number(settings, key) for key in ("beta_fast", "beta_slow") if settings.get(key) is not None
         }
-        extras["truncate"] = bool(settings.get("truncate", True))
+        extras["truncate"] = flag({"truncate": True, **settings}, "truncate")
         if settings.get("mscale") and settings.get("mscale_all_dim"):
             grown = math.log(max(positive_number(settings, "factor"), 1))
             above, below = (1 + 0.1 * positive_number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
@@ -238,7 +247,7 @@ def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
     Raises:
         LoadError: a setting has the wrong type.
     """
-    if not settings["use_sliding_window"] or settings["sliding_window"] is None:
+    if not flag(settings, "use_sliding_window") or settings["sliding_window"] is None:
         return None
     layers, first = integer(settings, "num_hidden_layers"), settings["max_window_layers"]
     if not isinstance(first, int) or first < 0:

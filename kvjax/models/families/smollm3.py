@@ -7,13 +7,13 @@ import dataclasses
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, LoadError, Settings
-from kvjax.models.families.settings import LAYER_TYPES, integer, read_windows
+from kvjax.models.families.settings import LAYER_TYPES, flag, integer, read_windows
 
 
 def _config(settings: Settings) -> ModelConfig:
     shape = llama_config({**settings, "sliding_window": None})
     rotated = rotated_layers(settings, shape.layers)
-    windowed = settings["use_sliding_window"] and settings["sliding_window"] is not None
+    windowed = flag(settings, "use_sliding_window") and settings["sliding_window"] is not None
     return dataclasses.replace(
         shape,
         rope=None,
