@@ -194,8 +194,8 @@ def _added(
 def _is_phi3(metadata: Mapping[str, Any]) -> bool:
     """Return whether the tokenizer is that of Phi-3, whose special tokens include the whitespace after them.
 
-    No metadata says so. As in llama.cpp, a name counts, since some files of Phi-3 have the architecture of Llama. The
-    architecture also includes Phi-4, which has byte-level BPE and tokens that include no whitespace.
+    No metadata says so. As in llama.cpp, a name counts, since some files of Phi-3 have the architecture of Llama, and
+    byte-level BPE does not: the architecture also includes Phi-4, whose tokens llama.cpp leaves as they are.
     """
     name = str(metadata.get("general.name")).lower()
     phi3 = metadata.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name
