@@ -44,6 +44,7 @@ from kvjax.inference.press import (
 from kvjax.inference.replay import read_again, replayed_queries
 from kvjax.inference.sharding import OF_HEADS, OF_VIEW, joined, on_mesh, placed_policy, shared
 from kvjax.inference.state import State, check_state
+from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
@@ -129,7 +130,7 @@ def compress(
             "text with kvjax.prefill and that plan."
         )
     read = on_host(state.position).astype(np.int64)
-    end = _planned_ends(state, read)
+    end = planned_ends(state.cache, read, state.config)
     limits, capacities = plan_slots(bound, budget, read, end - read, before.config, int(read.max()), budget_of)
     lines = lines_of(limits)
     renewed = policy is not None
@@ -152,13 +153,6 @@ def compress(
     check_step(decoder, cache)
     settle_step(decoder, cache)
     return State(decoder, cache)
-
-
-def _planned_ends(state: State, read: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
-    # Stored keys stay rotated for the length that was planned, if it decides the frequencies of RoPE.
-    end = on_host(state.end).astype(np.int64)
-    ropes = [layer.rope for layer in state.config.layer_configs if layer.rope is not None]
-    return end if any(rope.by_length for rope in ropes) else np.maximum(end, read)
 
 
 Text = tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]

@@ -44,6 +44,7 @@ from kvjax.inference.sharding import (
     policy_specs,
     shared,
 )
+from kvjax.inference.windows import with_windows
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, unembed
@@ -198,6 +199,10 @@ class Decoder(struct.PyTreeNode):
                 f"a text of {read[longest]} tokens does not fit the {end[longest]} that {name_of(self.policy)} "
                 f"allocated in row {longest}; give prefill more max_new_tokens."
             )
+        grown = with_windows(cache, self.policy, np.where(counts > 0, read, 0), self.config, self.mesh)
+        if grown is not cache:
+            cache = grown
+            settle_step(self, cache)
         size = bucket(ids.shape[1])
         padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
         texts, every = (padded, jnp.asarray(counts, jnp.int32)), logits == "all"

@@ -125,7 +125,7 @@ def test_a_layer_gets_its_window_for_a_text_that_has_outgrown_its_plan(plan: str
     state, _ = kvjax.prefill(random_model(LOCAL), "h2o", [TEXTS[0][:5]], 6, max_new_tokens=4)
     state, _ = kvjax.extend(state, [TEXTS[0][5:]])
     pressed = kvjax.compress(state, None, 6, plan=plan)
-    assert slot_limits(state)[0].tolist() == [[6, 6]] and slot_limits(pressed)[0].tolist() == [[12, 12]]
+    assert slot_limits(state)[0].tolist() == [[12, 12]] and slot_limits(pressed)[0].tolist() == [[12, 12]]
     for token in range(1, 13):
         pressed, _ = kvjax.decode_step(pressed, [token])
     assert [len(head) for head in kept(pressed, 0)[0]] == [12, 12]

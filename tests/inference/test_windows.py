@@ -133,3 +133,46 @@ def test_a_local_layer_holds_its_window_whatever_the_policy(name: str) -> None:
     state, logits = kvjax.extend(state, given)
     length = length + turn
     check(logits)
+
+
+LATER = {
+    "exact": ("streaming", {}, [8, 60]),
+    "h2o": ("h2o", {}, 8),
+    "h2o+int8": ("h2o", {"codec": "int8"}, 8),
+    "h2o+adakv": ("h2o", {"plan": "adakv"}, 8),
+    "h2o-every-4": ("h2o", {"evict_every": 4}, 8),
+    "streaming-cache-positions": ("streaming", {"positions": "cache"}, 8),
+    "less": ("less", {"kernels": "performer"}, 8),
+}
+
+
+@pytest.mark.parametrize("name", [name if name in ("exact", "h2o+int8", "h2o+adakv") else slow(name) for name in LATER])
+def test_a_turn_beyond_the_plan_gets_the_window_of_a_longer_plan(name: str) -> None:
+    kind, settings, budget = LATER[name]
+    policy = kvjax.policy(kind, **settings)
+
+    def read(rows: list[int], new: int) -> tuple[kvjax.State, np.ndarray]:
+        state, _ = kvjax.prefill(MODEL, policy, TEXT[rows, :6], budget, max_new_tokens=new)
+        turn = [(TEXT[row, 6:40] if row == 0 else TEXT[row, 6:9]).tolist() for row in rows]
+        state, logits = kvjax.extend(state, turn)
+        for step in range(40, 60):
+            state, following = kvjax.decode_step(state, TEXT[rows, step])
+            logits = np.concatenate([logits, following], 1)
+        return state, np.asarray(logits)
+
+    both, logits = read([0, 1], 4)
+    for row, new in ((0, 70), (1, 4)):  # the second row does not outgrow its window within the turn
+        alone, expected = read([row], new)
+        np.testing.assert_allclose(logits[row], expected[0], rtol=1e-4, atol=2e-5)
+        for mine, theirs in zip(slot_limits(both), slot_limits(alone), strict=True):
+            np.testing.assert_array_equal(mine[row], theirs[0])
+    if name == "exact":
+        budget, policy = 1.0, kvjax.policy("full")
+        np.testing.assert_allclose(logits[0], read([0], 70)[1][0], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("keyformer", {"shared": True}), ("lightkv", {"recent": 2})])
+def test_a_turn_is_refused_whose_window_a_policy_cannot_give(name: str, settings: dict[str, Any]) -> None:
+    state, _ = kvjax.prefill(MODEL, kvjax.policy(name, **settings), TEXT[:, :6], 8, max_new_tokens=4)
+    with pytest.raises(ValueError, match="a text of 40 tokens outgrows the 10 that were planned in row 1 and a layer"):
+        kvjax.extend(state, [[], TEXT[1, 6:40].tolist()])

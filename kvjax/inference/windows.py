@@ -1,0 +1,114 @@
+"""Windows of layers in rows whose text outgrows the length that was planned."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int
+
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged.build import Selected
+from kvjax.cache.paged.storage import Paged
+from kvjax.cache.step import Storage
+from kvjax.inference.cache import Cache, placed_rows
+from kvjax.inference.prepare import among_devices, lines_of, round_slots
+from kvjax.inference.press import on_pages
+from kvjax.inference.sharding import OF_HEADS, OF_SELECTED, OF_VIEW, joined, on_mesh, shared, storage_specs
+from kvjax.methods.neighbors import text_order
+from kvjax.methods.registry import name_of
+from kvjax.models.config import ModelConfig
+from kvjax.policies.policy import Policy
+from kvjax.types import View
+from kvjax.utils.processes import on_host
+
+
+def planned_ends(cache: Cache, read: Int[np.ndarray, " b"], config: ModelConfig) -> Int[np.ndarray, " b"]:
+    """Return the planned length of each text, or its length if that is larger.
+
+    Stored keys stay rotated for the length that was planned, if it decides the frequencies of RoPE.
+
+    Args:
+        cache: cache of the texts.
+        read: tokens of each text.
+        config: configuration of the model.
+    """
+    end = on_host(cache.end).astype(np.int64)
+    ropes = [layer.rope for layer in config.layer_configs if layer.rope is not None]
+    return end if any(rope.by_length for rope in ropes) else np.maximum(end, read)
+
+
+def with_windows(
+    cache: Cache, policy: Policy, read: Int[np.ndarray, " b"], config: ModelConfig, mesh: Mesh | None
+) -> Cache:
+    """Give layers the slots of their windows in rows whose text is going to outgrow window and plan.
+
+    Args:
+        cache: cache of the texts.
+        policy: policy of the cache.
+        read: tokens of each text after the next block.
+        config: configuration of the model.
+        mesh: devices that shard the cache; None for one device.
+
+    Raises:
+        ValueError: the policy has states whose size is fixed, or keeps the same tokens in all layers.
+    """
+    before, end = on_host(cache.end), planned_ends(cache, read, config)
+    outgrown = [layer.bounds(end) & ~layer.bounds(before) for layer in config.layer_configs]
+    rows = np.any(outgrown, 0)
+    if not rows.any():
+        return cache
+    windows = [layer.window or 0 for layer in config.layer_configs]
+    limits = [
+        np.where(here[:, None], window, on_host(limit)).astype(np.int32)
+        for here, window, limit in zip(outgrown, windows, cache.storage.limits(), strict=True)
+    ]
+    fixed = jax.tree.structure(policy.sized(lines_of(limits))) != jax.tree.structure(policy)
+    requires = policy.score.requires
+    if fixed or requires.shared_slots == "layers" or requires.host_memory:
+        row = int(rows.argmax())
+        raise ValueError(
+            f"a text of {read[row]} tokens outgrows the {before[row]} that were planned in row {row} and a layer's "
+            f"window, for which {name_of(policy)} cannot change its slots; give prefill more max_new_tokens."
+        )
+    cache = placed_rows(cache.replace(end=jnp.asarray(np.where(rows, end, before), jnp.int32)), mesh)
+    wanted = [round_slots(window) if here.any() else 0 for here, window in zip(outgrown, windows, strict=True)]
+    allowed = tuple(map(jnp.asarray, limits))
+    storage: Any = _grown(cache.storage, allowed, capacities=among_devices(wanted, mesh), mesh=mesh)
+    if isinstance(cache.storage, Paged):
+        storage = on_pages(storage, policy, cache.storage.page_size, mesh)
+    return cache.replace(storage=storage)
+
+
+@functools.partial(jax.jit, static_argnames=("capacities", "mesh"))
+def _grown(
+    storage: Storage, limits: tuple[Int[Array, "b h"], ...], *, capacities: tuple[int, ...], mesh: Mesh | None
+) -> Dense | tuple[Selected, ...]:
+    paged = isinstance(storage, Paged)
+
+    def here(storage: Any, limits: tuple[Array, ...]) -> Any:
+        layers = zip(joined(storage, mesh).unpack().layers, limits, capacities, strict=True)
+        views = [_roomy(view.replace(limit=limit), capacity) for view, limit, capacity in layers]
+        return tuple(map(_selected, views)) if paged else shared(Dense(tuple(views)), mesh)
+
+    made = (OF_SELECTED,) * len(limits) if paged else Dense((OF_VIEW,) * len(limits))
+    return on_mesh(here, mesh, (storage_specs(storage), (OF_HEADS,) * len(limits)), made)(storage, limits)
+
+
+def _roomy(view: View, capacity: int) -> View:
+    # Adds empty slots.
+    more = max(capacity - view.capacity, 0)
+
+    def padded(leaf: Array, value: int = 0) -> Array:
+        return jnp.pad(leaf, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 3), constant_values=value)
+
+    kv, slots = jax.tree.map(padded, (view.kv, view.slots))
+    return view.replace(kv=kv, slots=slots, position=padded(view.position, -1))
+
+
+def _selected(view: View) -> Selected:
+    return Selected(view, text_order(view.position), view.live.sum(-1, dtype=jnp.int32))
