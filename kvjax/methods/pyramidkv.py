@@ -46,7 +46,10 @@ class Pyramid(Plan):
             return np.full(1, float(budget))
         beyond = budget - self.window
         if beyond < 0:
-            raise ValueError(f"a budget of {budget} slots per layer does not hold the window of {self.window} slots.")
+            raise ValueError(
+                f"a budget of {budget} slots per layer does not hold the window of {self.window} slots; "
+                "use a larger budget or a smaller window."
+            )
         last = beyond // self.beta
         return self.window + np.linspace(2 * beyond - last, last, layers)
 
