@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model
-from kvjax.utils.files import output_directory, read_text
+from kvjax.utils.files import check_not_empty, output_directory, read_text
 from kvjax.utils.progress import Bar
+from kvjax.utils.settings import check_options
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -60,6 +61,8 @@ def run(options: argparse.Namespace) -> None:
     from kvjax.methods.query_means import save
     from kvjax.training.calibrate import query_means
 
+    check_options(options, "tokens", "length")
+    check_not_empty(options.text)
     model = load_model(options)
     length = min(2048, model.config.max_positions) if options.length is None else options.length
     prompts = prompts_of(model, options.text, options.tokens, length)

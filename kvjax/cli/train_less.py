@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
 from kvjax.cli.options import add_policy, named, parts_of
 from kvjax.methods.notation import both, parse_policy
-from kvjax.utils.files import output_directory
-from kvjax.utils.settings import parse_budget
+from kvjax.utils.files import check_not_empty, output_directory
+from kvjax.utils.settings import check_options, parse_budget
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -69,13 +69,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def slots_of(budget: int | float, model: Model) -> int:
-    """Return a budget in slots; a fraction is one of the model's longest text, rounded down to even (LESS, Table 1).
-
-    Raises:
-        ValueError: the budget is not positive, or a fraction above 1.
-    """
-    if (isinstance(budget, float) and not 0 < budget <= 1) or budget <= 0:
-        raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
+    """Return a budget in slots; a fraction is one of the model's longest text, rounded down to even (LESS, Table 1)."""
     return budget if isinstance(budget, int) else max(2, 2 * int(budget * model.config.max_positions / 2 + 1e-9))
 
 
@@ -98,6 +92,9 @@ def run(options: argparse.Namespace) -> None:
     parts, settings = parts_of(options)
     if any(setting.startswith("plan.") for setting in settings):
         raise ValueError("kernels are trained under a plan with its usual settings; leave --set plan.* out.")
+    check_options(options, "length")
+    budget = parse_budget(options.budget)
+    check_not_empty(options.text)
     check_policy(policy, options.mask)  # before the model is loaded
     split_texts(options.sequences, recipe)
     mesh = None if options.mesh is None else parse_mesh(options.mesh)
@@ -106,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     train_kernels(
         model,
         policy,
-        slots_of(parse_budget(options.budget), model),
+        slots_of(budget, model),
         options.text,
         options.out,
         recipe,

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.model import Model
-from kvjax.utils.files import read_text
+from kvjax.utils.files import check_not_empty, read_text
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 """Nathaniel Hawthorne, "Edward Randolph's Portrait" (1838, public domain), 24 kB of text to measure with. The
@@ -75,11 +75,7 @@ def check_texts(files: Sequence[Path], rows: int, length: int) -> None:
     Raises:
         ValueError: a text is not a file or empty, two have one name, or there is nothing to predict.
     """
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"--text {file} is not a file; give text files.")
-        if not read_text(file).strip():
-            raise ValueError(f"--text {file} is empty; give text files.")
+    check_not_empty(files)
     check_names(files)
     check_sizes(len(files), rows, length)
 

@@ -20,6 +20,8 @@ _SETTINGS = "settings.json"
 def open_run(directory: Path, settings: dict[str, Any], free: Collection[str] = ()) -> None:
     """Write the settings of a new run, or check that they equal those of the run in the directory.
 
+    A run that ended before it stored anything else is replaced.
+
     Args:
         directory: directory of the run.
         settings: all settings that affect the result, in JSON types.
@@ -31,7 +33,7 @@ def open_run(directory: Path, settings: dict[str, Any], free: Collection[str] = 
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / _SETTINGS
     settings = json.loads(json.dumps(settings))
-    if not file.exists():
+    if not file.exists() or [*directory.iterdir()] == [file]:
         file.write_text(json.dumps(settings, indent=2) + "\n")
         return
     stored = json.loads(file.read_text())

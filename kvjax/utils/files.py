@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,6 +89,17 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text; save it in that encoding.") from None
+
+
+def check_not_empty(files: Iterable[Path]) -> None:
+    """Refuse files without text.
+
+    Raises:
+        ValueError: if a file is missing, empty or not UTF-8.
+    """
+    for file in files:
+        if not read_text(file).strip():
+            raise ValueError(f"{file} is empty; give a file with text.")
 
 
 def read_lines(file: Path, read: Callable[[str], Read]) -> list[tuple[int, Read]]:

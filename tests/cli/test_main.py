@@ -431,3 +431,28 @@ def test_the_home_of_an_unknown_user_is_refused_in_a_sentence(words: str, capsys
     assert main.main(words.split()) == 2
     said = capsys.readouterr().err
     assert "begins with the home of an unknown user" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("calibrate --text empty.txt", "empty.txt is empty; give a file with text"),
+        ("calibrate --text nowhere.txt", "nowhere.txt is not a file"),
+        ("calibrate --text text.txt --length 0", "--length 0 is not"),
+        ("calibrate --text text.txt --tokens -5", "--tokens -5 is not"),
+        ("train_less --text empty.txt", "empty.txt is empty; give a file with text"),
+        ("train_less --text nowhere.txt", "nowhere.txt is not a file"),
+        ("train_less --text text.txt --length -3", "--length -3 is not"),
+        ("train_less --text text.txt --seed -1", "seed=-1 is not"),
+        ("train_less --text text.txt --rate inf", "rate=inf"),
+    ],
+)
+def test_texts_and_numbers_are_checked_before_a_model_is_loaded(
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("Once upon a time.")
+    (tmp_path / "empty.txt").write_text("\n")
+    assert main.main([*words.split(), "--out", "made", "--model", "/nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and not (tmp_path / "made").exists()

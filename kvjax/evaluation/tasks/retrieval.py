@@ -15,7 +15,7 @@ from kvjax.evaluation.tasks.ruler import FAMILIES, HAYS, cases
 from kvjax.evaluation.tasks.scoring import string_match
 from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
-from kvjax.utils.files import read_text
+from kvjax.utils.files import check_not_empty, read_text
 from kvjax.utils.settings import check_options, whole_number
 
 MATCH = Measure("string_match", "string match")
@@ -61,8 +61,7 @@ class RetrievalTask(Task):
                 raise ValueError(f"--depths {depth} is not from 0.0, before all hay, to 1.0, after it.")
         if (options.hay == "essay") != (options.text is not None):
             raise ValueError("--text is the hay of --hay essay; give both or none.")
-        if options.text is not None and not read_text(options.text).strip():
-            raise ValueError(f"--text {options.text} is empty; give a text with words.")
+        check_not_empty([] if options.text is None else [options.text])
 
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
         """Return a cell for each family, length and, if its needle has one, depth."""

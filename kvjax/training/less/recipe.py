@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+
+from kvjax.utils.settings import seed_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Recipe:
         for name in ("features", "hidden", "epochs", "batch", "halve_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a whole number from 1.")
-        if not 0 <= self.dropout < 1 or not 0 < self.held_out < 1 or not self.rate > 0:
+        seed_number(self.seed)
+        if not 0 <= self.dropout < 1 or not 0 < self.held_out < 1 or not 0 < self.rate < math.inf:
             raise ValueError(
                 f"dropout={self.dropout}, held_out={self.held_out} and rate={self.rate} are not in [0, 1), (0, 1) and "
                 "above 0."

@@ -222,10 +222,18 @@ def test_other_settings_are_refused(
     assert "evicts nothing" in message(*arguments(text_file, new, "--policy", "full"))
     assert "'less'" in message(*arguments(text_file, new, "--policy", "less"))
     assert "nowhere.txt" in message(*arguments(tmp_path / "nowhere.txt", new))
-    assert "0.0" in message(*arguments(text_file, new, "--budget", "1.5"))
+    assert "budget=1.5" in message(*arguments(text_file, new, "--budget", "1.5"))
     assert "batch" in message(*arguments(text_file, new, "--sequences", "2"))
     assert "holds texts of 64 tokens" in message(*arguments(text_file, new, "--budget", "64"))
     assert "4096 devices" in message(*arguments(text_file, new, "--mesh", "model=4096"))
+
+
+def test_a_run_that_made_nothing_may_be_followed_by_another(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for hidden in ("16", "32"):
+        assert train_less.main(arguments(text_file, tmp_path, "--budget", "64", "--hidden", hidden)) == 2
+        assert "holds texts of 64 tokens whole" in capsys.readouterr().err
 
 
 def test_a_mesh_is_a_number_for_each_axis() -> None:
