@@ -22,7 +22,7 @@ from kvjax.cli.output import report, samples, summary, text_fields
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.inference.prepare import WHOLES
-from kvjax.utils.files import JSON_LINES, read_text
+from kvjax.utils.files import JSON_LINES, parse_json, read_text
 from kvjax.utils.settings import Messages, conversation, whole_number
 
 
@@ -132,10 +132,11 @@ def prompt_of(options: argparse.Namespace) -> str | Messages:
     if options.prompt is not None:
         return options.prompt
     if options.messages is not None:
+        messages = parse_json(read_text(options.messages), str(options.messages))
         try:
-            return conversation(json.loads(read_text(options.messages)), waits=options.questions is None)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{options.messages} is not JSON: {error}.") from None
+            return conversation(messages, waits=options.questions is None)
+        except TypeError as error:
+            raise ValueError(f"{options.messages}: {error}") from None
     if options.prompt_file is not None:
         text = read_text(options.prompt_file)
     elif sys.stdin is None or sys.stdin.closed:

@@ -141,10 +141,10 @@ class RowFile:
         *lines, cut = text.split("\n")
         for number, line in enumerate(lines, 1):
             try:
-                self.rows.append(json.loads(line))
-            except json.JSONDecodeError as error:
+                self.rows.append(dict(json.loads(line)))
+            except (TypeError, ValueError) as error:
                 raise ValueError(
-                    f"{file}, line {number}, is no row ({error.msg}); delete it or name another directory."
+                    f"{file}, line {number}, is no row ({error}); delete it or name another directory."
                 ) from None
         if cut:  # the process ended while it wrote this line
             write_text(file, "".join(f"{line}\n" for line in lines))

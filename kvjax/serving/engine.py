@@ -99,7 +99,7 @@ class Engine:
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
-        self.snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, 0))
+        self.snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, 0, 2**63 - 1))
         self.device = Device(model, policy, budget, rows, context, chunk, steps)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.changed = threading.Condition()

@@ -84,8 +84,10 @@ def check_kind(name: str, value: object, annotation: object) -> None:
         annotation: annotation of the field or parameter, a type or its text.
 
     Raises:
-        ValueError: if the value has another type, or is NaN or infinite.
+        ValueError: if the value has another type, is NaN or infinite, or a whole number that is too large.
     """
+    most = 2**32 if name == "seed" else 2**31
+    check(not isinstance(value, int) or abs(value) < most, name, value, f"a number below {most}")
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     kinds = [_KINDS.get(kind) for kind in text.split(" | ")]
     if all(kind is not None for kind in kinds):

@@ -129,16 +129,30 @@ def of_line(file: Path, number: int, do: Callable[[], Read]) -> Read:
         raise ValueError(f"{file}, line {number}: {error}") from error
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes, what: str = "it") -> Any:
     """Parse JSON.
 
+    Args:
+        text: a text in JSON.
+        what: name of the text, for the error.
+
     Raises:
-        ValueError: if the text is not JSON.
+        ValueError: if the text is not JSON, has a number that JSON does not have, or is nested too deeply.
     """
+
+    def constant(word: str) -> None:
+        raise ValueError(f"{word} is no number of JSON")
+
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=constant)
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error.msg} at column {error.colno}.") from None
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        said = f"{error.msg} at {line}column {error.colno}"
+    except RecursionError:
+        said = "it is nested too deeply"
+    except ValueError as error:
+        said = " ".join(str(error).split())
+    raise ValueError(f"{what} is not JSON: {said}.")
 
 
 def check_writable(file: Path, ending: str) -> None:

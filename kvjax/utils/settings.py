@@ -103,7 +103,7 @@ def read_config(path_or_name: str) -> dict[str, Any]:
         raise ValueError(f"there is no config {path_or_name!r}; give a file, or one of {', '.join(names)}.")
     try:
         config = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not TOML: {error}.") from None
     for key in config:
         if key not in CONFIG_KEYS:

@@ -66,9 +66,10 @@ def test_rows_outlive_a_cut(tmp_path: Path) -> None:
     assert [json.loads(line)["policy"] for line in file.read_text().splitlines()] == ["h2o", "h2o", "tova"]
     with again.write_csv().open(newline="") as stream:
         assert list(csv.DictReader(stream))[1] == {"policy": "h2o", "length": "4", "refused": "no"}
-    file.write_text('{"policy": "h2o"}\nnothing\n{}\n')
-    with pytest.raises(ValueError, match="line 2"):
-        RowFile(file)
+    for line in ("nothing", "[1]", "5"):
+        file.write_text(f'{{"policy": "h2o"}}\n{line}\n{{}}\n')
+        with pytest.raises(ValueError, match="line 2, is no row"):
+            RowFile(file)
 
 
 def test_a_grid_goes_on_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,6 +215,8 @@ def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
         ('{"prompt": "a", "messages": []}', "line 1: it is not of the form"),
         ("[1]", "line 1: it is not of the form"),
         ('{"prompt": "a"}\n{"prompt"', "line 2: it is not JSON"),
+        ("[" * 10**5, "line 1: it is not JSON: it is nested too deeply"),
+        ('{"prompt": "a", "id": NaN}', "line 1: it is not JSON: NaN is no number of JSON"),
         ('{"messages": []}', "line 1: there is no message"),
         ('{"messages": 5}', "line 1: messages=5 are no list"),
         ('{"prompt": "a"}\n{"prompt": " "}', "line 2: the prompt is empty"),
@@ -250,6 +252,9 @@ def test_a_wrong_line_is_one_sentence_before_anything_runs(
         ("--questions WRONG", 'WRONG.jsonl, line 1: it is not of the form {"question": "..."}'),
         ("--messages WRONG", "message 1 is {'prompt': ''}"),
         ("--messages QUESTIONS", "questions.txt is not JSON"),
+        ("--messages OBJECT", "OBJECT.json: messages={} are no list"),
+        ("--config OBJECT", "OBJECT.json is not TOML"),
+        ("--policy h2o --set sinks=9999999999 --budget 8", "sinks=9999999999 is not a number below 2147483648"),
         ("--stop ", "stop='' would end every text"),
         ("--min-p 1.5", "min_p is 1.5"),
         ("--repetition-penalty -1", "repetition_penalty is -1.0"),
@@ -262,7 +267,9 @@ def test_a_mistake_is_one_sentence(
     questions, wrong = tmp_path / "questions.txt", tmp_path / "WRONG.jsonl"
     questions.write_text("Who?\n")
     wrong.write_text('[{"prompt": ""}]')
-    given = [word.replace("QUESTIONS", str(questions)).replace("WRONG", str(wrong)) for word in words.split(" ")]
+    (tmp_path / "OBJECT.json").write_text("{}")
+    files = {"QUESTIONS": str(questions), "WRONG": str(wrong), "OBJECT": str(tmp_path / "OBJECT.json")}
+    given = [files.get(word, word) for word in words.split(" ")]
     prompt = [] if "--messages" in given else ["--prompt", STORY]
     assert generate.main([*prompt, *given]) == 2
     said = capsys.readouterr().err

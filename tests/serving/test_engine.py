@@ -404,6 +404,11 @@ def test_requests_that_cannot_be_served(served: Engine, changes: dict[str, Any],
         Client(served, GREEDY, **changes)
 
 
+def test_a_prefix_cache_may_be_larger_than_2_gib() -> None:
+    with engine(snapshot_bytes=2**40) as made:
+        assert made.snapshots.limit == 2**40
+
+
 @struct.dataclass
 class Neighbours(kvjax.Score):
     """Asks for what is known of a prompt that is read whole."""

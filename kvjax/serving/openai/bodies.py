@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from kvjax.generation.sampling import Sampling
 from kvjax.serving.openai.errors import Refused, invalid, shown
 from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, checked
 from kvjax.serving.requests import Request, Serving
+from kvjax.utils.files import parse_json
 from kvjax.utils.settings import conversation
 
 
@@ -39,15 +39,10 @@ def parse(body: bytes) -> dict[str, Any]:
     Raises:
         Refused: the body is not a JSON object.
     """
-
-    def constant(word: str) -> None:
-        raise ValueError(f"{word} is no number of JSON")
-
     try:
-        value = json.loads(body, parse_constant=constant)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise Refused(f"the body is not JSON: {reason.rstrip('.')}.") from None
+        value = parse_json(body, "the body")
+    except ValueError as error:
+        raise Refused(str(error)) from None
     if not isinstance(value, dict):
         raise Refused(f"the body is {shown(value)}, not an object of JSON.")
     return value
