@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
     """Benchmark the policies that the command line names.
 
     Raises:
-        ValueError: a policy is unknown, or a setting is invalid.
+        ValueError: a policy is unknown, a setting is invalid, or all policies are left out.
     """
     named = bench_entries(options)
     model = model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
@@ -49,13 +49,13 @@ def run(options: argparse.Namespace) -> None:
             with refusals():
                 contenders.append(dataclasses.replace(make(policy, slots), name=name))
         except Unsupported as error:
-            if options.policies != "all":
-                raise
             say(f"{name} at {slots} is left out: {error}")
             continue
         if policy.plan.sizing.mode == "profiled":
             own_slots = round(contenders[-1].slots or 1)
             contenders[-1].budget = f"own: {own_slots}"
+    if named and len(contenders) == 1:
+        raise ValueError("no policy is left to benchmark, for the reasons above.")
     timed = contenders
     if options.against:
         reads = options.what == "prefill"

@@ -239,7 +239,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
         said = " ".join(str(error).split())
         if isinstance(error, RuntimeError):
-            if said.startswith("RESOURCE_EXHAUSTED"):
+            if said.startswith("RESOURCE_EXHAUSTED") or "Out of memory" in said:  # the latter on a CPU
                 said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
             elif distributed is not None:
                 print(

@@ -21,6 +21,18 @@ def test_bench_prints_a_table_and_writes_numbers(what: str, tmp_path: Path, caps
     assert "streaming" in capsys.readouterr().out
 
 
+def test_a_policy_that_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "numbers.json"
+    words = (
+        f"prefill --model tiny --budgets 8 --batch 1 --prompt-tokens 16 --repeats 1 --json {file} --policies".split()
+    )
+    assert bench.main([*words, "snapkv,streaming"]) == 0
+    assert [row["policy"] for row in json.loads(file.read_text())["rows"]] == ["full", "streaming"]
+    assert "snapkv at 8 is left out: sinks + recent" in capsys.readouterr().err
+    assert bench.main([*words, "snapkv"]) == 2
+    assert "no policy is left to benchmark" in capsys.readouterr().err
+
+
 def test_parts_of_a_step_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     words = "parts --model tiny --policy full --prompt-tokens 20 --new-tokens 2 --repeats 2 --json"

@@ -93,6 +93,11 @@ def test_an_import_that_is_interrupted_ends_without_a_word(
     [
         (ValueError("budget=0 is\n  nothing."), 2, "kvjax test: budget=0 is nothing.\n"),
         (ValueError(), 2, "kvjax test: ValueError\n"),
+        (
+            RuntimeError("INTERNAL: Out of memory allocating"),
+            2,
+            "kvjax test: there is not enough memory (INT",
+        ),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 2, "kvjax test: there is not enough memory (RESOURCE_EX"),
         (MemoryError("Unable to allocate"), 2, "kvjax test: Unable to allocate\n"),
         (BrokenPipeError(), 141, ""),
