@@ -114,7 +114,7 @@ def entries(
     Raises:
         ValueError: a name, a setting or a budget is wrong.
     """
-    sizes = [parse_budget(text) for text in budgets.split(",")]
+    sizes = list(dict.fromkeys(parse_budget(text) for text in budgets.split(",")))
     full = Entry("full", methods.policy("full"), 1.0)
     return [full] + [
         Entry(label, policy, budget)

@@ -24,14 +24,21 @@ def parse_settings(words: list[str]) -> dict[str, Any]:
     Settings of a part are written as `residual.kernels=performer`.
 
     Raises:
-        ValueError: if a word is not of the form `key=value`.
+        ValueError: if a word is not of the form `key=value`, or names a part instead of a setting.
     """
-    settings = {}
+    settings: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
         if not (name and equals):
             raise ValueError(f"--set {word!r} is not of the form key=value.")
         settings[name.strip().replace("-", "_")] = parse_value(text.strip())
+    return _without_parts(settings)
+
+
+def _without_parts(settings: dict[str, Any]) -> dict[str, Any]:
+    for name in settings:
+        if name in ("name", *PART_KEYS):
+            raise ValueError(f"{name}={settings[name]!r} is no setting of a policy; name policies and parts apart.")
     return settings
 
 
@@ -114,7 +121,7 @@ def read_config(path_or_name: str) -> dict[str, Any]:
         fits, what = _CONFIG_TYPES.get(key, _TEXT)
         if not fits(value):
             raise ValueError(f"{file}: {key}={value!r} is not {what}.")
-    return config | {"settings": _flat(config.get("settings", {}))}
+    return config | {"settings": _without_parts(_flat(config.get("settings", {})))}
 
 
 _TEXT: tuple[Callable[[Any], bool], str] = (lambda value: isinstance(value, str), "text in quotes")

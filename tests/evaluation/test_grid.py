@@ -75,8 +75,8 @@ def test_rows_outlive_a_cut(tmp_path: Path) -> None:
 def test_a_grid_goes_on_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, out = tmp_path / "words.txt", tmp_path / "out"
     text.write_text(WORDS)
-    words = f"perplexity --text {text} --rows 2 --lengths 32 --policies h2o --out {out} --budgets".split()
-    assert evaluate.main([*words, "8"]) == 0
+    words = f"perplexity --text {text} --rows 2 --lengths 32 32 --policies h2o,h2o --out {out} --budgets".split()
+    assert evaluate.main([*words, "8,8"]) == 0
     file = out / "perplexity.jsonl"
     first = file.read_text().splitlines()
     assert evaluate.main([*words, "8,40"]) == 0, capsys.readouterr().err

@@ -254,6 +254,8 @@ def test_a_wrong_line_is_one_sentence_before_anything_runs(
         ("--messages QUESTIONS", "questions.txt is not JSON"),
         ("--messages OBJECT", "OBJECT.json: messages={} are no list"),
         ("--config OBJECT", "OBJECT.json is not TOML"),
+        ("--policy h2o --plan adakv --set plan=adakv", "plan='adakv' is no setting of a policy"),
+        ("--policy h2o --set name=tova", "name='tova' is no setting of a policy"),
         ("--policy h2o --set sinks=9999999999 --budget 8", "sinks=9999999999 is not a number below 2147483648"),
         ("--stop ", "stop='' would end every text"),
         ("--min-p 1.5", "min_p is 1.5"),

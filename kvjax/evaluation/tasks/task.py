@@ -73,7 +73,9 @@ class Task(abc.ABC):
         Returns:
             The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).
         """
-        cells, named = self.cells(model, options), [(entry, entry.cell(model)) for entry in compared]
+        cells = self.cells(model, options)
+        cells = [cell for place, cell in enumerate(cells) if cell not in cells[:place]]
+        named = [(entry, entry.cell(model)) for entry in compared]
         wanted = [(entry, cell, ours | cell) for cell in cells for entry, ours in named]
         made: list[dict[str, Any]] = []
         full: dict[str, Any] | None = None
