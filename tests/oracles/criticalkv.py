@@ -38,7 +38,7 @@ class Critical(EvictEvery):
         return total / self.groups
 
     def contest(self, h, new):
-        return self.ranked(h, new, super().scores(h, new))
+        return self.with_protected(h, new, super().scores(h, new))
 
     def scores(self, h, new):
         head, base = self.heads[h], super().scores(h, new)

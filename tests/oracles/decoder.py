@@ -237,13 +237,13 @@ class Oracle:
         return sink or recent or head.tokens[i] in self.special
 
     def ranks(self, h: int, new: New | Prompt) -> list[float]:
-        return self.ranked(h, new, self.scores(h, new))
+        return self.with_protected(h, new, self.scores(h, new))
 
     def contest(self, h: int, new: New | Prompt) -> list[float]:
         """By what its tokens compete with those of other heads."""
         return self.ranks(h, new)
 
-    def ranked(self, h: int, new: New | Prompt, scores: Sequence[float]) -> list[float]:
+    def with_protected(self, h: int, new: New | Prompt, scores: Sequence[float]) -> list[float]:
         return [
             math.inf if self.protected(h, i, new.position) and scores[i] > -math.inf else float(scores[i])
             for i in range(len(self.heads[h].positions))
