@@ -72,7 +72,7 @@ class Case:
         prefill_chunk: as in `prefill`; an oracle with `sequential = True` needs 1 here or as the policy's own.
         inject: random numbers and matrices for the oracle.
         equals_full: whether it is the full cache when there is room for everything.
-        full: settings that make room, where the budget does not.
+        full: settings that make room, where the budget does not, or give all heads the same.
     """
 
     policy: str
@@ -361,7 +361,12 @@ POLICIES: dict[str, Case] = {
         inject=_sketches,
     ),
     "chunkkv-l2": Case("chunkkv", prompt_scores.chunked(l2.L2), {"base": "l2", "recent": 3, "length": 7}),
-    "kvzip": Case("kvzip", kvzip.KVzip, {"prompt": (3, 5, 8), "chunk": 16, "later": (6, 1), "overlap": 5, "recent": 4}),
+    "kvzip": Case(
+        "kvzip",
+        kvzip.KVzip,
+        {"prompt": (3, 5, 8), "chunk": 16, "later": (6, 1), "overlap": 5, "recent": 4},
+        full={"recent": 20},
+    ),
     "kvzip-plus": Case(
         "kvzip",
         kvzip.KVzip,

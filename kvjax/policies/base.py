@@ -62,7 +62,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         """
         if self.against_alibi and model.config.position == "alibi":
             raise ValueError(
-                f"{self.against_alibi}, on which logits of {model!r} depend (ALiBi); use a policy without it."
+                f"{self.against_alibi}, on which logits of {model!r} depend (ALiBi); use another policy or residual."
             )
         return self
 

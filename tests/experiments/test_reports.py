@@ -128,7 +128,7 @@ def test_quality_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--budgets", "0.9"], "not from 8 to half"),
         (["--checkpoints", "nowhere"], "nowhere holds no kernels"),
         (["--rows", "0"], "nothing to predict"),
-        (["--text", "nowhere.txt"], "--text nowhere.txt is not a file"),
+        (["--text", "nowhere.txt"], "nowhere.txt is not a file"),
     ],
 )
 def test_a_mistake_is_one_sentence(

@@ -19,7 +19,8 @@ from kvjax.cache.paged import storage
 from kvjax.cache.paged.table import round_pages
 from kvjax.inference import decode, decoder, prefill, press
 from kvjax.inference.cache import Cache
-from kvjax.inference.prepare import prepare, round_slots
+from kvjax.inference.padding import round_slots
+from kvjax.inference.prepare import prepare
 from kvjax.inference.state import State, held_positions, slot_limits
 from kvjax.methods.adakv import AdaKV
 from kvjax.models import Rope

@@ -54,7 +54,7 @@ def decorated(*bases: type, **members: Any) -> Any:
         (lambda: decorated(score=numbers, ask=numbers), "did you mean asks"),
         (
             lambda: decorated(score=numbers, observe=numbers),
-            r"never calls Mine.observe \(there are advance, asks, bind,",
+            r"never calls Mine.observe \(there are advance, against_alibi, asks, bind,",
         ),
         (lambda: decorated(score=numbers, require=True), "did you mean requires"),
         (lambda: decorated(Accumulated, foldd=numbers), "did you mean fold"),
