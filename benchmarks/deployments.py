@@ -23,7 +23,7 @@ from kvjax.cli.commands import Parser, finish
 from kvjax.evaluation.bench.models import shaped_model
 from kvjax.inference.decode import lower_step
 from kvjax.inference.extend import lower_prefill
-from kvjax.inference.prepare import full_slots, round_slots
+from kvjax.inference.padding import full_slots, round_slots
 from kvjax.inference.shapes import state_shapes
 from kvjax.methods.registry import policy
 from kvjax.model import Model

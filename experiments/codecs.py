@@ -16,7 +16,7 @@ from kvjax.cache.empty import empty
 from kvjax.cache.memory import slot_bytes
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.texts import passages
-from kvjax.inference.prepare import round_slots
+from kvjax.inference.padding import round_slots
 from kvjax.methods.notation import compared
 from kvjax.model import Model, load
 from kvjax.policies import Policy

@@ -21,7 +21,7 @@ from kvjax.cli.options import (
 from kvjax.cli.output import report, samples, summary, text_fields
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
-from kvjax.inference.prepare import WHOLES
+from kvjax.inference.budget import WHOLES
 from kvjax.utils.files import JSON_LINES, parse_json, read_text
 from kvjax.utils.settings import Messages, conversation, whole_number
 

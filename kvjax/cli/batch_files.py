@@ -14,7 +14,8 @@ from kvjax.cli.output import samples, text_fields
 from kvjax.generation.generate import check_room, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.generation.questions import answer, encode_questions
-from kvjax.inference.prepare import bucket_rows, prepare
+from kvjax.inference.padding import bucket_rows
+from kvjax.inference.prepare import prepare
 from kvjax.utils.files import JSON_LINES, append_line, check_writable, of_line, parse_json, read_lines, write_text
 from kvjax.utils.progress import Bar
 from kvjax.utils.settings import Messages, conversation

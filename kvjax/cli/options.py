@@ -14,7 +14,8 @@ from rich.text import Text
 from kvjax import methods
 from kvjax.generation.detokenize import stop_strings
 from kvjax.generation.sampling import Sampling
-from kvjax.inference.prepare import WHOLES, check_bounded
+from kvjax.inference.budget import WHOLES
+from kvjax.inference.prepare import check_bounded
 from kvjax.methods import describe
 from kvjax.methods.notation import both, parse_policy
 from kvjax.policies.policy import Policy

@@ -25,8 +25,10 @@ from kvjax.generation.detokenize import before_stop
 from kvjax.generation.generate import generate_ids, lower_begin
 from kvjax.generation.prompts import render, token_ids
 from kvjax.generation.questions import answer_each
+from kvjax.inference.budget import Budget
 from kvjax.inference.extend import lower_prefill, prefill
-from kvjax.inference.prepare import Budget, bucket_rows, check_length, ready
+from kvjax.inference.padding import bucket_rows
+from kvjax.inference.prepare import check_length, ready
 from kvjax.inference.state import cache_bytes, full_cache_bytes, take_rows
 from kvjax.methods.registry import name_of
 from kvjax.model import Model

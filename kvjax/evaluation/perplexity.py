@@ -13,10 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty_layers
+from kvjax.inference.budget import lines_of, plan_slots
 from kvjax.inference.cache import Cache, policy_seeds
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import lower_prefill, prefill
-from kvjax.inference.prepare import among_devices, check_prompt, lines_of, plan_slots, ready
+from kvjax.inference.padding import among_devices
+from kvjax.inference.prepare import check_prompt, ready
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model

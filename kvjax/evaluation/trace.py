@@ -14,9 +14,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.evaluation import cache_map
 from kvjax.evaluation.fidelity import attention_row, held_tokens, watched
+from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import prefill
-from kvjax.inference.prepare import Budget
 from kvjax.inference.state import State
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.model import Model

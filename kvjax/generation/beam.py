@@ -15,7 +15,7 @@ from kvjax.cache.paged.storage import Paged
 from kvjax.generation.loop import STEPS_PER_DISPATCH
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder, settle_step
-from kvjax.inference.prepare import bucket
+from kvjax.inference.padding import bucket
 from kvjax.inference.state import State, take_rows
 from kvjax.utils.processes import on_host
 

@@ -22,8 +22,9 @@ from kvjax.generation.prompts import encode, encode_all, end_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.inference.cache import policy_seeds
 from kvjax.inference.extend import lower_prefill, prefill
+from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prefill import draws
-from kvjax.inference.prepare import bucket_rows, check_vocabulary, instead, longest_text, prepare, ready
+from kvjax.inference.prepare import check_vocabulary, instead, longest_text, prepare, ready
 from kvjax.inference.state import State, held_positions, take_rows
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.policies.allocation import Plan

@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.generation.generate import Begun, Generation, begin, check_beams, go_on
 from kvjax.generation.prompts import chat_ids, encode, render, token_ids, with_system
 from kvjax.inference.extend import extend
-from kvjax.inference.prepare import bucket, bucket_rows
+from kvjax.inference.padding import bucket, bucket_rows
 from kvjax.inference.state import take_rows
 from kvjax.utils.settings import Messages, whole_number
 

@@ -16,20 +16,11 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty
 from kvjax.cache.paged.table import page_slots
 from kvjax.cache.step import update_score
+from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
 from kvjax.inference.decoder import Decoder, check_step, decoder_specs, settle_step
-from kvjax.inference.prepare import (
-    Budget,
-    Tokens,
-    bucket,
-    check_length,
-    check_on_host,
-    check_tokens,
-    checked_budget,
-    lines_of,
-    plan_slots,
-    ready,
-)
+from kvjax.inference.padding import bucket
+from kvjax.inference.prepare import Tokens, check_length, check_on_host, check_tokens, ready
 from kvjax.inference.press import (
     Asking,
     Pressed,

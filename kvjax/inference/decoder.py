@@ -18,15 +18,15 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.paged.stats import check_asks
 from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots
+from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
 from kvjax.inference.layers import read_block, read_token
+from kvjax.inference.padding import bucket
 from kvjax.inference.prefill import prompt_shapes, read_prompts
 from kvjax.inference.prepare import (
-    Budget,
     Prompts,
     Tokens,
     bind,
-    bucket,
     check_length,
     check_on_host,
     check_tokens,

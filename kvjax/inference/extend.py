@@ -9,9 +9,10 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key
 
+from kvjax.inference.budget import Budget
 from kvjax.inference.decoder import decoder
 from kvjax.inference.prefill import lower_prompts
-from kvjax.inference.prepare import Budget, Tokens, check_on_host, prepare
+from kvjax.inference.prepare import Tokens, check_on_host, prepare
 from kvjax.inference.state import State, check_state
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy

@@ -1,4 +1,4 @@
-"""Preparation of prompts on the host: checks, slots per layer, padding to a bucket."""
+"""Preparation of prompts on the host: checks, and padding to a bucket."""
 
 from __future__ import annotations
 
@@ -14,24 +14,22 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key
 
+from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
+from kvjax.inference.padding import among_devices, bucket, check_rows
 from kvjax.methods.compatibility import fitted
 from kvjax.methods.registry import name_of, plan_by_name
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.model import rows_of
-from kvjax.policies.allocation import Plan, layer_slots
+from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.types import ROWS, SLOTS
 from kvjax.utils.settings import whole_number
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 Tokens = ArrayLike | Sequence[Sequence[int]]
-Budget = int | float | Sequence[int]
-WHOLES = ("text", "prompt", "context")
-"""Bases of a fractional budget."""
 
 
 class Loaded(Protocol):
@@ -251,168 +249,6 @@ def instead(config: ModelConfig) -> str:
 def longest_text(policy: Policy, config: ModelConfig) -> float:
     """Return the most tokens that a text may have; infinity if the policy uses positions in the cache."""
     return config.max_positions if config.bounded or policy.codec.positions == "original" else math.inf
-
-
-def checked_budget(budget: Any) -> Budget:
-    """Check a budget and return it as Python numbers.
-
-    Raises:
-        TypeError: if the budget is neither a number nor a number of slots for each layer.
-        ValueError: if it is out of range.
-    """
-    if isinstance(budget, (list, tuple, np.ndarray)) and np.ndim(budget) > 0:
-        return [whole_number("budget", slots) for slots in budget]
-    if isinstance(budget, (float, np.floating)):
-        return float(budget)
-    if isinstance(budget, (bool, np.bool_)) or not isinstance(budget, (int, np.integer)):
-        raise TypeError(
-            f"budget={budget!r} is not a number of slots, a fraction of the text, nor slots for each layer."
-        )
-    if budget >= 2**31:
-        raise ValueError(f"budget={budget} is more slots than a cache can count, 2147483647.")
-    return int(budget)
-
-
-def bucket(tokens: int) -> int:
-    """Return the padded length of a text: the next power of two or halfway point, at least 16.
-
-    Texts of one padded length share a program.
-    """
-    power = 16
-    while power < tokens:
-        power *= 2
-    return power * 3 // 4 if power > 16 and power * 3 // 4 >= tokens else power
-
-
-def bucket_rows(rows: int, mesh: Mesh | None = None) -> int:
-    """Return the padded rows of a batch: the next power of two or halfway point, divisible among devices."""
-    devices = 1 if mesh is None else mesh.shape[ROWS]
-    return -(-(bucket(16 * rows) // 16) // devices) * devices
-
-
-def check_rows(rows: int, mesh: Mesh | None) -> None:
-    """Refuse rows that cannot be sharded evenly over devices.
-
-    Raises:
-        ValueError: if the rows are not a multiple of the devices; the message names both.
-    """
-    devices = 1 if mesh is None else mesh.shape[ROWS]
-    if rows % devices:
-        raise ValueError(
-            f"{rows} rows cannot be sharded evenly over data={devices} devices; give a multiple of {devices} rows, "
-            "or a mesh with fewer devices along data."
-        )
-
-
-def round_slots(slots: int) -> int:
-    """Round slots up to a multiple of 16, or of 64 beyond 1024, so that blocks of attention fit the buffers."""
-    unit = 16 if slots <= 1024 else 64
-    return -(-slots // unit) * unit
-
-
-def among_devices(capacities: Sequence[int], mesh: Mesh | None) -> tuple[int, ...]:
-    """Round slots of buffers up so that they can be sharded evenly over the devices of a mesh."""
-    shares = 1 if mesh is None else mesh.shape[SLOTS]
-    return tuple(-(-slots // shares) * shares for slots in capacities)
-
-
-def full_slots(prompt: int, new: int) -> int:
-    """Return the slots per head if nothing is evicted, for the longest prompt and the tokens planned after it."""
-    return round_slots(bucket(prompt) + new)
-
-
-def plan_slots(
-    policy: Policy,
-    budget: Budget,
-    lengths: Int[np.ndarray, " b"],
-    max_new_tokens: int | Int[np.ndarray, " b"],
-    config: ModelConfig,
-    width: int,
-    budget_of: str = "text",
-) -> tuple[list[Int[np.ndarray, "b h"]], tuple[int, ...]]:
-    """Plan the slots that each row and head may use, and those of the buffers, by layer.
-
-    Args:
-        policy: policy with the plan that distributes the budget.
-        budget: slots per head, a fraction, or slots for each layer. Layers that are bounded by their own window get
-            as many slots as the window is wide; the budget is distributed over the other layers.
-        lengths: tokens of each prompt.
-        max_new_tokens: planned number of later tokens, of all rows or of each.
-        config: configuration of the model.
-        width: tokens of the longest prompt.
-        budget_of: base of a fraction, one of `WHOLES`.
-
-    Raises:
-        ValueError: if the budget is not positive, does not match the layers or does not fit the policy's protections.
-    """
-    rows, total, plan = len(lengths), lengths + max_new_tokens, policy.plan
-    one = isinstance(budget, (int, float, np.integer, np.floating))
-    if budget_of not in WHOLES:
-        raise ValueError(f"budget_of={budget_of!r} is not one of {', '.join(WHOLES)}.")
-    wholes = {"text": total, "prompt": lengths, "context": np.full(rows, config.max_positions)}
-    per_row = _slots_per_row(budget, wholes[budget_of]) if one else total  # type: ignore[arg-type]
-    widths = [np.iinfo(np.int32).max if layer.window is None else layer.window for layer in config.layer_configs]
-    windows = np.array(widths)[:, None]
-    if plan.sizing.mode != "budget":
-        slots = full_slots(width, int(np.max(max_new_tokens)))
-        return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
-    apart = np.stack([layer.bounds(total) for layer in config.layer_configs])
-    if apart.any() and policy.score.requires.shared_slots == "layers":
-        raise ValueError(
-            f"{name_of(policy)} with one score for all layers needs the same tokens in all of them, but some layers of "
-            "this model see a window of the text; use shared=False."
-        )
-    if one:
-        limits = np.zeros((config.layers, rows), np.int64)
-        for row, slots in enumerate(per_row):
-            free = ~apart[:, row]
-            limits[free, row] = layer_slots(plan, int(slots), int(free.sum()))
-    else:
-        slots = np.asarray(budget)
-        if len(slots) != config.layers or slots.min() < 1:
-            raise ValueError(
-                f"budget={slots.tolist()} is not a number of slots from 1 for each of {config.layers} layers."
-            )
-        limits = np.repeat(slots.astype(np.int64)[:, None], rows, axis=1)
-    limits = limits + plan.extra_slots
-    row = int(np.where(apart, np.iinfo(np.int64).max, limits).min(0).argmin())
-    free = int((~apart[:, row]).sum())
-    if one:
-        policy.protection.check_budget(
-            int(per_row[row]), lambda slots: int(layer_slots(plan, slots, free).min()) + plan.extra_slots
-        )
-    else:
-        policy.protection.check_budget(int(limits[~apart].min()))
-    if policy.score.requires.shared_slots == "layers" and (limits != limits[0]).any():
-        raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
-    # A layer cannot use more slots than its window.
-    limits = np.where(apart, windows, np.minimum(limits, windows))
-    buffers = limits.max(1, where=apart, initial=0)
-    for layer, bound in enumerate(apart):
-        if not bound.all():
-            planned = policy.buffer_slots(int(limits[layer, ~bound].max()), int(lengths.min()))
-            buffers[layer] = max(buffers[layer], planned)
-    return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
-
-
-def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
-    """Return the largest limit of each layer, rounded like buffers so that programs are shared."""
-    return tuple(round_slots(int(limit.max())) for limit in limits)
-
-
-def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b h"]]:
-    layers = zip(limits, config.layer_configs, strict=True)
-    return [np.repeat(limit[:, None], layer.kv_heads, axis=1) for limit, layer in layers]
-
-
-def _slots_per_row(budget: int | float, whole: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
-    if isinstance(budget, (int, np.integer)):
-        if budget < 1:
-            raise ValueError(f"budget={budget} is not a number of slots from 1, nor a fraction between 0.0 and 1.0.")
-        return np.full(len(whole), budget)
-    if not 0 < budget <= 1:
-        raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
-    return np.maximum(1, np.floor(budget * whole + 1e-6).astype(np.int64))
 
 
 def _pad_rows(

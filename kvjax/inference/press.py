@@ -23,7 +23,8 @@ from kvjax.cache.paged.table import table
 from kvjax.inference.allocate import allocated, allocated_together
 from kvjax.inference.cache import Cache, cache_specs
 from kvjax.inference.keep import Kept, keep_best
-from kvjax.inference.prepare import Prompts, among_devices, round_slots
+from kvjax.inference.padding import among_devices, round_slots
+from kvjax.inference.prepare import Prompts
 from kvjax.inference.sharding import (
     OF_HEADS,
     OF_POOL,

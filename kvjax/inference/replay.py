@@ -16,7 +16,8 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.step import Pending, sum_over_layers, update_score
 from kvjax.inference.cache import Cache, cache_specs
 from kvjax.inference.layers import Reading, append_and_attend
-from kvjax.inference.prepare import bucket, longest_text
+from kvjax.inference.padding import bucket
+from kvjax.inference.prepare import longest_text
 from kvjax.inference.sharding import OF_HEADS, OF_ROWS, joined, on_mesh, policy_specs, shared, storage_specs
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, embed

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache, cache_specs
 from kvjax.inference.decoder import Decoder, decoder_specs
 from kvjax.inference.prefill import prompt_shapes
-from kvjax.inference.prepare import Budget, prepare
+from kvjax.inference.prepare import prepare
 from kvjax.inference.sharding import placed_shapes
 from kvjax.inference.state import State
 from kvjax.methods.registry import name_of

@@ -16,7 +16,7 @@ from kvjax.cache.memory import allocated_bytes
 from kvjax.cache.step import Storage
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
-from kvjax.inference.prepare import full_slots, round_slots
+from kvjax.inference.padding import full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.policies.policy import Policy

@@ -15,8 +15,9 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected
 from kvjax.cache.paged.storage import Paged
 from kvjax.cache.step import Storage
+from kvjax.inference.budget import lines_of
 from kvjax.inference.cache import Cache, placed_rows
-from kvjax.inference.prepare import among_devices, lines_of, round_slots
+from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.press import on_pages
 from kvjax.inference.sharding import OF_HEADS, OF_SELECTED, OF_VIEW, joined, on_mesh, shared, storage_specs
 from kvjax.methods.neighbors import text_order

@@ -17,20 +17,10 @@ from kvjax.cache.memory import allocated_bytes, device_bytes
 from kvjax.generation.loop import Drawn
 from kvjax.generation.prompts import end_ids
 from kvjax.generation.sampling import Sampling
+from kvjax.inference.budget import lines_of, plan_slots
 from kvjax.inference.decoder import Decoder, read_more, step_shapes
-from kvjax.inference.prepare import (
-    among_devices,
-    bucket,
-    check_prompt,
-    check_rows,
-    check_tokens,
-    check_vocabulary,
-    instead,
-    lines_of,
-    longest_text,
-    plan_slots,
-    ready,
-)
+from kvjax.inference.padding import among_devices, bucket, check_rows
+from kvjax.inference.prepare import check_prompt, check_tokens, check_vocabulary, instead, longest_text, ready
 from kvjax.inference.sharding import placed_on, policy_specs
 from kvjax.methods.registry import name_of
 from kvjax.model import Model

@@ -18,7 +18,7 @@ import kvjax
 from kvjax.cli import evaluate
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.harness import adapter
-from kvjax.inference.prepare import bucket_rows
+from kvjax.inference.padding import bucket_rows
 
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
 PAIRS = [

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.inference.prepare import plan_slots
+from kvjax.inference.budget import plan_slots
 from kvjax.inference.state import held_positions, slot_limits
 from kvjax.models.config import ModelConfig
 from kvjax.policies.allocation import layer_slots

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.inference.prepare import round_slots
+from kvjax.inference.padding import round_slots
 from kvjax.inference.state import allocated_slots, held_positions
 from kvjax.methods import PLANS
 from kvjax.methods.adakv import AdaKV

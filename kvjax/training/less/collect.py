@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.inference.prepare import lines_of, plan_slots, ready
+from kvjax.inference.budget import lines_of, plan_slots
+from kvjax.inference.prepare import ready
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.allocation import Plan

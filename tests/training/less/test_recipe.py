@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.inference.prepare import plan_slots, ready
+from kvjax.inference.budget import plan_slots
+from kvjax.inference.prepare import ready
 from kvjax.methods.less.feature_maps import Phi, Psi, init_kernels
 from kvjax.model import Model
 from kvjax.training.less.errors import held_out_errors
