@@ -101,19 +101,18 @@ def test_a_step_sends_little() -> None:
     One more where pairs that have left are told or slots are counted.
     """
     layers = 4
-    sent = run(
+    found = run(
         dict(what="collectives", cases=["h2o", "tova", "fastgen"], kv_heads=4, meshes=[(2, 2)]),
         dict(what="collectives", cases=["h2o", "keyformer"], kv_heads=1, meshes=[(1, 4)]),
         dict(what="collectives", cases=["h2o"], kv_heads=4, meshes=[(1, 1, 4)]),
         dict(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(1, 4)]),
         dict(what="collectives", cases=["streaming", "less-performer"], kv_heads=2, meshes=[(1, 1, 4)]),
         dict(what="collectives", cases=["lsh_e"], kv_heads=2, meshes=[(1, 1, 4)]),
-    )
-    mixed = run(
         dict(what="collectives", cases=["h2o", "tova"], kv_heads=2, meshes=[(2, 2)], model="MIXED"),
         dict(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(2, 2)], model="SHARED"),
+        dict(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(2, 2)], model="WIDE_NORMS"),
     )
-    normed = run(dict(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(2, 2)], model="WIDE_NORMS"))
+    sent, mixed, normed = found[:10], found[10:13], found[13:]
     assert all(row["calls"] <= 2 * layers + 1 and row["gathered"] == 0 for row in mixed), mixed
     assert all(row["calls"] <= 3 * layers + 1 and row["gathered"] == 0 for row in normed), normed
     heads, slots, both, more, hashes = sent[:3], sent[3:6], sent[6:7], sent[7:9], sent[9:]
