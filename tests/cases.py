@@ -566,6 +566,8 @@ RARE = {
     *("less+random", "less+window", "less+l2"),
     *("window+int8", "random+int8", "h2o-sequential+int8", "keyformer-shared+int8", "pyramidkv+int8", "l2+int8"),
     "fastgen-local+cache",
+    *("momentkv+fastgen-low+int8", "lightkv-context+int8", "less+lightkv-context", "momentkv+fastgen-low"),
+    *("cur-random+adakv", "keydiff-every-8+adakv", "streaming-every-8+adakv", "fastgen-low+int8"),
     *(f"{name}+adakv" for name in PROMPT_METHODS if name not in ("expected_attention", "lagkv", "chunkkv")),
     *(f"{name}+int8" for name in PROMPT_METHODS),
     *(f"less+{name}" for name in PROMPT_METHODS),

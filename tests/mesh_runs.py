@@ -195,7 +195,7 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
             reported(name, shapes[0])
         else:
             for shape in shapes:
-                collectives(name, dataclasses.replace(config, layers=4), shape)
+                collectives(name, dataclasses.replace(config, layers=2), shape)
 
 
 if __name__ == "__main__":

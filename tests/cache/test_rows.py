@@ -46,8 +46,6 @@ ROWS_OF += ["lightkv-offload", "fastgen", "h2o+int8", "h2o-cache-positions", "ow
 SOME = (
     "own",
     "streaming",
-    "scissorhands",
-    "lightkv",
     "lightkv-offload",
     "fastgen",
     "h2o+int8",

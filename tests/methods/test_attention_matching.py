@@ -172,5 +172,7 @@ def test_what_cannot_be_matched_is_one_sentence() -> None:
     with pytest.raises(ValueError, match="text has 1 rows, the state 2; give a text for each row"):
         kvjax.compress(state, matching(), BUDGET, text=[[1, 2, 3]])
     for policy, name in ((matching("h2o"), "attention_matching"), (kvjax.policy("omp", recent=2), "omp")):
-        with pytest.raises(ValueError, match=rf"{name} matches queries at all distances, .* \(ALiBi\); use a policy"):
+        with pytest.raises(
+            ValueError, match=rf"{name} matches queries at all distances, .* \(ALiBi\); use another policy"
+        ):
             read(random_model(SLOPED), policy, BUDGET)

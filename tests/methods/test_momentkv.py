@@ -153,7 +153,5 @@ def test_is_written_like_less() -> None:
 
 def test_distances_in_the_logits_are_refused() -> None:
     policy = kvjax.policy("h2o", residual="momentkv")
-    with pytest.raises(
-        ValueError, match=r"momentkv sums keys without their distances, .*; use another policy"
-    ):
+    with pytest.raises(ValueError, match=r"momentkv sums keys without their distances, .*; use another policy"):
         kvjax.prefill(random_model(SLOPED), policy, [[1, 2, 3]], 16)
