@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, so that no accelerator is claimed
@@ -13,12 +12,6 @@ if os.environ["JAX_PLATFORMS"] != "cpu":
     os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # else a GPU multiplies float32 with 10 bits
 os.environ["KVJAX_TUNE"] = "off"  # on an accelerator, tests would race kernels
 os.environ["KVJAX_CACHE_DIR"] = ""  # a command under test would keep every later program of its process on disk
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    # Workers and the processes that tests start share compiled programs, until the run ends.
-    PROGRAMS = tempfile.TemporaryDirectory(prefix="kvjax-tests-", ignore_cleanup_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = PROGRAMS.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import hypothesis
 import jax
