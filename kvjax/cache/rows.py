@@ -19,6 +19,17 @@ def select_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) 
     return jax.tree.map(lambda leaf: _in_its_memory(leaf, _on_device(leaf)[index]), cache)
 
 
+def with_empty_slots(view: View, capacity: int) -> View:
+    """Add empty slots to a layer, behind its own, up to so many per head."""
+    more = max(capacity - view.capacity, 0)
+
+    def padded(leaf: Array, value: int = 0) -> Array:
+        return jnp.pad(leaf, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 3), constant_values=value)
+
+    kv, slots = jax.tree.map(padded, (view.kv, view.slots))
+    return view.replace(kv=kv, slots=slots, position=padded(view.position, -1))
+
+
 def replace_rows(layers: tuple[View, ...], index: Int[np.ndarray, " m"], rows: tuple[View, ...]) -> tuple[View, ...]:
     """Replace some rows of all layers; buffers may be larger than those of `rows`.
 
@@ -33,16 +44,7 @@ def replace_rows(layers: tuple[View, ...], index: Int[np.ndarray, " m"], rows: t
                 f"rows with {wanted} slots per head in layer {number} do not fit a state that has {room}; {MORE_ROOM}."
             )
 
-        def fill(leaf: Array, value: Array, missing: int = room - wanted) -> Array:
-            return jnp.pad(value, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (value.ndim - 3))
-
-        position = jnp.pad(theirs.position, [(0, 0), (0, 0), (0, room - wanted)], constant_values=-1)
-        padded = theirs.replace(
-            kv=jax.tree.map(fill, mine.kv, theirs.kv),
-            slots=jax.tree.map(fill, mine.slots, theirs.slots),
-            position=position,
-        )
-        padded = padded.replace(state=jax.tree.map(_widened, mine.state, theirs.state))
+        padded = with_empty_slots(theirs, room).replace(state=jax.tree.map(_widened, mine.state, theirs.state))
         replaced.append(
             jax.tree.map(lambda old, row: _in_its_memory(old, _on_device(old).at[index].set(row)), mine, padded)
         )

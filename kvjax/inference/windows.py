@@ -14,6 +14,7 @@ from jaxtyping import Array, Int
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected
 from kvjax.cache.paged.storage import Paged
+from kvjax.cache.rows import with_empty_slots
 from kvjax.cache.step import Storage
 from kvjax.inference.budget import lines_of
 from kvjax.inference.cache import Cache, placed_rows
@@ -93,22 +94,11 @@ def _grown(
 
     def here(storage: Any, limits: tuple[Array, ...]) -> Any:
         layers = zip(joined(storage, mesh).unpack().layers, limits, capacities, strict=True)
-        views = [_roomy(view.replace(limit=limit), capacity) for view, limit, capacity in layers]
+        views = [with_empty_slots(view.replace(limit=limit), capacity) for view, limit, capacity in layers]
         return tuple(map(_selected, views)) if paged else shared(Dense(tuple(views)), mesh)
 
     made = (OF_SELECTED,) * len(limits) if paged else Dense((OF_VIEW,) * len(limits))
     return on_mesh(here, mesh, (storage_specs(storage), (OF_HEADS,) * len(limits)), made)(storage, limits)
-
-
-def _roomy(view: View, capacity: int) -> View:
-    # Adds empty slots.
-    more = max(capacity - view.capacity, 0)
-
-    def padded(leaf: Array, value: int = 0) -> Array:
-        return jnp.pad(leaf, [(0, 0), (0, 0), (0, more)] + [(0, 0)] * (leaf.ndim - 3), constant_values=value)
-
-    kv, slots = jax.tree.map(padded, (view.kv, view.slots))
-    return view.replace(kv=kv, slots=slots, position=padded(view.position, -1))
 
 
 def _selected(view: View) -> Selected:
