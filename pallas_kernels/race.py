@@ -81,7 +81,7 @@ def race(runners: list[Runner], repeats: int) -> list[Runner]:
             results = runner.start()
             runner.wait(results)
         except Exception as error:  # compilers and drivers raise many types
-            reason = str(error).splitlines()[0] if str(error) else repr(error)
+            reason = in_one_line(error)
             print(f"{runner.op} {runner.label}, {runner.name} is left out: {reason}", file=sys.stderr)
             continue
         able.append(runner)
@@ -96,6 +96,12 @@ def race(runners: list[Runner], repeats: int) -> list[Runner]:
         for runner in able:
             runner.seconds.append(runner.measure())
     return able
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the first and the last line of a message, since Triton begins with a place and ends with the reason."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))
 
 
 def difference(results: Any, wanted: Any) -> float:
@@ -159,7 +165,7 @@ def settle(asked: Asked) -> Verdict | None:
         arrays = program.arrays()
         return judge([_runner(program, name, arrays) for name in asked.candidates], tolerance)
     except jax.errors.JaxRuntimeError as error:  # most likely the inputs do not fit in memory
-        print(f"{program} is not raced: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"{program} is not raced: {in_one_line(error)}", file=sys.stderr)
         return None
 
 

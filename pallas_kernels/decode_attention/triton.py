@@ -165,15 +165,18 @@ def kernel(
 ):
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     LOWEST: tl.constexpr = -3.4028234663852886e38  # type: ignore[assignment]
+    # Triton 3.6 takes no fields of a tuple as sizes.
+    HEIGHT: tl.constexpr = s.rows  # type: ignore[assignment]
+    WIDTH: tl.constexpr = s.v_width  # type: ignore[assignment]
     # 64 bits: a large batch of long caches has more than 2^31 numbers.
     base = (row * s.heads + head).to(tl.int64)
     rows, channels, columns = tl.arange(0, s.rows), tl.arange(0, s.k_width), tl.arange(0, s.v_width)
     own, inside = rows < s.groups, columns < s.e
-    acc = tl.zeros([s.rows, s.v_width], tl.float32)
-    total = tl.zeros([s.rows], tl.float32)
-    top = tl.full([s.rows], LOWEST / 2, tl.float32)
-    noisy_total = tl.zeros([s.rows], tl.float32)
-    noisy_top = tl.full([s.rows], LOWEST / 2, tl.float32)
+    acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
+    total = tl.zeros([HEIGHT], tl.float32)
+    top = tl.full([HEIGHT], LOWEST / 2, tl.float32)
+    noisy_total = tl.zeros([HEIGHT], tl.float32)
+    noisy_top = tl.full([HEIGHT], LOWEST / 2, tl.float32)
     if part < s.splits:
         query = tl.load(query_position + row)
         corner = own[:, None] & (channels < s.d)[None, :]
@@ -237,7 +240,7 @@ def kernel(
                 tl.store(target, logits, mask=own[:, None] & real[None, :])
     elif s.features > 0:
         # Low-rank attention is one more split, of mass phi z.
-        top = tl.zeros([s.rows], tl.float32)
+        top = tl.zeros([HEIGHT], tl.float32)
         for r in range(s.features):
             feature = tl.load(phi + (base * s.groups + rows) * s.features + r, mask=own, other=0.0)
             direction = tl.load(memory + (base * s.features + r) * s.e + columns, mask=inside, other=0.0)
