@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from typing import Any
@@ -17,6 +18,7 @@ from kvjax.cli.bench_entries import BenchEntry, add_bench_options, bench_entries
 from kvjax.cli.commands import Parser, finish
 from kvjax.evaluation.bench.models import random_model, shaped_model
 from kvjax.evaluation.bench.race import decoder, race
+from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.inference.decode import lower_step
 from kvjax.inference.shapes import state_shapes
 from kvjax.methods.registry import policy
@@ -47,12 +49,18 @@ def run(options: argparse.Namespace) -> None:
     timed = options.throughput or (options.target == HERE and jax.default_backend() != "cpu")
     if timed and options.target != HERE:
         raise ValueError(f"--throughput is for devices at hand, not for {options.target}; leave out --for.")
-    rows = [
-        row | {"tokens_per_second": _throughput(options, config, devices, row, entry) if timed else None}
-        for shape in meshes
-        for entry in named
-        for row in [_row(options, config, devices, shape, entry)]
-    ]
+    rows = []
+    for shape, entry in itertools.product(meshes, named):
+        try:
+            with refusals():  # of policies that need a tokenizer, or more of a model than shapes
+                row = _row(options, config, devices, shape, entry)
+                speed = _throughput(options, config, devices, row, entry) if timed else None
+        except Unsupported as error:
+            say(f"{entry[0]} at {entry[2]} is left out: {error}")
+            continue
+        rows.append(row | {"tokens_per_second": speed})
+    if len(named) > 1 and {row["policy"] for row in rows} == {"full"}:
+        raise ValueError("no policy is left to benchmark, for the reasons above.")
     kind = devices[0].device_kind
     title = f"a decode step: {options.model}, {_sizes(options)}; {kind}, jax {jax.__version__}"
     table(title, rows, config.layers)

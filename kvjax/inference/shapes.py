@@ -16,6 +16,7 @@ from kvjax.inference.prepare import prepare
 from kvjax.inference.sharding import placed_shapes
 from kvjax.inference.state import State
 from kvjax.methods.registry import name_of
+from kvjax.models.weights import is_shape
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
@@ -78,7 +79,7 @@ def state_shapes(
     storage, position, seed, _ = prompt_shapes(model, prompts, kernels)
     decoder = Decoder(
         weights=model.weights,
-        policy=jax.tree.map(jnp.asarray, prompts.policy),
+        policy=jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy),
         config=model.config,
         kernels=kernels,
         mesh=model.mesh,

@@ -18,6 +18,7 @@ from kvjax.methods.register import register
 from kvjax.methods.window import Recency
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, block, embed, sink_logits_of
+from kvjax.models.weights import require_weights
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
 from kvjax.rope import rotate
@@ -71,6 +72,7 @@ class RetrievalHeads(EndsOrAll):
                     f"and {model.name!r} has {sizes}; bind the policy that you made, not the one of a state."
                 )
             return self
+        require_weights(model, "finding the retrieval heads of duoattention")
         found = np.concatenate(self._attention(model))
         chosen = np.zeros(len(found), bool)
         chosen[np.argsort(-found, kind="stable")[: round(self.retrieval * len(found))]] = True

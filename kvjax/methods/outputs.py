@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax
 from jaxtyping import Array, Float
 
+from kvjax.models.weights import is_shape
 from kvjax.types import wide
 
 if TYPE_CHECKING:
+    from kvjax.models.decoder import Linear
     from kvjax.models.model import LanguageModel
 
 
 def output_weights(model: LanguageModel) -> tuple[Float[Array, "h g e width"], ...]:
-    """Return the output weights of each layer, split by query head."""
-    found = []
+    """Return the output weights of each layer, split by query head; shapes if the model's weights are shapes."""
+    dtype, found = wide(model.weights.dtype), []
     for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
-        weight = layer.output.matrix.astype(wide(model.weights.dtype))
-        found.append(weight.T.reshape(config.kv_heads, config.groups, config.value_width, -1))
+        heads = config.kv_heads, config.groups, config.value_width, -1
+
+        def split(output: Linear, heads: tuple[int, ...] = heads) -> Float[Array, "h g e width"]:
+            return output.matrix.astype(dtype).T.reshape(heads)
+
+        found.append(jax.eval_shape(split, layer.output) if is_shape(layer.output.weight) else split(layer.output))
     return tuple(found)

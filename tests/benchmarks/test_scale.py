@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from benchmarks import deployments
+from benchmarks import deployments, scale
 from benchmarks.deployments import FEW, MORE, Deployment, Variant
 from benchmarks.footprint import collectives
 from benchmarks.models import SHAPES, config_named
 from benchmarks.targets import MEMORY, mesh_shape
+from kvjax import methods
 from kvjax.cli import bench
 from kvjax.evaluation.bench.models import shaped_model
 from kvjax.inference import prefill
@@ -32,7 +33,7 @@ def described(tree):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("policy", ["full", "h2o", "criticalkv"])
 def test_a_state_of_shapes_is_that_of_a_prompt(policy, monkeypatch):
     model, prompts = random_model(GQA), np.ones((2, 12), int)
     wanted, _ = kvjax.prefill(model, policy, prompts, 1.0 if policy == "full" else 8, max_new_tokens=4)
@@ -48,6 +49,25 @@ def test_slots_that_a_prompt_decides_have_no_shape():
     shaped = shaped_model(GQA, "float32", None, None)
     with pytest.raises(ValueError, match="snapkv gives each head slots of its own once it has read a prompt"):
         state_shapes(shaped, "snapkv", 1, 60, 40, plan="adakv")
+
+
+@pytest.mark.parametrize("policy", ["duoattention", "less", "triattention"])
+def test_policies_that_read_weights_say_so_where_there_are_none(policy):
+    shaped = shaped_model(kvjax.load("tiny").config, "float32", None, None)
+    with pytest.raises(ValueError, match=r"needs weights, and '.*' has only their shapes; load the model"):
+        state_shapes(shaped, policy, 1, 60, 40)
+
+
+def test_policies_that_need_more_than_shapes_are_left_out(capsys, monkeypatch):
+    for name in set(methods.REGISTRY) - {"full", "streaming", "fastgen"}:
+        monkeypatch.delitem(methods.REGISTRY, name)
+    words = ["--model", "toy", "--batch", "2", "--prompt-tokens", "64", "--new-tokens", "8", "--budgets", "16"]
+    assert scale.main([*words, "--policies", "fastgen"]) == 2
+    assert "no policy is left to benchmark, for the reasons above" in capsys.readouterr().err
+    assert scale.main([*words, "--policies", "all"]) == 0
+    told = capsys.readouterr()
+    assert "fastgen at 1.0 is left out: fastgen needs special=(ids)" in told.err
+    assert "streaming" in told.out and "fastgen" not in told.out
 
 
 def test_shapes_of_rounded_weights_are_those_that_are_loaded():

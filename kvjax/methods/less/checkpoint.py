@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from kvjax.methods.less.feature_maps import Params, init_kernels
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
-from kvjax.models.weights import leaf_name
+from kvjax.models.weights import leaf_name, require_weights
 from kvjax.rope import Rope
 from kvjax.utils.files import expanded
 
@@ -162,7 +162,12 @@ def check_fits(settings: Settings, model: LanguageModel, policy: str, where: str
 
 
 def fingerprint(model: LanguageModel) -> str:
-    """Hash a model's shape and some of its weights to 16 hex digits, the same in every dtype it is loaded in."""
+    """Hash a model's shape and some of its weights to 16 hex digits, the same in every dtype it is loaded in.
+
+    Raises:
+        ValueError: the model has no weights, only their shapes.
+    """
+    require_weights(model, "comparing a model with what was made for it")
     shape = _unusual(model.config)
     del shape["bos"], shape["eos"]  # the tokens that begin and end a text do not affect attention
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
