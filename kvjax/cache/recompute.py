@@ -128,28 +128,26 @@ def asked_again(
             return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, axis)
 
         position, weights = cut(ask.position, 1), cut(ask.weights, 2)
+        q, place = earlier(jnp.moveaxis(cut(ask.raw_q, 2), 3, 2), position)
+        # Keys come first: otherwise XLA transposes and copies them in each iteration.
+        x = jnp.einsum("bhcd,bhgad->bhcga", keys, q, preferred_element_type=kind)
+        x = spec.capped(jnp.moveaxis(x, 2, 4))
+        bias = spec.bias(place, view.position if given.places is None else given.places[1])
+        x = x if bias is None else x + bias
+        # Mask logits once: then the sums fuse with their operands, and little else is allocated.
+        seen = spec.mask(position, view.position)
+        seen = seen if ask.newest is None else seen & (view.position <= ask.newest[:, None, None])[:, :, None]
+        x = x.max(2, keepdims=True) if ask.group == "max" else x
+        x = jnp.where(seen[:, :, None], x, jnp.finfo(kind).min)
+        highest = jnp.maximum(config.spread.most_of_slots(x.max(-1, keepdims=True)), jnp.finfo(kind).min / 2)
+        shares = jnp.exp(x - highest)
+        total = config.spread.over_slots(shares.sum(-1, keepdims=True))
+        share = normalised(weights.astype(kind)[:, :, None, :, None], total)
+        return sums + jnp.einsum("bhgac,bhga->bhc", shares, share[..., 0])
 
-        def look() -> Array:
-            q, place = earlier(jnp.moveaxis(cut(ask.raw_q, 2), 3, 2), position)
-            # Keys come first: otherwise XLA transposes and copies them in each iteration.
-            x = jnp.einsum("bhcd,bhgad->bhcga", keys, q, preferred_element_type=kind)
-            x = spec.capped(jnp.moveaxis(x, 2, 4))
-            bias = spec.bias(place, view.position if given.places is None else given.places[1])
-            x = x if bias is None else x + bias
-            # Mask logits once: then the sums fuse with their operands, and little else is allocated.
-            seen = spec.mask(position, view.position)
-            seen = seen if ask.newest is None else seen & (view.position <= ask.newest[:, None, None])[:, :, None]
-            x = x.max(2, keepdims=True) if ask.group == "max" else x
-            x = jnp.where(seen[:, :, None], x, jnp.finfo(kind).min)
-            highest = jnp.maximum(config.spread.most_of_slots(x.max(-1, keepdims=True)), jnp.finfo(kind).min / 2)
-            shares = jnp.exp(x - highest)
-            total = config.spread.over_slots(shares.sum(-1, keepdims=True))
-            share = normalised(weights.astype(kind)[:, :, None, :, None], total)
-            return sums + jnp.einsum("bhgac,bhga->bhc", shares, share[..., 0])
-
-        return jax.lax.cond((weights > 0).any(), look, lambda: sums)
-
-    return jax.lax.fori_loop(0, count // size, add, jnp.zeros(view.position.shape, kind))
+    # A GPU waits for the host at each condition, so there is one for all blocks.
+    none = jnp.zeros(view.position.shape, kind)
+    return jax.lax.cond((ask.weights > 0).any(), lambda: jax.lax.fori_loop(0, count // size, add, none), lambda: none)
 
 
 def newest_attention(

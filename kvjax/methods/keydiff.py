@@ -43,10 +43,12 @@ class KeyDifference(Score):
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
         keys = view.keys(new).astype(wide(new.k.dtype))
-        unit = keys / jnp.linalg.norm(keys, axis=-1, keepdims=True)
-        total = new.spread.over_slots(jnp.where(view.live[..., None], unit, 0.0).sum(2))
+        length = jnp.linalg.norm(keys, axis=-1)
+        # Keys of unit length would be an array of the cache's size, which a GPU would write and read.
+        inverse = jnp.where(view.live & (length > 0), 1 / length, 0.0)
+        total = new.spread.over_slots(jnp.einsum("bhcd,bhc->bhd", keys, inverse))
         mean = total / jnp.linalg.norm(total, axis=-1, keepdims=True)
-        return -jnp.einsum("bhcd,bhd->bhc", unit, mean)
+        return -jnp.einsum("bhcd,bhd->bhc", keys, mean) * inverse
 
 
 @register(paper="KeyDiff, eq. 5", group="ranked by keys, values or chance, without attention")
