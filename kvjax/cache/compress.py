@@ -11,10 +11,19 @@ from kvjax.policies.residual import Queries, SlotResidual
 from kvjax.types import New, View
 
 
-def best_slots(policy: Policy, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:
+def best_slots(
+    policy: Policy, view: View, new: New, capacity: int, coming: int = 0
+) -> tuple[Array, Array, Bool[Array, "b h c"]]:
     """Choose the slots to keep in buffers of `capacity` slots per head, up to the limit of each head.
 
     Rows without new tokens keep their slots in place.
+
+    Args:
+        policy: ranks the slots, and bounds their number.
+        view: the slots.
+        new: the new tokens.
+        capacity: slots of the buffers.
+        coming: number of new tokens that have no slot yet, and need one.
 
     Returns:
         The best slots of whole heads [b h capacity], a mask of those that are kept, and a mask of this device's slots
@@ -22,7 +31,7 @@ def best_slots(policy: Policy, view: View, new: New, capacity: int) -> tuple[Arr
     """
     position = new.spread.all_slots(view.position)
     rows, heads, held = position.shape
-    best, count = slots.chosen(policy, view, new)
+    best, count = slots.chosen(policy, view, new, coming)
     idle = ~new.valid.any(1)[:, None, None]
     best = jnp.where(idle, jnp.arange(held, dtype=jnp.int32), best)
     count = jnp.where(idle[..., 0], held, count)

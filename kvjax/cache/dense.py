@@ -285,7 +285,7 @@ class Dense(struct.PyTreeNode):
         new: New,
         absorb: Callable[[PyTree, Evicted], PyTree] | None,
     ) -> Dense:
-        """Evict the lowest-ranked slots of rows whose slot limit has just fallen; the new tokens have no slot yet."""
+        """Evict the lowest-ranked slots of rows whose slot limit has just fallen; the new token finds an empty slot."""
         view = self.layers[layer]
         before = jnp.maximum(new.read - 1, new.prompt_length)
         fewer = slots.slots_at(policy, view.limit, new) < slots.slots_at(policy, view.limit, new, before)
@@ -293,7 +293,7 @@ class Dense(struct.PyTreeNode):
 
         # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
         def losing(self: Dense) -> Any:
-            leaving = best_slots(policy, view, new, view.capacity * new.spread.slots)[2] & fewer[..., None]
+            leaving = best_slots(policy, view, new, view.capacity * new.spread.slots, coming=1)[2] & fewer[..., None]
             after = view.replace(position=jnp.where(leaving, -1, view.position))
             after = policy.codec.settle(after, new) if policy.codec.ordered else after
             return leaving, after.slots.codec, after.state.codec

@@ -40,15 +40,22 @@ def last_resort(dtype: DTypeLike) -> float:
 
 
 def scores(
-    policy: Policy, view: View, new: New, numbers: Numbers = as_numbers
+    policy: Policy, view: View, new: New, numbers: Numbers = as_numbers, ranking: Ranking | None = None
 ) -> tuple[Float[Array, "b h c"], Protected, Ranking]:
-    """Return the score of each slot, its protection and the policy's ranking; tokens to evict last score highest.
+    """Return the score of each slot, its protection and the ranking; tokens to evict last score highest.
 
     Tokens outside the layer's own window are expired, even if protected, because later queries do not see them. A layer
     whose number of slots per head equals its window therefore holds exactly that window, under any policy.
+
+    Args:
+        policy: the policy.
+        view: the slots.
+        new: the new tokens.
+        numbers: converts the ranking to scores.
+        ranking: a ranking instead of the policy's own.
     """
     with jax.named_scope("scores"):
-        ranking = policy.ranking(view, new)
+        ranking = policy.ranking(view, new) if ranking is None else ranking
         found, guard = numbers(ranking, view), policy.protection.guard(view, new)
     if guard.last is not None:
         found = jnp.where(guard.last, last_resort(found.dtype), found)
@@ -183,11 +190,18 @@ def best_first(
     return order, worth.sum(-1, dtype=jnp.int32)
 
 
-def chosen(policy: Policy, view: View, new: New) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
-    """Return the slots of whole heads from the most to the least important one, and how many of them stay."""
+def chosen(policy: Policy, view: View, new: New, coming: int = 0) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
+    """Return the slots of whole heads from the most to the least important one, and how many of them stay.
+
+    Args:
+        policy: ranks the slots, and bounds their number.
+        view: the slots.
+        new: the new tokens.
+        coming: number of new tokens that have no slot yet.
+    """
     score, guard = policy.standing(view, new)
     ranks, position, score = map(new.spread.all_slots, (rank(policy, view, new), view.position, score))
-    usable, quota = slots_at(policy, view.limit, new), guard.quota
+    usable, quota = slots_at(policy, view.limit, new) - coming, guard.quota
     # The newest token gets a slot, even if protected tokens fill the head, as in a decode step.
     full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= usable[..., None]
     ranks = jnp.where(full, with_newest(ranks, position, new), ranks)

@@ -6,9 +6,9 @@ from tests.oracles.decoder import Oracle
 
 
 class EvictEvery(Oracle):
-    """In kvjax's order and with its numbers: the budget counts the token being read.
+    """In kvjax's order and with its numbers: the budget counts the token being read, which finds a slot that is empty.
 
-    Where many leave at once, the token being read then takes the slot of one more.
+    Tokens that leave together leave by one ranking.
     """
 
     evicts_first = True
@@ -29,14 +29,9 @@ class EvictEvery(Oracle):
         return [self.best(h, prompt, self.room(h, prompt.prompt_length)) for h in range(self.kv_heads)]
 
     def leaving(self, new):
-        leaving: list[int | None] = []
-        for h, head in enumerate(self.heads):
-            room = self.room(h, new.position + 1)
-            self.retain(h, self.best(h, new, room))
-            staying = self.best(h, new, room - 1)
-            left = set(range(len(head.positions))) - set(staying)
-            leaving.append(left.pop() if left else None)
-        return leaving
+        for h in range(self.kv_heads):
+            self.retain(h, self.best(h, new, self.room(h, new.position + 1) - 1))
+        return [None] * self.kv_heads
 
 
 def every(kind: type[Oracle]) -> type[Oracle]:

@@ -77,10 +77,7 @@ class Paged(Pages):
     ) -> tuple[Paged, Candidates]:
         """Evict tokens until each head must evict at most one more, and return the candidates for it."""
 
-        def numbers(pool: Paged) -> tuple[OfPages, OfPages]:
-            return pool._of_slots(policy, layer, new, slots.rank), pool._of_slots(policy, layer, new, _standing)
-
-        known = numbers(self)
+        known = self._of_slots(policy, layer, new, slots.rank), self._of_slots(policy, layer, new, _standing)
         start = self._contest(policy, layer, new, *known)
         if not policy.may_shrink:
             return self, start
@@ -112,10 +109,7 @@ class Paged(Pages):
         after, candidates = jax.lax.while_loop(
             lambda carry: (leaving(carry[1]) < NO_SLOT).any(), lose, (small(self), start)
         )
-        pool = whole(*after)
-        if policy.score.requires.whole_heads:  # the slots that stay are compared anew for the last one
-            candidates = pool._contest(policy, layer, new, *numbers(pool))
-        return pool, candidates
+        return whole(*after), candidates
 
     def _taken(self, slot: Int[Array, "b h"], pairs: bool) -> Taken:
         flat, real = slot.reshape(-1), slot < self.position.size
