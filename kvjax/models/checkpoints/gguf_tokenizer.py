@@ -25,11 +25,15 @@ def _cased(digits: str) -> str:
 
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_BY_CASE = (  # o200k of GPT-4o and gpt-oss: a word ends where a capital follows a small letter
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{{N}}{{1,3}}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+
+
+def _by_case(ending: str, digits: str) -> str:
+    # A word ends where a capital follows a small letter.
+    begins = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{begins}{_UPPER}*{_LOWER}+{ending}|{begins}{_UPPER}+{_LOWER}*{ending}|{digits}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
 
 
 class _Split(NamedTuple):
@@ -66,7 +70,8 @@ _SPLITS: Mapping[str, _Split] = {
     "falcon3": _LLAMA3,
     "dbrx": _GPT4,
     "smaug-bpe": _GPT4,
-    "gpt-4o": _Split((_BY_CASE,)),
+    "gpt-4o": _Split((_by_case("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),)),
+    "tekken": _Split((_by_case("", r"\p{N}"),), whole=True, begins=True),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "smollm": _DIGITS,

@@ -540,6 +540,7 @@ def test_splits_of_real_tokenizers(name: str, pre: str) -> None:
         ("smollm", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
         ("refact", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
         ("gpt-2", ["It", "'", "S", " 12345", " déjà", " vu", "!", "\n  ", " x"]),
+        ("tekken", ["It", "'S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!\n", "  ", " x"]),
         ("gpt-4o", ["It'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
     ],
 )
@@ -646,7 +647,9 @@ def test_tokenizers_are_refused_by_name(metadata: dict, sentence: str, tmp_path:
         _ = model.tokenizer
 
 
-@pytest.mark.parametrize(("pre", "begins"), [("llama3", [0]), ("dbrx", []), ("smaug-bpe", []), ("refact", [])])
+@pytest.mark.parametrize(
+    ("pre", "begins"), [("llama3", [0]), ("tekken", [0]), ("dbrx", []), ("smaug-bpe", []), ("refact", [])]
+)
 def test_a_text_begins_with_bos_where_the_split_says_so(pre: str, begins: list[int]) -> None:
     metadata = {"model": "gpt2", "pre": pre, "tokens": ["<s>", "a"], "token_type": [3, 1], "bos_token_id": 0}
     tokenizer, _ = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
