@@ -100,6 +100,7 @@ def run(options: argparse.Namespace) -> None:
         if not least <= getattr(options, name) <= 86_400:
             raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
     from kvjax.serving.app import is_loopback
+    from kvjax.serving.requests import SIZES
 
     policy, config = named(options, POLICY)
     budget = config.get("budget", BUDGET) if options.budget is None else options.budget
@@ -111,6 +112,9 @@ def run(options: argparse.Namespace) -> None:
     whole_number("budget", budget)
     if options.chunk is None:
         options.chunk = config.get("prefill_chunk")
+    for name, bounds in SIZES.items():
+        if getattr(options, name) is not None:
+            whole_number(name, getattr(options, name), *bounds)
     keys = [] if options.api_key_file is None else _keys(options.api_key_file)
     listener = _bound(options.host, options.port)  # before a model is loaded, in case the port is taken
     try:
@@ -135,12 +139,12 @@ def _serve(
     from kvjax.serving.app import Service
     from kvjax.serving.engine import Engine
     from kvjax.serving.http import Server
+    from kvjax.serving.requests import SIZES
 
     _say(f"loading {options.model}")
     model = load_model(options)
     model.name = options.name or model.name
-    names = "context", "chunk", "steps", "snapshot_bytes"
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     engine = Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **given)
     with engine:
         if options.warmup:

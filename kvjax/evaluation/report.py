@@ -24,7 +24,7 @@ from kvjax.evaluation.figures import (
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
 from kvjax.evaluation.tasks.registry import TASKS
-from kvjax.utils.files import output_directory, read_text, write_text
+from kvjax.utils.files import file_name, output_directory, read_text, write_text
 from kvjax.utils.markdown import markdown_table
 
 Row = dict[str, Any]
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=output_directory, default="results", help="directory for NAME.md, NAME.html and figures"
     )
-    parser.add_argument("--name", default="report", help="name of the report (default: report)")
+    parser.add_argument("--name", type=file_name, default="report", help="name of the report (default: report)")
     parser.add_argument("--title", default="Measurements", help="title of the report")
     parser.add_argument("--notes", type=Path, metavar="FILE", help="Markdown to insert before the tables")
 

@@ -19,7 +19,7 @@ from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.serving.batch import UNDEFINED, Planned, Text, Written
 from kvjax.serving.prefix_cache import Key, Snapshots
-from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError, Tell, Ticket
+from kvjax.serving.requests import SIZES, Finished, FullError, Held, Piece, Request, StoppingError, Tell, Ticket
 from kvjax.serving.scheduler import Device
 from kvjax.utils.compilation import Compiling
 from kvjax.utils.settings import whole_number
@@ -99,7 +99,7 @@ class Engine:
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
-        self.snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, 0, 2**63 - 1))
+        self.snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, *SIZES["snapshot_bytes"]))
         self.device = Device(model, policy, budget, rows, context, chunk, steps)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.changed = threading.Condition()

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from kvjax.model import Model
 
 
+_MOST = 2**31 - 1
+SIZES = {"context": (2, _MOST), "chunk": (16, _MOST), "steps": (1, _MOST), "snapshot_bytes": (0, 2**63 - 1)}
+"""Least and largest values of settings of the engine."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A text to continue.

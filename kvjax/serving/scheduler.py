@@ -41,7 +41,7 @@ from kvjax.serving.batch import (
     reading_mesh,
 )
 from kvjax.serving.prefix_cache import Key, beginnings, dependencies
-from kvjax.serving.requests import Request
+from kvjax.serving.requests import SIZES, Request
 from kvjax.types import Kernels
 from kvjax.utils.autotune import settle_before
 from kvjax.utils.settings import seed_number, whole_number
@@ -80,9 +80,10 @@ class Device:
         budget = whole_number("budget", budget)
         self.rows = whole_number("rows", rows)
         check_rows(self.rows, model.mesh)
-        self.chunk, self.steps = whole_number("chunk", chunk, 16), whole_number("steps", steps)
+        self.chunk = whole_number("chunk", chunk, *SIZES["chunk"])
+        self.steps = whole_number("steps", steps, *SIZES["steps"])
         self.policy = _served(ready(model, policy, budget, None), model)
-        self.context = config.max_positions if context is None else whole_number("context", context, 2)
+        self.context = config.max_positions if context is None else whole_number("context", context, *SIZES["context"])
         if self.context > longest_text(self.policy, config):
             raise ValueError(
                 f"context={self.context} does not fit the model's {config.max_positions} positions; ask for fewer"

@@ -195,6 +195,17 @@ def output_file(text: str) -> Path:
     return output_directory(str(Path(text).parent)) / Path(text).name
 
 
+def file_name(text: str) -> str:
+    """Parse the name of files in a directory that another option gives, as a `type` of `argparse`.
+
+    Raises:
+        argparse.ArgumentTypeError: if it is empty or a path.
+    """
+    if text in ("", ".", "..") or Path(text).name != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name without directories.")
+    return text
+
+
 def append_line(file: Path, line: str) -> None:
     """Append a line to a text file and wait until it is on disk; only the first process of a run writes."""
     if not writes():

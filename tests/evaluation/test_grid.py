@@ -282,6 +282,10 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
     assert whole.count("data:image/png;base64,") == 6 and "nothing &amp; all" in whole and "<td>0.125</td>" in whole
     assert evaluate.main(["report", "--runs", str(tmp_path / "nothing"), "--out", str(out)]) == 2
     assert "there are no rows" in capsys.readouterr().err
+    for name in ("../toy", "a/b", "..", ""):
+        with pytest.raises(SystemExit, match="2"):
+            evaluate.main([*words[:-4], "--name", name])
+        assert f"{name!r} is not a name without directories" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
