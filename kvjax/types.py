@@ -21,6 +21,7 @@ from kvjax.utils.collectives import Spread as Spread
 from kvjax.utils.fields import check as check
 from kvjax.utils.fields import check_kind as check_kind
 from kvjax.utils.fields import derived as derived
+from kvjax.utils.fields import directory as directory
 from kvjax.utils.fields import is_share as is_share
 from kvjax.utils.fields import number as number
 from kvjax.utils.fields import setting as setting

@@ -19,6 +19,7 @@ from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import Int4, Int8
 from kvjax.types import setting_names
+from kvjax.utils.fields import directories
 from kvjax.utils.files import append_line, expanded, write_text, written_aside
 from kvjax.utils.settings import parse_budget
 
@@ -35,12 +36,14 @@ class Entry(NamedTuple):
 
     @property
     def sources(self) -> list[Path]:
-        """Files of a user's own parts, which the label names as FILE.py:NAME."""
+        """Files of which the policy is made: FILE.py:NAME in the label, and those of directories in settings."""
         found: list[Path] = []
         for text in re.findall(r"[^,\[\]]+?\.py(?=:)", self.label):
             # A plus or an equals sign may be part of a path, or end what is before it.
             starts = [0, *(sign.end() for sign in re.finditer(r"[+=]", text))]
             found += [file for start in starts if (file := expanded(text[start:])).is_file()][:1]
+        for text in directories(self.policy):
+            found += sorted(file for file in expanded(text).rglob("*") if file.is_file())
         return found
 
     def cell(self, model: Model) -> Cell:

@@ -16,7 +16,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import standardized
 from kvjax.policies.score import Requirements, Score
 from kvjax.rope import Rope, Turns, rotate_by, turns_of
-from kvjax.types import New, View, check, setting, wide
+from kvjax.types import New, View, check, directory, setting, wide
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -50,7 +50,7 @@ class TriAttention(Score):
     paper = "TriAttention, arXiv 2604.04921"
     of_heads = ("means",)
 
-    checkpoint: str = setting("")
+    checkpoint: str = directory("")
     distances: int = setting(17)
     keep_prompt: bool = setting(True)
     means: QueryMeans | None = None

@@ -17,6 +17,11 @@ def setting(default: Any) -> Any:
     return struct.field(pytree_node=False, default=default, metadata={"setting": True})
 
 
+def directory(default: str) -> Any:
+    """Declare a static hyperparameter that names a directory of arrays, empty for none."""
+    return struct.field(pytree_node=False, default=default, metadata={"setting": True, "directory": True})
+
+
 def number(default: Any) -> Any:
     """Declare a traced hyperparameter: a program takes it as an argument and serves all values of one dtype."""
     return struct.field(default=default, metadata={"setting": True})
@@ -31,6 +36,18 @@ def setting_names(part: Any) -> list[str]:
     """Return the names of the hyperparameters of a part or of its class."""
     described = ((field.name, field.metadata) for field in dataclasses.fields(part))
     return [name for name, how in described if how.get("setting", not how.get("pytree_node", True))]
+
+
+def directories(part: Any) -> list[str]:
+    """Return the directories that settings of a part, or of parts in its fields, name."""
+    found: list[str] = []
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.metadata.get("directory") and value:
+            found.append(value)
+        elif dataclasses.is_dataclass(value):
+            found += directories(value)
+    return found
 
 
 def written(*values: object) -> bool:

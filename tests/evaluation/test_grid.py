@@ -138,12 +138,18 @@ def test_rows_are_of_the_files_that_they_were_measured_with(tmp_path: Path) -> N
     mine, part = folder / "mine.py", tmp_path / "part.py"
     mine.write_text("import kvjax\n\ndef made():\n    return kvjax.policy('h2o')\n")
     part.write_text("from kvjax.methods.pyramidkv import Pyramid\n")
+    kernels = tmp_path / "trained" / "arrays"
+    kernels.parent.mkdir()
+    kernels.write_text("arrays")
     for names, parts, files in (
         (f"{mine}:made", {}, [mine]),
         (f"criticalkv[base={mine}:made]", {}, [mine]),
         (f"{mine}:made[recent=3]", {"plan": f"{part}:Pyramid"}, [mine, part]),
         ("h2o", {"plan": f"{part}:Pyramid"}, [part]),
         ("h2o+int8", {}, []),
+        (f"less[checkpoint={kernels.parent}]", {}, [kernels]),
+        (f"h2o+less[residual.checkpoint={kernels.parent}]", {}, [kernels]),
+        (f"triattention[checkpoint={kernels.parent}]", {}, [kernels]),
     ):
         entry = entries(names, "8", parts)[1]
         assert sorted(entry.sources) == sorted(files), entry.label

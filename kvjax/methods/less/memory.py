@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_part
 from kvjax.policies.residual import Residual
-from kvjax.types import Evicted, Kernels, New, Partial, check, setting, wide
+from kvjax.types import Evicted, Kernels, New, Partial, check, directory, setting, wide
 from pallas_kernels import less_kernels
 from pallas_kernels.attention import LowRank
 
@@ -64,7 +64,7 @@ class LowRankMemory(Residual, interface=True):
 
     of_heads = ("layers",)
 
-    checkpoint: str = setting("")
+    checkpoint: str = directory("")
     kernels: str = setting("learned")
     features: int = setting(0)
     kernel_seed: int = setting(0)
