@@ -442,6 +442,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported; supported are silu"),
         ({"hidden_size": None}, "hidden_size must be an integer above 0, not None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer above 0, not 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, not 1000000000"),
+        ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer must be at most 10000, not 1000000000"),
         ({"vocab_size": True}, "vocab_size must be an integer above 0, not True"),
         ({"hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4, and there is no head_dim"),
         ({"head_dim": 7}, "width must be even, not 7"),
