@@ -179,6 +179,10 @@ def _rope_of_text(rope: Settings) -> Settings:
     return {**plain, "rope_type": "default"}
 
 
+LAYERS, MOST_LAYERS = ("num_hidden_layers", "n_layer", "n_layers"), 10_000
+"""Names of the number of layers, and its largest value: lists are made of it before any weight is read."""
+
+
 def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
     """Return the family and the config of the model that a Hugging Face config.json describes.
 
@@ -195,6 +199,9 @@ def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
     read_quantization(settings)
     family = FAMILIES[name]
     settings = {**family.defaults, **settings}
+    for key in LAYERS:
+        if isinstance(layers := settings.get(key), int) and layers > MOST_LAYERS:
+            raise LoadError(f"{key} must be at most {MOST_LAYERS}, not {layers}.")
     check_only(name, settings, {"is_causal": (None, True), **family.only})
     try:
         config = family.config(settings)

@@ -14,7 +14,6 @@ from kvjax.models.families.settings import (
     flag,
     head_width,
     integer,
-    layer_count,
     positive_number,
     read_rope,
     special_token_ids,
@@ -38,7 +37,7 @@ def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
     return ModelConfig(
         vocab_size=integer(settings, "vocab_size"),
         width=width,
-        layers=layer_count(settings, "num_hidden_layers"),
+        layers=integer(settings, "num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
@@ -66,11 +65,7 @@ def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> M
             `mlp_width`. If the setting of `mlp_width` is None, it is 4 * `width`.
         others: further fields of the config; by default `kv_heads` is `heads` and `norm_bias` is True.
     """
-    readers = {
-        "layers": layer_count,
-        "norm_eps": positive_number,
-        "activation": functools.partial(choice, choices=ACTIVATIONS),
-    }
+    readers = {"norm_eps": positive_number, "activation": functools.partial(choice, choices=ACTIVATIONS)}
     if settings[names["mlp_width"]] is None:
         settings = {**settings, names["mlp_width"]: 4 * integer(settings, names["width"])}
     fields = {ours: readers.get(ours, integer)(settings, theirs) for ours, theirs in names.items()}

@@ -33,22 +33,12 @@ _ROPES: Mapping[str, Mapping[str, str]] = {
     },
     "longrope": {"factor": "factor", **_ORIGINAL},
 }
-MOST_LAYERS = 10_000
-"""Larger numbers are mistakes."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def integer(settings: Settings, key: str) -> int:
     """Return a setting that must be an integer above 0; raise `LoadError` otherwise."""
     return _above_zero(settings, key, int, "an integer")
-
-
-def layer_count(settings: Settings, key: str) -> int:
-    """Return a setting that must be a number of layers, of which lists are made; raise `LoadError` otherwise."""
-    layers = integer(settings, key)
-    if layers > MOST_LAYERS:
-        raise LoadError(f"{key} must be at most {MOST_LAYERS}, not {layers}.")
-    return layers
 
 
 def positive_number(settings: Settings, key: str) -> float:
