@@ -72,7 +72,7 @@ class RetrievalHeads(EndsOrAll):
                     f"and {model.name!r} has {sizes}; bind the policy that you made, not the one of a state."
                 )
             return self
-        require_weights(model, "finding the retrieval heads of duoattention")
+        require_weights(model.weights, "finding the retrieval heads of duoattention")
         found = np.concatenate(self._attention(model))
         chosen = np.zeros(len(found), bool)
         chosen[np.argsort(-found, kind="stable")[: round(self.retrieval * len(found))]] = True

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
 from kvjax.models.experts import Experts
 from kvjax.types import LayerConfig
 
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
-
 _AT_ONCE = 1 << 16
 """Numbers quantized per block, few enough for its float32 copy to stay in a processor's caches."""
 _ALIGNMENT = 64
@@ -33,10 +30,10 @@ def is_shape(leaf: object) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def require_weights(model: LanguageModel, what: str) -> None:
-    """Raise a ValueError if a model has only shapes, and `what` reads its weights."""
-    if is_shape(model.weights.norm.scale):
-        raise ValueError(f"{what} needs weights, and {model.name!r} has only their shapes; load the model.")
+def require_weights(weights: Weights, what: str) -> None:
+    """Raise a ValueError if weights are only shapes, and `what` reads them."""
+    if is_shape(weights.norm.scale):
+        raise ValueError(f"{what} needs a model's weights, of which there are only shapes here; load the model.")
 
 
 def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weights:
