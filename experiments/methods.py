@@ -102,7 +102,7 @@ def page(
         _table(texts, _loss),
         "## Agreement on texts",
         "Share of tokens whose likeliest is that of the full cache.",
-        _table(texts, lambda row, full: f"{row['agreement']:.1%}"),
+        _table(texts, _agreement),
     ]
     if needles:
         parts += ["## Facts in a long text", _told(needles, options), _table(needles, _match)]
@@ -133,6 +133,11 @@ def _told(needles: Sequence[Row], options: argparse.Namespace) -> str:
     )
 
 
+def _agreement(row: Row, full: Row) -> str | None:
+    # Rows that were measured before agreement have none.
+    return f"{row['agreement']:.1%}" if "agreement" in row else None
+
+
 def _loss(row: Row, full: Row) -> str:
     mean, error = paired(row["of_cases"], full["of_cases"])
     return f"{mean:+.3f} ± {error:.3f}"
@@ -145,7 +150,7 @@ def _match(row: Row, full: Row) -> str:
     return f"{found} of {len(cases)} ({share.low:.0%} to {share.high:.0%})"
 
 
-def _table(rows: Sequence[Row], shown: Callable[[Row, Row], str]) -> str:
+def _table(rows: Sequence[Row], shown: Callable[[Row, Row], str | None]) -> str:
     """Return a table of methods and budgets; methods that choose their own size have one column of their own."""
     merged = _merged(rows)
     budgets = _budgets(rows)

@@ -38,6 +38,7 @@ def _row(policy: str, budget: float, cases: list[float]) -> dict[str, Any]:
 def written(tmp_path: Path) -> str:
     """The page of rows at one budget."""
     rows = [_row(name, 1.0 if name in ("full", "fastgen") else 0.1, cases) for name, cases in CASES.items()]
+    rows += [{key: value for key, value in _row("lsh_e", 0.1, [2.3, 3.3]).items() if key != "agreement"}]
     rows += [_row("h2o", 0.25, [2.0, 3.0]) | {"model": "another"}]
     rows += [{"model": "tiny", "policy": "tova", "budget": 0.1, "refused": "one clear reason"}]
     (tmp_path / "methods").mkdir()
@@ -60,6 +61,11 @@ def test_losses_are_means_over_passages_with_their_errors(written: str) -> None:
     assert "| ranked by attention at every token | `fastgen` | – | +0.050 ± 0.050 |" in written
     assert "| `triattention` | +0.200 ± 0.200 | – |" in written
     assert "| ranked by position | `streaming` | +0.500 ± 0.000 | – |" in written
+
+
+def test_agreement_is_shown_where_it_was_measured(written: str) -> None:
+    whole = written.partition("## Agreement on texts")[2].partition("## ")[0]
+    assert "| `h2o` | 75.0% | – |" in whole and "| `lsh_e` | – | – |" in whole
 
 
 def test_counts_answers_over_depths(written: str) -> None:
