@@ -71,8 +71,7 @@ class Reconstruction(Score):
         """Return a copy with the requests' token ids and the output weights of a model."""
         prompt, later, gram = _ids("prompt", self.prompt, model), _ids("later", self.later, model), self.gram
         if self.normalized:
-            columns = output_weights(model)
-            gram = tuple(jnp.einsum("hgew,hgfw->hgef", each, each) for each in columns)
+            gram = output_weights(model, lambda columns: jnp.einsum("hgew,hgfw->hgef", columns, columns))
         return dataclasses.replace(self, prompt=prompt, later=later, gram=gram)
 
     def layer(self, index: int) -> Reconstruction:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from kvjax.models.weights import is_shape
 from kvjax.types import wide
@@ -15,14 +16,19 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 
-def output_weights(model: LanguageModel) -> tuple[Float[Array, "h g e width"], ...]:
-    """Return the output weights of each layer, split by query head; shapes if the model's weights are shapes."""
+def output_weights(model: LanguageModel, change: Callable[[Array], Array] = lambda x: x) -> tuple[Array, ...]:
+    """Return the output weights [h g e width] of each layer, split by query head.
+
+    Args:
+        model: the model. If its weights are shapes, so are the results.
+        change: function of a layer's weights, whose results are returned instead.
+    """
     dtype, found = wide(model.weights.dtype), []
     for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
         heads = config.kv_heads, config.groups, config.value_width, -1
 
-        def split(output: Linear, heads: tuple[int, ...] = heads) -> Float[Array, "h g e width"]:
-            return output.matrix.astype(dtype).T.reshape(heads)
+        def split(output: Linear, heads: tuple[int, ...] = heads) -> Array:
+            return change(output.matrix.astype(dtype).T.reshape(heads))
 
         found.append(jax.eval_shape(split, layer.output) if is_shape(layer.output.weight) else split(layer.output))
     return tuple(found)

@@ -33,7 +33,10 @@ def described(tree):
     return [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o", "criticalkv"])
+KVZIP = kvjax.policy("kvzip", prompt=(1, 2), later=(3,), normalized=True, recent=2, plan="uniform")
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o", "criticalkv", KVZIP])
 def test_a_state_of_shapes_is_that_of_a_prompt(policy, monkeypatch):
     model, prompts = random_model(GQA), np.ones((2, 12), int)
     wanted, _ = kvjax.prefill(model, policy, prompts, 1.0 if policy == "full" else 8, max_new_tokens=4)
