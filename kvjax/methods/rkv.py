@@ -59,9 +59,8 @@ class Redundancy(WindowAttention):
         return self.with_window(new.spread.own_slots(found), view, new)
 
     def _sums(self, unit: Float[Array, "b h c d"], position: Int[Array, "b h c"]) -> Float[Array, "b h c"]:
-        # Cosines of each key to the others, added up for a block of these at a time, whose cosines take no more memory
-        # than the keys.
-        size = min(unit.shape[-1], position.shape[-1])
+        # Cosines of each key to the others, added up for a block of these at a time: half the memory of the keys.
+        size = min(max(1, unit.shape[-1] // 2), position.shape[-1])
         blocks = -(-position.shape[-1] // size)
         more = blocks * size - position.shape[-1]
         rows = jnp.pad(unit, ((0, 0), (0, 0), (0, more), (0, 0)))
