@@ -317,7 +317,7 @@ def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name: str, c
     case = CASES[name]
     if not case.equals_full:
         pytest.skip("restricts attention whatever the room")
-    if case.make().plan.sizing.per_head:
+    if case.make().plan.sizing.per_head or case.make().score.requires.whole_prompt:
         with pytest.raises(ValueError, match="only the whole prompt can tell"):
             read(case, prefill_chunk=chunk)
         return
