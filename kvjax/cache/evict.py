@@ -42,8 +42,7 @@ def ranked(policy: Policy, view: View, new: New) -> Ranks:
         ValueError: the protection has a quota, which only heads with slots of their own can keep.
     """
     # A policy that evicts several tokens at once has made room for this one.
-    rests = policy.evict_every > 1 and policy.score.requires.whole_heads
-    equal = jnp.zeros(view.position.shape, wide(new.k.dtype)) if rests else None
+    equal = jnp.zeros(view.position.shape, wide(new.k.dtype)) if policy.ranks_at_evictions else None
     scores, guard, ranking = slots.scores(policy, view, new, ranking=equal)
     if guard.quota is not None:
         raise ValueError(

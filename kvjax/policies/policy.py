@@ -157,6 +157,11 @@ class Policy:
             codec=self.codec.init(shape),
         )
 
+    @property
+    def ranks_at_evictions(self) -> bool:
+        """True if the score is computed only where tokens leave, and every new token finds an empty slot."""
+        return self.evict_every > 1 and self.score.requires.whole_heads
+
     def slots(self, new: New, state: Parts) -> Parts:
         """Return the state of all parts for each new token."""
         return Parts(
@@ -180,7 +185,7 @@ class Policy:
         Raises:
             ValueError: the scores are not one floating-point number for each slot.
         """
-        if self.evict_every == 1 or new.given or not self.score.requires.whole_heads:
+        if new.given or not self.ranks_at_evictions:
             return self._ranked(view, new)
         zeros = jnp.zeros(view.position.shape, wide(new.k.dtype))
         due = (new.newest % self.evict_every == 0).any()
