@@ -318,7 +318,7 @@ class Dense(struct.PyTreeNode):
         )
 
     def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
-        """Prepare a step over all layers; find all victims if devices shard the slots and no layer has to run first.
+        """Prepare steps over all layers; find all victims if devices shard the slots and no layer has to run first.
 
         Args:
             policy: ranks the slots.
@@ -329,7 +329,8 @@ class Dense(struct.PyTreeNode):
             return self
         tokens = [ahead(index) for index in range(len(configs))]
         policies = [policy.layer(index) for index in range(len(configs))]
-        if not foreseen(policies, self.layers, tokens):
+        several = tokens[0].position.shape[1] > 1  # the second one's victims depend on the first one
+        if several or not foreseen(policies, self.layers, tokens):
             return self
         return self.replace(victims=victims_of(policies, self.layers, tokens))
 

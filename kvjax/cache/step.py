@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
@@ -35,7 +36,7 @@ class _Attended(NamedTuple):
 
 
 def step(
-    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, *, alone: bool = False
 ) -> tuple[Storage, Float[Array, "b h g 1 e"], list[Pending]]:
     """Give the new tokens slots, attend from them, and update the score: a decode step in the cache of one layer.
 
@@ -45,6 +46,7 @@ def step(
         storage: the cache before the step.
         layer: index of the layer in the storage.
         new: one token per row; a row of padding changes nothing.
+        alone: True if the caller combines no statistics of devices, so that they need a collective of their own.
 
     Returns:
         The cache, attention over slots, evicted pairs and the sink, and statistics that have to be summed over devices
@@ -56,7 +58,7 @@ def step(
     def asked(heads: Heads) -> PyTree:
         asks = policy.score.asks(heads, new)
         # If output weights also sum over slots, statistics of heads need a collective of their own.
-        return of_own_heads(asks) if new.spread.heads > 1 and new.spread.outputs == 1 else asks
+        return of_own_heads(asks) if not alone and new.spread.heads > 1 and new.spread.outputs == 1 else asks
 
     done = _in_one_pass(config, policy, storage, layer, new, asked)
     storage, asks, out, answers = done or _in_two_passes(config, policy, storage, layer, new, asked)
@@ -101,6 +103,33 @@ def _in_two_passes(
         storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
         out = with_sink(found.partial, new.sink_logits).out
     return _Attended(storage, asks, out, found.answers)
+
+
+def steps(
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New
+) -> tuple[Storage, Float[Array, "b h g t e"]]:
+    """Run a `step` for each of some known tokens, one after another, in the cache of one layer.
+
+    Args:
+        config: configuration of the layer.
+        policy: as the layer uses it; no statistics that it requests are sums over layers.
+        storage: the cache before the steps.
+        layer: index of the layer in the storage.
+        new: tokens [b t], padded on the right.
+    """
+    counts = new.valid.sum(1, dtype=jnp.int32)
+    before = new.read - counts
+    axes = {"q": 3, "k": 2, "v": 2, "raw_q": 3, "raw_k": 2, "hidden": 1, "position": 1, "token": 1}
+
+    def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        storage, out = carry
+        here = {name: jax.lax.dynamic_slice_in_dim(getattr(new, name), i, 1, axis) for name, axis in axes.items()}
+        token = new.replace(read=jnp.minimum(new.read, before + i + 1), **here)
+        storage, attended, _ = step(config, policy, storage, layer, token, alone=True)
+        return storage, jax.lax.dynamic_update_slice_in_dim(out, attended.astype(out.dtype), i, axis=3)
+
+    out = jnp.zeros((*new.q.shape[:4], new.v.shape[-1]), new.v.dtype)
+    return jax.lax.fori_loop(0, counts.max(), one, (storage, out))
 
 
 def exchange(

@@ -158,7 +158,7 @@ class CompressedLM:
         self.prefill_seconds = 0.0
         """Seconds of reading contexts, without compilation."""
         self.decode_seconds = 0.0
-        """Seconds of reading or writing `timed_tokens` by decode steps, without compilation."""
+        """Seconds of generating `timed_tokens`, without compilation."""
         self.timed_tokens = 0
 
     @property
@@ -272,10 +272,7 @@ class CompressedLM:
         tokens = np.zeros((len(index), new), np.int32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text.rest)] = text.rest
-        with Compiling() as compiling:
-            nats, likeliest = stream(state, logits, tokens)
-            self.decode_seconds += compiling.lap()
-        self.timed_tokens += sum(len(text.rest) for text in texts)
+        nats, likeliest = stream(state, logits, tokens)
         parts = [(row, slice(len(text.rest) - text.scored, len(text.rest))) for row, text in enumerate(texts)]
         return [(-float(nats[part].sum(dtype=np.float64)), bool((likeliest == tokens)[part].all())) for part in parts]
 

@@ -1,9 +1,11 @@
-"""Perplexity of held-out text, streamed token by token through real eviction."""
+"""Perplexity of held-out text, read by decode steps through real eviction, and the time and memory of these steps."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +40,6 @@ class Streamed:
         prefix: tokens read before the first prediction; column i is predicted after `prefix + i` tokens.
         cache_bytes: bytes allocated for all rows.
         full_cache_bytes: bytes that `full` allocates for them.
-        peak_temporary_bytes: peak bytes that a program allocates besides its arguments and results; None if the
-            backend does not report them.
-        prefill_seconds: seconds of reading the prefix, without compilation.
-        decode_seconds: seconds of the steps after it, without compilation.
     """
 
     nats: Float[np.ndarray, "b m"]
@@ -49,9 +47,6 @@ class Streamed:
     prefix: int
     cache_bytes: int
     full_cache_bytes: int
-    peak_temporary_bytes: int | None
-    prefill_seconds: float
-    decode_seconds: float
 
     def rows(self, beyond: int = 0) -> Float[np.ndarray, " b"]:
         """Return mean nats per token of each row, over predictions made after more than `beyond` tokens.
@@ -75,10 +70,29 @@ class Streamed:
         return float(self.rows(beyond).mean())
 
 
-def judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Float[Array, " b"], Int[Array, " b"]]:
+class Costs(NamedTuple):
+    """Time and memory of decode steps under a policy and a budget."""
+
+    prefill_seconds: float
+    """Seconds of reading the prefix, without compilation; 0 if it is one token."""
+    tokens_per_second: float
+    """Tokens of all rows together that decode steps read."""
+    peak_temporary_bytes: int | None
+    """Peak bytes that a program allocates besides its arguments and results; None if the backend does not report
+    them."""
+
+
+LOGITS = 256
+"""Most tokens of all rows whose logits are in memory together."""
+
+TIMED_STEPS = 64
+"""Most decode steps that `costs` measures."""
+
+
+def judge(logits: Float[Array, "*b vocab"], token: Int[Array, "*b"]) -> tuple[Float[Array, "*b"], Int[Array, "*b"]]:
     """Return the negative log-likelihood of each token, and the likeliest one in its place."""
     likelihood = jax.nn.log_softmax(logits.astype(wide(logits.dtype)))
-    nats = -jnp.take_along_axis(likelihood, token[:, None], axis=-1)[:, 0]
+    nats = -jnp.take_along_axis(likelihood, token[..., None], axis=-1)[..., 0]
     return nats, jnp.argmax(logits, axis=-1)
 
 
@@ -86,14 +100,29 @@ def judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Flo
 def _read(
     decoder: Decoder, cache: Cache, read: Int[Array, "b m"], following: Int[Array, "b m"]
 ) -> tuple[Float[Array, "b m"], Int[Array, "b m"]]:
-    def one(
-        cache: Cache, tokens: tuple[Int[Array, " b"], Int[Array, " b"]]
-    ) -> tuple[Cache, tuple[Float[Array, " b"], Int[Array, " b"]]]:
-        cache, logits = decoder.step(cache, tokens[0])
+    rows, count = read.shape
+    size = min(max(LOGITS // rows, 1), count)
+
+    def blocks(tokens: Int[Array, "b m"]) -> Int[Array, "blocks b size"]:
+        padded = jnp.pad(tokens, ((0, 0), (0, -count % size)))
+        return padded.reshape(rows, -1, size).swapaxes(0, 1)
+
+    def one(cache: Cache, tokens: tuple[Array, Array]) -> tuple[Cache, tuple[Array, Array]]:
+        cache, logits = decoder.steps(cache, tokens[0])
         return cache, judge(logits, tokens[1])
 
-    nats, likeliest = jax.lax.scan(one, cache, (read.T, following.T))[1]
-    return nats.T, likeliest.T
+    found = jax.lax.scan(one, cache, (blocks(read), blocks(following)))[1]
+    nats, likeliest = (each.swapaxes(0, 1).reshape(rows, -1)[:, :count] for each in found)
+    return nats, likeliest
+
+
+@jax.jit
+def _step_by_step(decoder: Decoder, cache: Cache, tokens: Int[Array, "b m"]) -> Float[Array, "b vocab"]:
+    def one(carry: tuple[Cache, Array], token: Int[Array, " b"]) -> tuple[tuple[Cache, Array], None]:
+        return decoder.step(carry[0], token), None
+
+    begun = decoder.step(cache, tokens[:, 0])
+    return jax.lax.scan(one, begun, tokens[:, 1:].T)[0][1]
 
 
 def begin(
@@ -144,7 +173,7 @@ def begin(
 def stream(
     state: State, logits: Float[Array, "b vocab"], tokens: Int[np.ndarray | Array, "b m"]
 ) -> tuple[Float[np.ndarray, "b m"], Int[np.ndarray, "b m"]]:
-    """Read given tokens into a prefilled state, in one compiled loop.
+    """Read given tokens into a prefilled state by decode steps, in one program.
 
     Args:
         state: from `prefill`.
@@ -174,7 +203,7 @@ def perplexity(
     plan: Plan | str | None = None,
     seed: int = 0,
 ) -> Streamed:
-    """Read texts token by token as generation does, and compute the negative log-likelihood of each token.
+    """Read texts by decode steps as generation does, and compute the negative log-likelihood of each token.
 
     Args:
         model: from `kvjax.load`.
@@ -188,27 +217,52 @@ def perplexity(
     Raises:
         ValueError: the texts are no longer than the prefix or too long for the model, or the budget does not fit.
     """
+    ids = _checked_texts(model, tokens, prefix)
+    if prefix == 1:
+        state = begin(model, policy, len(ids), ids.shape[1], budget, plan=plan, seed=seed)
+        read = jnp.asarray(ids, jnp.int32)
+        nats, likeliest = map(np.asarray, _read(state.decoder, state.cache, read[:, :-1], read[:, 1:]))
+    else:
+        keys, later = jax.random.split(jax.random.key(seed), len(ids)), ids.shape[1] - prefix
+        planned: dict[str, Any] = dict(max_new_tokens=later, plan=plan, key=keys)
+        state, logits = prefill(model, policy, ids[:, :prefix], budget, **planned)
+        nats, likeliest = stream(state, logits, ids[:, prefix:])
+    return Streamed(nats, likeliest, prefix, cache_bytes(state), full_cache_bytes(state))
+
+
+def costs(
+    model: Model,
+    policy: Policy | str,
+    tokens: ArrayLike,
+    budget: int | float | Sequence[int] = 1.0,
+    *,
+    prefix: int = 1,
+    plan: Plan | str | None = None,
+) -> Costs:
+    """Measure reading the prefix of texts and up to `TIMED_STEPS` decode steps after it; see `perplexity`."""
+    ids = _checked_texts(model, tokens, prefix)
+    planned: dict[str, Any] = dict(max_new_tokens=ids.shape[1] - prefix, plan=plan)
+    prompts, read = ids[:, :prefix], jnp.asarray(ids[:, prefix : prefix + TIMED_STEPS], jnp.int32)
+    programs, prefill_seconds = list[jax.stages.Lowered](), 0.0
+    if prefix == 1:
+        state = begin(model, policy, len(ids), ids.shape[1], budget, plan=plan)
+    else:
+        with Compiling() as compiling:
+            state, logits = prefill(model, policy, prompts, budget, **planned)
+            jax.block_until_ready(logits)
+            prefill_seconds = compiling.lap()
+        programs += lower_prefill(model, policy, prompts, budget, **planned)
+    jax.block_until_ready(_step_by_step(state.decoder, state.cache, read))  # compiles
+    start = time.perf_counter()
+    jax.block_until_ready(_step_by_step(state.decoder, state.cache, read))
+    seconds = time.perf_counter() - start
+    programs.append(_step_by_step.lower(state.decoder, state.cache, read))
+    return Costs(prefill_seconds, read.size / seconds, temporary_bytes(programs))
+
+
+def _checked_texts(model: Model, tokens: ArrayLike, prefix: int) -> Int[np.ndarray, "b n"]:
     ids = np.asarray(tokens)
     if ids.ndim != 2 or not 1 <= prefix < ids.shape[1]:
         raise ValueError(f"texts of shape {ids.shape} have nothing to predict after a prefix of {prefix} tokens.")
     model.config.check_bound(ids.shape[1])
-    prompts, planned = ids[:, :prefix], {"max_new_tokens": ids.shape[1] - prefix, "plan": plan}
-    with Compiling() as compiling:
-        if prefix == 1:
-            state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
-            read, prefill_seconds = jnp.asarray(ids, jnp.int32), 0.0
-            compiling.lap()
-            nats, likeliest = map(np.asarray, _read(state.decoder, state.cache, read[:, :-1], read[:, 1:]))
-        else:
-            keys = jax.random.split(jax.random.key(seed), len(ids))
-            state, logits = prefill(model, policy, prompts, budget, key=keys, **planned)
-            jax.block_until_ready(logits)
-            prefill_seconds = compiling.lap()
-            read = jnp.asarray(ids[:, prefix:], jnp.int32)
-            nats, likeliest = stream(state, logits, read)
-        seconds = prefill_seconds, compiling.lap()
-    programs = [_read.lower(state.decoder, state.cache, read[:, :-1], read[:, 1:])]
-    if prefix > 1:  # binds the policy again, which the times above exclude
-        programs += lower_prefill(model, policy, prompts, budget, **planned)
-    sizes = cache_bytes(state), full_cache_bytes(state), temporary_bytes(programs)
-    return Streamed(nats, likeliest, prefix, *sizes, *seconds)
+    return ids

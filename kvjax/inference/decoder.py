@@ -20,7 +20,7 @@ from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
-from kvjax.inference.layers import read_block, read_token
+from kvjax.inference.layers import read_block, read_steps
 from kvjax.inference.padding import bucket
 from kvjax.inference.prefill import prompt_shapes, read_prompts
 from kvjax.inference.prepare import (
@@ -163,6 +163,23 @@ class Decoder(struct.PyTreeNode):
         """Read one token per row; call it under `jit` or `scan`. See `kvjax.decode_step`, which compiles it."""
         return step(self, cache, token)
 
+    def steps(self, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Cache, Float[Array, "b n vocab"]]:
+        """Read known tokens by decode steps; call it under `jit`.
+
+        The result is that of `step` for one token after another, but each layer reads all of them before the next layer
+        does, which is several times faster. Logits take memory for each token, so read long texts in blocks.
+
+        Example:
+            >>> import jax
+            >>> decoder = kvjax.decoder(kvjax.load("tiny"), "h2o", budget=16)
+            >>> cache, _ = decoder.prefill([[5, 17, 42]], max_new_tokens=8)
+            >>> read = jax.jit(lambda decoder, cache, tokens: decoder.steps(cache, tokens))
+            >>> cache, logits = read(decoder, cache, np.asarray([[8, 15, 99]]))
+            >>> cache.position.tolist(), logits.shape
+            ([6], (1, 3, 2048))
+        """
+        return steps(self, cache, tokens)
+
     def extend(
         self,
         cache: Cache,
@@ -270,28 +287,41 @@ def _any_nan(logits: Float[Array, "b vocab"]) -> Bool[Array, ""]:
 
 def step(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
     """Read one token per row into a cache, and return the logits for the next token; not compiled."""
+    cache, logits = steps(decoder, cache, token[:, None])
+    return cache, logits[:, 0]
+
+
+def steps(decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Cache, Float[Array, "b n vocab"]]:
+    """Read tokens by decode steps, one after another, and return the logits after each of them; not compiled."""
     decoder = decoder.replace(asked=None)
     of_cache = cache_specs(cache)
     given = decoder_specs(decoder), of_cache, OF_ROWS
-    made = of_cache, logits_spec(decoder.config, decoder.mesh)
-    return on_mesh(_step_on_device, decoder.mesh, given, made)(decoder, cache, token)
+    made = of_cache, _after_each(logits_spec(decoder.config, decoder.mesh))
+    return on_mesh(_steps_on_device, decoder.mesh, given, made)(decoder, cache, tokens)
+
+
+def _after_each(logits: PartitionSpec) -> PartitionSpec:
+    return PartitionSpec(logits[0], None, *logits[1:])
 
 
 compiled_step = jax.jit(step)
 compiled_step_in_place = jax.jit(step, donate_argnames="cache")
 
 
-def _step_on_device(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
+def _steps_on_device(
+    decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"]
+) -> tuple[Cache, Float[Array, "b n vocab"]]:
     config = on_device(decoder.config, decoder.mesh, shares_slots=isinstance(cache.storage, Dense))
-    after = cache.position + cache.active
-    position = jnp.where(cache.active, cache.position, -1)
-    reading = cache.reading(token[:, None], position[:, None], after).replace(kernels=decoder.kernels)
-    storage, hidden = read_token(decoder.weights, config, decoder.policy, cache.storage, reading)
-    logits = unembed(decoder.weights, config, hidden[:, 0])
+    place = cache.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    after = jnp.where(cache.active, place[:, -1] + 1, cache.position)
+    position = jnp.where(cache.active[:, None], place, -1)
+    reading = cache.reading(tokens, position, after).replace(kernels=decoder.kernels)
+    storage, hidden = read_steps(decoder.weights, config, decoder.policy, cache.storage, reading)
+    logits = unembed(decoder.weights, config, hidden)
     if decoder.policy.plan.sizing.fixed_length:
-        logits = jnp.where((cache.position < cache.end)[:, None], logits, jnp.nan)
+        logits = jnp.where((place < cache.end[:, None])[..., None], logits, jnp.nan)
     if decoder.config.bounded:
-        logits = jnp.where((cache.position < decoder.config.max_positions)[:, None], logits, jnp.nan)
+        logits = jnp.where((place < decoder.config.max_positions)[..., None], logits, jnp.nan)
     return cache.replace(storage=storage, position=after), logits
 
 
@@ -331,7 +361,7 @@ def read_more(
     """Run `Decoder.extend` on checked tokens, also inside programs that are compiled as a whole."""
     decoder, of_cache = decoder.replace(asked=None), cache_specs(cache)
     logits = logits_spec(decoder.config, decoder.mesh)
-    logits = PartitionSpec(logits[0], None, *logits[1:]) if every else logits
+    logits = _after_each(logits) if every else logits
     given, made = (decoder_specs(decoder), of_cache, OF_ROWS, OF_ROWS), (of_cache, logits)
     read = on_mesh(functools.partial(_extend_on_device, every=every), decoder.mesh, given, made)
     return read(decoder, cache, tokens, lengths)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected
-from kvjax.cache.step import Pending, Storage, share_of_residual, step, sum_over_layers, update_score
+from kvjax.cache.step import Pending, Storage, share_of_residual, step, steps, sum_over_layers, update_score
 from kvjax.inference.keep import Kept, keep_after
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, embed, finish_block, project, sink_logits_of
@@ -39,6 +40,17 @@ class Reading(struct.PyTreeNode):
     given: bool = setting(True)
     replayed: bool = setting(False)
     kernels: Kernels = setting(Kernels())
+
+    @property
+    def counts(self) -> Int[Array, " b"]:
+        """Number of tokens of each row that are text and not padding, which is on the right."""
+        return (self.position >= 0).sum(1, dtype=jnp.int32)
+
+    def at(self, place: int | Int[Array, ""]) -> Reading:
+        """Return one token of each row, as a decode step reads it."""
+        read = jnp.minimum(self.read, self.read - self.counts + place + 1)
+        token, position = (jax.lax.dynamic_slice_in_dim(x, place, 1, axis=1) for x in (self.token, self.position))
+        return self.replace(token=token, position=position, read=read)
 
     def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:
         """Return the rotations of the tokens' queries and keys."""
@@ -113,10 +125,39 @@ class Reading(struct.PyTreeNode):
         )
 
 
-def read_token(
+def read_steps(
     weights: Weights, config: ModelConfig, policy: Policy, storage: Storage, reading: Reading
-) -> tuple[Storage, Float[Array, "b 1 width"]]:
-    """Run one token per row through all layers; every policy chooses the slot to evict before attention."""
+) -> tuple[Storage, Float[Array, "b t width"]]:
+    """Run tokens through all layers by decode steps; before attention, a policy chooses the slot that each one takes.
+
+    Each layer reads all tokens, one after another, before the next layer does, so that its weights are read once. If
+    statistics are sums over all layers, each token has to run through all layers before the next one.
+    """
+    if reading.token.shape[1] == 1 or not _sums_over_layers(config, policy, storage, reading.at(0), weights.dtype):
+        return _through_layers(weights, config, policy, storage, reading)
+
+    def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        storage, made = carry
+        storage, x = _through_layers(weights, config, policy, storage, reading.at(i))
+        return storage, jax.lax.dynamic_update_slice_in_dim(made, x, i, axis=1)
+
+    made = jnp.zeros((*reading.token.shape, config.width), weights.dtype)
+    return jax.lax.fori_loop(0, reading.counts.max(), one, (storage, made))
+
+
+def _sums_over_layers(
+    config: ModelConfig, policy: Policy, storage: Storage, reading: Reading, dtype: DTypeLike
+) -> bool:
+    x = jnp.zeros((*reading.token.shape, config.width), dtype)
+    return any(
+        of_all_layers(policy.layer(index).score.asks(storage.heads(index), reading.ahead(shape, index, x)))
+        for index, shape in enumerate(config.layer_configs)
+    )
+
+
+def _through_layers(
+    weights: Weights, config: ModelConfig, policy: Policy, storage: Storage, reading: Reading
+) -> tuple[Storage, Float[Array, "b t width"]]:
     x = embed(weights, config, reading.token, reading.position)
     pending: list[Pending] = []
     shapes, begun = config.layer_configs, x
@@ -179,12 +220,12 @@ def _through_layer(
     number: int | Int[Array, ""],
     reading: Reading,
     turns: Turns | None,
-    x: Float[Array, "b 1 width"],
+    x: Float[Array, "b t width"],
     *,
     config: ModelConfig,
     shape: int,
-) -> tuple[Storage, Float[Array, "b 1 width"], list[Pending]]:
-    """Run one token per row through a layer; `place` is its index in the storage, `number` that in the model."""
+) -> tuple[Storage, Float[Array, "b t width"], list[Pending]]:
+    """Run tokens through a layer by decode steps; `place` is its index in the storage, `number` that in the model."""
     kind, pending, of_heads = config.layer_configs[shape], list[Pending](), list[Pending]()
 
     def total(parts: Array) -> Array:
@@ -204,7 +245,11 @@ def _through_layer(
     with layer_numbered(policy, number):
         normed, q, k, v = project(layer, config, kind, x, reading.position)
         new = reading.new(kind, number, x, q, k, v, turns, sink_logits_of(layer, kind))
-        storage, out, told = step(kind, policy, storage, place, new)
+        if x.shape[1] == 1:
+            storage, out, told = step(kind, policy, storage, place, new)
+        else:
+            storage, out = steps(kind, policy, storage, place, new)
+            told = []
         for each in told:
             (of_heads if of_devices(each.asks) else pending).append(each)
         after = finish_block(layer, config, kind, x, normed, out, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty, empty_layers
 from kvjax.cache.paged.build import Selected
 from kvjax.inference.cache import policy_seeds
-from kvjax.inference.layers import Reading, read_block, read_layers, read_token
+from kvjax.inference.layers import Reading, read_block, read_layers, read_steps
 from kvjax.inference.prepare import Loaded, Prompts
 from kvjax.inference.sharding import (
     OF_HEADS,
@@ -38,6 +39,9 @@ from kvjax.utils.dependence import depends_on
 
 DEEP = 12
 """Fewest layers with which a prompt is read layer by layer, because one program for all of them compiles slowly."""
+
+STEPS = 512
+"""Most prompt tokens that a layer reads by decode steps before the next layer does."""
 
 Read = tuple[Any, Int[Array, " b"], UInt32[Array, " b"], Float[Array, "b vocab"]]
 """Storage (or selected slots, under plans with slots for each head), positions, seeds and logits."""
@@ -235,7 +239,7 @@ def _read_on_device(
     buffers = (0,) * config.layers if chunk is None else capacities
     storage: Any = Dense(empty_layers(policy.sized(lines), config.layer_configs, limits, buffers, dtype))
     whole = _reading(tokens, lengths, horizon, keys, kernels)
-    size = padded if chunk is None else chunk
+    size = padded if chunk is None else math.gcd(padded, STEPS) if chunk == 1 else chunk
 
     def read_chunk(start: Array | int, carry: tuple[Any, Array], *, first: bool) -> tuple[Any, Array]:
         storage, last = carry
@@ -244,8 +248,8 @@ def _read_on_device(
             position=jax.lax.dynamic_slice_in_dim(whole.position, start, size, axis=1),
             read=jnp.minimum(lengths, start + size),
         )
-        if size == 1:
-            storage, hidden = read_token(weights, config, policy, storage, reading)
+        if chunk == 1:
+            storage, hidden = read_steps(weights, config, policy, storage, reading)
         else:
             storage, hidden = read_block(weights, config, policy, storage, reading, capacities, first=first)
         return storage, _at_last(hidden, reading, otherwise=last)

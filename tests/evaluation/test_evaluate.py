@@ -77,7 +77,7 @@ def test_perplexity_refuses_in_one_sentence(policy: str, settings: dict[str, Any
     with pytest.raises(ValueError, match=message):
         evaluation.perplexity(random_model(GQA), policy, ids(), 36, **settings)
     with pytest.raises(ValueError, match="beyond 39"):
-        evaluation.Streamed(np.zeros((2, 39)), np.zeros((2, 39), int), 1, 0, 0, 0, 0.0, 0.0).rows(39)
+        evaluation.Streamed(np.zeros((2, 39)), np.zeros((2, 39), int), 1, 0, 0).rows(39)
 
 
 SET: dict[str, dict[str, Any]] = {

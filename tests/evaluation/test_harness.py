@@ -139,7 +139,7 @@ def test_continuations_evict(lm_eval: Any, model: kvjax.Model, policy: str, budg
         assert (score, greedy) == pytest.approx(by_hand(model, *ids, policy=policy, budget=budget), abs=1e-4)
         assert abs(score - whole(model, *ids)[0]) > 1e-3
     assert 0 < lm.cache_bytes <= lm.full_cache_bytes and lm.cut == 0
-    assert lm.peak_temporary_bytes and lm.prefill_seconds > 0 and lm.decode_seconds > 0 < lm.timed_tokens
+    assert lm.peak_temporary_bytes and lm.prefill_seconds > 0 == lm.timed_tokens
 
 
 def test_rolling_predicts_each_token_once(lm_eval: Any, model: kvjax.Model) -> None:
@@ -236,8 +236,8 @@ def test_a_task_in_a_grid(
         assert row["cases"] == row["limit"] == 2 and row["lm_eval"] and row["contexts_cut"] == 0
         assert row["num_fewshot"] is None and row["num_fewshot_of_tasks"] == {row["task"]: 0}
         assert row["peak_temporary_bytes"] > 0 < row["prefill_seconds"]
-        # A short answer is made while its program is still being compiled, and not timed.
-        assert row["task"] == "writing" or row["decode_tokens_per_second"] > 0
+        # Continuations are given, and a short answer is made while its program is still being compiled.
+        assert row["decode_tokens_per_second"] is None
     assert choosing["acc"] == 1 and choosing["acc_standard_error"] == 0
     assert choosing["cache_bytes"] == choosing["full_cache_bytes"] == streamed["full_cache_bytes"]
     assert 0 <= writing["exact_match"] <= 1 and writing["exact_match_standard_error"] >= 0

@@ -112,6 +112,28 @@ def test_turns_equal_the_oracle(name: str, x64: None) -> None:
         assert kept(state, row) == decoder.kept()
 
 
+STEPS = (*TURNS, "lsh_e", "h2o-every-8", "h2o-every-8+adakv", "less+l2-every-8+adakv", "lightkv-sequential")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        core(name) if name == "h2o" else name if name in (*DEFAULT, "keyformer-shared", "lsh_e") else slow(name)
+        for name in STEPS
+    ],
+)
+def test_steps_together_equal_one_after_another(name: str, x64: None) -> None:
+    state, _ = read(CASES[name])
+    state = state.replace(active=jnp.asarray([True, False]))
+    tokens = [TEXT[row, start : start + 13] for row, start in enumerate(np.asarray(state.position))]
+    after, expected = write(state, 13)
+    read_together = jax.jit(lambda decoder, cache, tokens: decoder.steps(cache, tokens))
+    cache, found = read_together(state.decoder, state.cache, jnp.asarray(tokens, jnp.int32))
+    same(found[0], np.stack(expected)[:, 0])
+    jax.tree.map(same, cache.replace(key=None), after.cache.replace(key=None))
+    assert cache.position.tolist() == [LENGTHS[0] + 13, LENGTHS[1]]
+
+
 @pytest.mark.parametrize(
     "name",
     [

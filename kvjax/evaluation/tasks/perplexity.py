@@ -1,4 +1,4 @@
-"""Measure the perplexity of text after a prompt, streamed through real eviction: `kvjax evaluate perplexity`."""
+"""Measure the perplexity of text after a prompt, through real eviction: `kvjax evaluate perplexity`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from kvjax.evaluation.grid import Cell, Entry
 from kvjax.evaluation.masked import masked_perplexity
-from kvjax.evaluation.perplexity import perplexity
+from kvjax.evaluation.perplexity import costs, perplexity
 from kvjax.evaluation.summary import Columns, Measure
 from kvjax.evaluation.tasks import texts
 from kvjax.evaluation.tasks.task import Task
@@ -61,13 +61,14 @@ class PerplexityTask(Task):
             sizes = {"cache_bytes": masked.cache_bytes, "full_cache_bytes": masked.full_cache_bytes}
             return _of_nats(model, read, prefix, masked.nats[:, prefix - 1 :]) | sizes
         made = perplexity(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
+        steps = costs(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
         return _of_nats(model, read, prefix, made.nats) | {
             "agreement": float((made.likeliest == first_choices(model, read.tokens)[:, prefix:]).mean()),
             "cache_bytes": made.cache_bytes,
             "full_cache_bytes": made.full_cache_bytes,
-            "peak_temporary_bytes": made.peak_temporary_bytes,
-            "prefill_seconds": made.prefill_seconds,
-            "decode_tokens_per_second": made.nats.size / made.decode_seconds,
+            "peak_temporary_bytes": steps.peak_temporary_bytes,
+            "prefill_seconds": steps.prefill_seconds,
+            "decode_tokens_per_second": steps.tokens_per_second,
         }
 
 
