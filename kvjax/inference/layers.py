@@ -145,14 +145,14 @@ def read_steps(
     return jax.lax.fori_loop(0, reading.counts.max(), one, (storage, made))
 
 
-def _sums_over_layers(
-    config: ModelConfig, policy: Policy, storage: Storage, reading: Reading, dtype: DTypeLike
-) -> bool:
+def _sums_over_layers(config: ModelConfig, policy: Policy, storage: Any, reading: Reading, dtype: DTypeLike) -> bool:
     x = jnp.zeros((*reading.token.shape, config.width), dtype)
-    return any(
-        of_all_layers(policy.layer(index).score.asks(storage.heads(index), reading.ahead(shape, index, x)))
-        for index, shape in enumerate(config.layer_configs)
-    )
+    for index, shape in enumerate(config.layer_configs):
+        here = storage.moved(index, jax.memory.Space.Device) if policy.score.requires.host_memory else storage
+        asks = policy.layer(index).score.asks(here.heads(index), reading.ahead(shape, index, x))
+        if of_all_layers(asks):
+            return True
+    return False
 
 
 def _through_layers(

@@ -41,7 +41,7 @@ DEEP = 12
 """Fewest layers with which a prompt is read layer by layer, because one program for all of them compiles slowly."""
 
 STEPS = 512
-"""Most prompt tokens that a layer reads by decode steps before the next layer does."""
+"""Most prompt tokens, of all rows, that a layer reads by decode steps before the next layer does."""
 
 Read = tuple[Any, Int[Array, " b"], UInt32[Array, " b"], Float[Array, "b vocab"]]
 """Storage (or selected slots, under plans with slots for each head), positions, seeds and logits."""
@@ -239,7 +239,8 @@ def _read_on_device(
     buffers = (0,) * config.layers if chunk is None else capacities
     storage: Any = Dense(empty_layers(policy.sized(lines), config.layer_configs, limits, buffers, dtype))
     whole = _reading(tokens, lengths, horizon, keys, kernels)
-    size = padded if chunk is None else math.gcd(padded, STEPS) if chunk == 1 else chunk
+    together = 1 << (max(STEPS // rows, 1).bit_length() - 1)
+    size = padded if chunk is None else math.gcd(padded, together) if chunk == 1 else chunk
 
     def read_chunk(start: Array | int, carry: tuple[Any, Array], *, first: bool) -> tuple[Any, Array]:
         storage, last = carry
