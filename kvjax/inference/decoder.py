@@ -20,7 +20,7 @@ from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
-from kvjax.inference.layers import read_block, read_steps
+from kvjax.inference.layers import read_block, read_chunks, read_steps
 from kvjax.inference.padding import bucket
 from kvjax.inference.prefill import prompt_shapes, read_prompts
 from kvjax.inference.prepare import (
@@ -370,20 +370,21 @@ def read_more(
 def _extend_on_device(
     decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
-    config, weights = on_device(decoder.config, decoder.mesh), decoder.weights
+    config, weights, requires = on_device(decoder.config, decoder.mesh), decoder.weights, decoder.policy.score.requires
     reading = cache.following(tokens, lengths)
     given = jnp.where(lengths > 0, reading.read, cache.prompt_length)
     reading = reading.replace(prompt_length=given, kernels=decoder.kernels)
     # While a block is read, pages are unpacked into buffers of one size for all heads.
     dense = joined(cache.storage, decoder.mesh).unpack()
     capacities = tuple(view.capacity for view in dense.layers)
-    after, hidden = read_block(weights, config, decoder.policy, dense, reading, capacities)
+    texts, chunk = (weights, config, decoder.policy, dense, reading, capacities), requires.prompt_chunk
+    if chunk is None:
+        after, hidden = read_block(*texts)
+        hidden = hidden if every else reading.at_last(hidden, otherwise=hidden[:, 0])
+    else:
+        after, hidden = read_chunks(*texts, chunk, every=every)
     assert isinstance(after, Dense)
     storage = shared(cache.storage.pack(after), decoder.mesh)
     cache = cache.replace(storage=storage, position=reading.read, prompt_length=given)
-    if every:
-        logits = unembed(weights, config, hidden)
-        return cache, jnp.where((reading.position >= 0)[..., None], logits, jnp.nan)
-    at_end = jnp.arange(tokens.shape[1]) == (lengths - 1)[:, None]
-    last = jnp.einsum("btw,bt->bw", hidden, at_end.astype(hidden.dtype))
-    return cache, jnp.where((lengths > 0)[:, None], unembed(weights, config, last), jnp.nan)
+    read = reading.position >= 0 if every else lengths > 0
+    return cache, jnp.where(read[..., None], unembed(weights, config, hidden), jnp.nan)

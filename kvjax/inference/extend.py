@@ -107,7 +107,8 @@ def extend(
     """Read more text on top of a cache: a second turn, or the next chunk of a text.
 
     All tokens attend to the cache and to each other before any of them is evicted; memory is that of the cache and of
-    the tokens. Slots stay those that `prefill` planned, also where the text outgrows its plan; `kvjax.compress` plans
+    the tokens. Policies that read prompts in chunks (`keydiff`) or by decode steps (`lsh_e`) read this text so, too.
+    Slots stay those that `prefill` planned, also where the text outgrows its plan; `kvjax.compress` plans
     them again. Only a layer whose own window is outgrown, too, gets the slots of that window, as it would have had from
     a longer plan. Use `decode_step` for generated tokens.
 

@@ -26,6 +26,9 @@ from kvjax.rope import Rope, Turns, turns_of
 from kvjax.types import Kernels, LayerConfig, New, setting
 from pallas_kernels.attention import with_sink
 
+STEPS = 512
+"""Most tokens, of all rows, that a layer reads by decode steps before the next layer does."""
+
 
 class Reading(struct.PyTreeNode):
     """Tokens being read, the same for all layers; the fields are those of `New`."""
@@ -46,11 +49,17 @@ class Reading(struct.PyTreeNode):
         """Number of tokens of each row that are text and not padding, which is on the right."""
         return (self.position >= 0).sum(1, dtype=jnp.int32)
 
-    def at(self, place: int | Int[Array, ""]) -> Reading:
-        """Return one token of each row, as a decode step reads it."""
-        read = jnp.minimum(self.read, self.read - self.counts + place + 1)
-        token, position = (jax.lax.dynamic_slice_in_dim(x, place, 1, axis=1) for x in (self.token, self.position))
+    def part(self, start: int | Int[Array, ""], size: int) -> Reading:
+        """Return some successive tokens of each row, as they are read after the tokens before them."""
+        read = jnp.minimum(self.read, self.read - self.counts + start + size)
+        token, position = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (self.token, self.position))
         return self.replace(token=token, position=position, read=read)
+
+    def at_last(self, hidden: Float[Array, "b t width"], otherwise: Float[Array, "b width"]) -> Float[Array, "b width"]:
+        """Return the hidden state of each row's last given token, or `otherwise` if that token is not among these."""
+        is_last = self.position == (self.prompt_length - 1)[:, None]
+        newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
+        return jnp.where(is_last.any(1)[:, None], newest, otherwise)
 
     def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:
         """Return the rotations of the tokens' queries and keys."""
@@ -133,12 +142,12 @@ def read_steps(
     Each layer reads all tokens, one after another, before the next layer does, so that its weights are read once. If
     statistics are sums over all layers, each token has to run through all layers before the next one.
     """
-    if reading.token.shape[1] == 1 or not _sums_over_layers(config, policy, storage, reading.at(0), weights.dtype):
+    if reading.token.shape[1] == 1 or not _sums_over_layers(config, policy, storage, reading.part(0, 1), weights.dtype):
         return _through_layers(weights, config, policy, storage, reading)
 
     def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
         storage, made = carry
-        storage, x = _through_layers(weights, config, policy, storage, reading.at(i))
+        storage, x = _through_layers(weights, config, policy, storage, reading.part(i, 1))
         return storage, jax.lax.dynamic_update_slice_in_dim(made, x, i, axis=1)
 
     made = jnp.zeros((*reading.token.shape, config.width), weights.dtype)
@@ -260,6 +269,52 @@ def _through_layer(
 
 # The compiler inlines it; sharing saves tracing and lowering.
 _traced_once = jax.jit(_through_layer, static_argnames=("place", "config", "shape"))
+
+
+def read_chunks(
+    weights: Weights,
+    config: ModelConfig,
+    policy: Policy,
+    storage: Dense,
+    reading: Reading,
+    capacities: tuple[int, ...],
+    chunk: int,
+    *,
+    every: bool = False,
+) -> tuple[Dense, Float[Array, "b *t width"]]:
+    """Run given texts through all layers, and evict after each chunk; chunks of one token are decode steps.
+
+    Args:
+        weights: weights of the model.
+        config: configuration of the model.
+        policy: decides what to keep.
+        storage: the cache before.
+        reading: the texts, padded on the right.
+        capacities: slots of each layer's buffers.
+        chunk: tokens of a chunk.
+        every: True for the hidden state after every token; False for those after the last token of each row.
+    """
+    rows, count = reading.token.shape
+    # Several decode steps are read together, a power of two, so that few tokens of padded lengths are added.
+    size = 1 << (min(max(STEPS // rows, 1), count).bit_length() - 1) if chunk == 1 else min(chunk, count)
+    surplus = ((0, 0), (0, -count % size))
+    token, position = jnp.pad(reading.token, surplus), jnp.pad(reading.position, surplus, constant_values=-1)
+    padded = reading.replace(token=token, position=position)
+
+    def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        storage, found = carry
+        part = padded.part(i * size, size)
+        if chunk == 1:
+            storage, x = read_steps(weights, config, policy, storage, part)
+        else:
+            storage, x = read_block(weights, config, policy, storage, part, capacities)
+        if every:
+            return storage, jax.lax.dynamic_update_slice_in_dim(found, x, i * size, axis=1)
+        return storage, part.at_last(x, otherwise=found)
+
+    found = jnp.zeros((rows, *token.shape[1:] * every, config.width), weights.dtype)
+    storage, found = jax.lax.fori_loop(0, -(-reading.counts.max() // size), one, (storage, found))
+    return storage, found[:, :count] if every else found
 
 
 def read_block(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty, empty_layers
 from kvjax.cache.paged.build import Selected
 from kvjax.inference.cache import policy_seeds
-from kvjax.inference.layers import Reading, read_block, read_layers, read_steps
+from kvjax.inference.layers import Reading, read_block, read_chunks, read_layers
 from kvjax.inference.prepare import Loaded, Prompts
 from kvjax.inference.sharding import (
     OF_HEADS,
@@ -39,9 +38,6 @@ from kvjax.utils.dependence import depends_on
 
 DEEP = 12
 """Fewest layers with which a prompt is read layer by layer, because one program for all of them compiles slowly."""
-
-STEPS = 512
-"""Most prompt tokens, of all rows, that a layer reads by decode steps before the next layer does."""
 
 Read = tuple[Any, Int[Array, " b"], UInt32[Array, " b"], Float[Array, "b vocab"]]
 """Storage (or selected slots, under plans with slots for each head), positions, seeds and logits."""
@@ -199,7 +195,7 @@ def _end(
     weights: Weights, reading: Reading, x: Float[Array, "b n width"], *, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
     def end(weights: Weights, reading: Reading, x: Array) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
-        logits = unembed(weights, on_device(config, mesh), _at_last(x, reading, x[:, 0]))
+        logits = unembed(weights, on_device(config, mesh), reading.at_last(x, otherwise=x[:, 0]))
         return jnp.copy(reading.prompt_length), logits
 
     of_weights = weight_specs(weights, config, mesh)
@@ -233,39 +229,18 @@ def _read_on_device(
     mesh: Mesh | None,
 ) -> Read:
     config = on_device(config, mesh)
-    rows, padded = tokens.shape
-    dtype = weights.dtype
     # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
     buffers = (0,) * config.layers if chunk is None else capacities
-    storage: Any = Dense(empty_layers(policy.sized(lines), config.layer_configs, limits, buffers, dtype))
+    storage: Any = Dense(empty_layers(policy.sized(lines), config.layer_configs, limits, buffers, weights.dtype))
     whole = _reading(tokens, lengths, horizon, keys, kernels)
-    together = 1 << (max(STEPS // rows, 1).bit_length() - 1)
-    size = padded if chunk is None else math.gcd(padded, together) if chunk == 1 else chunk
-
-    def read_chunk(start: Array | int, carry: tuple[Any, Array], *, first: bool) -> tuple[Any, Array]:
-        storage, last = carry
-        reading = whole.replace(
-            token=jax.lax.dynamic_slice_in_dim(whole.token, start, size, axis=1),
-            position=jax.lax.dynamic_slice_in_dim(whole.position, start, size, axis=1),
-            read=jnp.minimum(lengths, start + size),
-        )
-        if chunk == 1:
-            storage, hidden = read_steps(weights, config, policy, storage, reading)
-        else:
-            storage, hidden = read_block(weights, config, policy, storage, reading, capacities, first=first)
-        return storage, _at_last(hidden, reading, otherwise=last)
-
-    last = jnp.zeros((rows, config.width), dtype)
     if chunk is None:
-        storage, last = read_chunk(0, (storage, last), first=True)
+        storage, hidden = read_block(weights, config, policy, storage, whole, capacities, first=True)
+        last = whole.at_last(hidden, otherwise=hidden[:, 0])
     else:
         if policy.score.requires.host_memory:
             for layer in range(config.layers):
                 storage = storage.moved(layer, jax.memory.Space.Host)
-        steps = -(-lengths.max() // size)
-        storage, last = jax.lax.fori_loop(
-            0, steps, lambda i, carry: read_chunk(i * size, carry, first=False), (storage, last)
-        )
+        storage, last = read_chunks(weights, config, policy, storage, whole, capacities, chunk)
     # Copy the lengths: a step may donate the positions, but the lengths must stay valid. As outputs of this program,
     # positions are committed to devices like the storage; otherwise a step would compile again for its own results.
     return shared(storage, mesh), jnp.copy(lengths), whole.seed, unembed(weights, config, last)
@@ -290,12 +265,3 @@ def _reading(
         seed=policy_seeds(keys),
         kernels=kernels,
     )
-
-
-def _at_last(
-    hidden: Float[Array, "b n width"], reading: Reading, otherwise: Float[Array, "b width"]
-) -> Float[Array, "b width"]:
-    """Return the hidden state of each row's last token, or `otherwise` if that token is not being read."""
-    is_last = reading.position == (reading.prompt_length - 1)[:, None]
-    newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
-    return jnp.where(is_last.any(1)[:, None], newest, otherwise)

@@ -144,7 +144,7 @@ def prepare_bound(
     check_prompt(policy, int(real.min()))
     policy.codec.check_layers(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
-    size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
+    size = bucket(width)
     chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
     keys = checked_key(key, rows)
     return Prompts(

@@ -68,7 +68,7 @@ class Requirements:
         shared_slots: `heads` if slots must hold the same tokens in all heads of a layer, `layers` if also in all
             layers, else `none`.
         whole_heads: True if `score` compares the slots of a head with each other, so that it must see all of them.
-        prompt_chunk: prompt tokens read between two compressions; None for the whole prompt, 1 for decode steps.
+        prompt_chunk: tokens of a prompt or turn read between two compressions; None for all, 1 for decode steps.
         whole_prompt: True if the end of a prompt decides which of its tokens stay, so that chunks are refused.
         min_prompt: tokens that each prompt must have.
         replay: how each prompt is read again before any of its tokens is evicted; None if it is not.

@@ -82,7 +82,7 @@ class Device:
         check_rows(self.rows, model.mesh)
         self.chunk = whole_number("chunk", chunk, *SIZES["chunk"])
         self.steps = whole_number("steps", steps, *SIZES["steps"])
-        self.policy = _served(ready(model, policy, budget, None), model)
+        self.policy = _served(ready(model, policy, budget, None), model, self.chunk)
         self.context = config.max_positions if context is None else whole_number("context", context, *SIZES["context"])
         if self.context > longest_text(self.policy, config):
             raise ValueError(
@@ -282,12 +282,12 @@ def _planned(limits: Sequence[Int[np.ndarray, "1 h"]], seed: int = 0, horizon: i
     return Planned(tuple(limit.astype(np.int32) for limit in limits), *numbers)  # type: ignore[arg-type]
 
 
-def _served(policy: Policy, model: Model) -> Policy:
+def _served(policy: Policy, model: Model, chunk: int) -> Policy:
     """Return the policy, after checking that the server can use it.
 
     Raises:
-        ValueError: the memory of a row depends on its text, the policy cannot read chunks or keeps scores in host
-            memory, or the mesh has several processes.
+        ValueError: the memory of a row depends on its text, the policy evicts after other chunks or keeps scores in
+            host memory, or the mesh has several processes.
     """
     name = name_of(policy)
     if model.mesh is not None and model.mesh.is_multi_process:
@@ -297,10 +297,12 @@ def _served(policy: Policy, model: Model) -> Policy:
             f"{name} gives each head slots of its own once a prompt has been read, so that a row's memory is not known "
             "before; serve another policy, or another plan."
         )
-    if policy.score.requires.prompt_chunk is not None:
+    own = policy.score.requires.prompt_chunk
+    if own is not None and chunk % own:
+        nearest = own * max(chunk // own, -(-SIZES["chunk"][0] // own))
         raise ValueError(
-            f"{name} reads prompts {policy.score.requires.prompt_chunk} token at a time, not in chunks; use "
-            "prompt='one_shot'."
+            f"{name} evicts after each {own} tokens of a prompt, and chunk={chunk} is not a multiple of that; use "
+            f"{nearest}."
         )
     if policy.score.requires.replay is not None:
         raise ValueError(f"{name} reads prompts twice before it evicts, which a server does not; serve another policy.")

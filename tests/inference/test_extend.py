@@ -73,7 +73,7 @@ TURNS += ["streaming+fp8", "h2o+adakv+fp8", "momentkv+h2o", "momentkv+h2o+adakv"
 TURNS += ["attention_matching+h2o", "attention_matching+h2o+adakv", "attention_matching+h2o+int8"]
 
 
-DEFAULT = ("keyformer-fresh", "scissorhands", "snapkv-max", "less+lightkv-context", "h2o+adakv", "h2o+topk")
+DEFAULT = ("lsh_e", "keyformer-fresh", "scissorhands", "snapkv-max", "less+lightkv-context", "h2o+adakv", "h2o+topk")
 DEFAULT += ("streaming+fp8", "h2o+adakv+fp8", "momentkv+h2o", "attention_matching+h2o")
 """Turns that the default suite reads: one for each way to ask, to store, to remember and to shrink."""
 
@@ -112,15 +112,12 @@ def test_turns_equal_the_oracle(name: str, x64: None) -> None:
         assert kept(state, row) == decoder.kept()
 
 
-STEPS = (*TURNS, "lsh_e", "h2o-every-8", "h2o-every-8+adakv", "less+l2-every-8+adakv", "lightkv-sequential")
+STEPS = (*TURNS, "h2o-every-8", "h2o-every-8+adakv", "less+l2-every-8+adakv", "lightkv-sequential")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        core(name) if name == "h2o" else name if name in (*DEFAULT, "keyformer-shared", "lsh_e") else slow(name)
-        for name in STEPS
-    ],
+    [core(name) if name == "h2o" else name if name in (*DEFAULT, "keyformer-shared") else slow(name) for name in STEPS],
 )
 def test_steps_together_equal_one_after_another(name: str, x64: None) -> None:
     state, _ = read(CASES[name])
@@ -155,6 +152,18 @@ def test_chunks_equal_turns(name: str, x64: None) -> None:
             assert kept(state, row) == kept(whole, row)
         (state, one), (whole, other) = write(state, 10), write(whole, 10)
         same(one, other)
+
+
+@pytest.mark.parametrize(("policy", "settings", "first"), [("lsh_e", {"recent": 4}, 9), ("keydiff", {"block": 8}, 16)])
+def test_chunks_of_a_method_hold_for_turns(policy: str, settings: dict[str, Any], first: int, x64: None) -> None:
+    chosen = kvjax.policy(policy, **settings)
+    reading: dict[str, Any] = dict(policy=chosen, budget=14, prefill_chunk=None)
+    whole, expected = read(POLICIES["lsh_e"], (50, 50 - first), max_new_tokens=20, **reading)
+    state, _ = read(POLICIES["lsh_e"], (first, first), max_new_tokens=70 - first, **reading)
+    state, every, _ = turn(state, (50 - first, 50 - 2 * first))
+    same(jnp.stack([every[0, -1], every[1, 49 - 2 * first]]), expected)
+    for row in range(2):
+        assert kept(state, row) == kept(whole, row)
 
 
 @pytest.mark.parametrize("name", ["full", "fastgen", slow("baseline_plus"), "h2o", "lightkv", "streaming+adakv"])

@@ -32,7 +32,8 @@ That is the papers' order: append, attend over one token more than the budget, e
 comes before `note`, as in Algorithm 1 of LSH-E and in kvjax, whose budget and recent window count the token being read;
 `Case.oracles` turns its numbers into the papers'.
 
-Reading a turn, more text on top of what is held, which no paper has: as decoding, but without `leaving`, and at the end
+Reading a turn, more text on top of what is held: a policy with `sequential = True` decodes it. For the others, which no
+paper has: as decoding, but without `leaving`, and at the end
 
     turned(turn)         -> whatever becomes of the notes
     keep(turn)
@@ -382,9 +383,11 @@ class Decoder:
                 hidden = after
 
     def turn(self, tokens: Sequence[int]) -> np.ndarray:
-        """Read more text on top of what is held, of which nothing leaves before its end: logits [tokens, vocab]."""
+        """Read more text on top of what is held; mostly nothing leaves before its end: logits [tokens, vocab]."""
         start = self.next
         self.prompt_length = start + len(tokens)
+        if any(type(oracle).sequential for oracle in self.oracles):
+            return np.array([self.step(int(token)) for token in tokens])
         self.turns = []
         for oracle in self.oracles:
             queries = [[np.zeros((0, 0)) for _ in range(oracle.groups)] for _ in oracle.heads]

@@ -135,6 +135,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "snapkv": {"recent": 8},
     "lightkv": {"context_limit": 48},
     "less": {"residual.kernels": "performer"},
+    "keydiff": {"block": 8},
 }
 
 
@@ -167,13 +168,14 @@ def test_answers_are_the_same_alone_and_under_load(policy: str, request) -> None
         assert len({tuple(each.tokens) for each in alone}) > 8
 
 
-@pytest.mark.parametrize("policy", ["own", *map(slow, ("full", "streaming", "less"))])
+@pytest.mark.parametrize("policy", ["own", "lsh_e", *map(slow, ("full", "streaming", "less", "keydiff"))])
 def test_answers_are_those_of_generate(policy: str, request) -> None:
     with under(policy, request) as served:
         for each in (GREEDY, SEEDED):
             settings: dict[str, Any] = dataclasses.asdict(each.sampling) | {"seed": each.seed, "stop_at_eos": False}
             settings |= {"policy": policy_of(policy), "budget": 1.0 if policy == "full" else 24, "max_new_tokens": 12}
-            for prompt, chunk in ((TEXT[:16], None), (TEXT[:40], 16)):
+            own = settings["policy"].score.requires.prompt_chunk
+            for prompt, chunk in ((TEXT[:16], own), (TEXT[:40], own or 16)):
                 usual = generate_ids(served.model, [prompt], prefill_chunk=chunk, **settings)
                 found = ask(served, each, prompt=prompt)
                 assert found.tokens == usual.tokens[0]
@@ -427,7 +429,8 @@ class Neighbours(kvjax.Score):
     ("policy", "changes", "message"),
     [
         (kvjax.policy("h2o", plan="adakv"), {}, "a row's memory is not known"),
-        ("lsh_e", {}, "prompt='one_shot'"),
+        ("keydiff", {"chunk": 16}, "evicts after each 128 tokens of a prompt, and chunk=16 .*; use 128"),
+        (kvjax.policy("keydiff", block=10), {"chunk": 16}, "use 20"),
         (kvjax.policy("finch", delimiter=7), {}, "by the end of a prompt"),
         (kvjax.Policy(Neighbours()), {}, "read as a whole"),
         ("h2o", {"context": 129}, "context=129 does not fit the model's 128 positions"),
