@@ -169,7 +169,8 @@ class Conversation:
             begun, read = self.begun, int(self.begun.state.position[0])
             room = self._answer_room(len(text), self._end(begun.state))
             # The last token of an answer that was cut has not been read yet.
-            state, logits = extend(begun.state, [text[read:]])
+            chunk = self.settings.get("prefill_chunk")
+            state, logits = extend(begun.state, [text[read:]], prefill_chunk=chunk)
             begun = dataclasses.replace(begun, state=state, logits=logits)
         self.begun, self.text = dataclasses.replace(begun, prompts=[text], max_new_tokens=room), list(text)
         return self.begun

@@ -55,6 +55,7 @@ from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, setting
 from kvjax.utils.autotune import settle_before
 from kvjax.utils.processes import on_host
+from kvjax.utils.settings import whole_number
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -186,18 +187,20 @@ class Decoder(struct.PyTreeNode):
         tokens: ArrayLike | Sequence[Sequence[int]],
         lengths: ArrayLike | Sequence[int] | None = None,
         logits: str = "last",
+        *,
+        prefill_chunk: int | None = None,
     ) -> tuple[Cache, Float[Array, "b vocab"] | Float[Array, "b n vocab"]]:
         """Read more text on top of a cache; see `kvjax.extend`.
 
         Raises:
-            TypeError: the tokens are a list of anything but rows, or lengths are not whole numbers.
-            ValueError: the tokens do not fit the cache or the model; or the text exceeds its planned length, under
-                policies that reserve slots for all of it.
+            TypeError: the tokens are a list of anything but rows, or lengths or `prefill_chunk` are not whole numbers.
+            ValueError: the tokens do not fit the cache or the model; the text exceeds its planned length, under
+                policies that reserve slots for all of it; or the policy needs a whole text.
         """
         check_on_host("extend", cache.position, tokens, lengths)
         if logits not in ("last", "all"):
             raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
-        rows = len(cache.position)
+        rows, chunk = len(cache.position), self._chunk(prefill_chunk)
         if isinstance(tokens, (list, tuple)):
             tokens, counted = rows_of(tokens)
             tokens = tokens if tokens.size else np.zeros((len(tokens), 1), np.int64)  # all rows are empty
@@ -222,14 +225,25 @@ class Decoder(struct.PyTreeNode):
             settle_step(self, cache)
         size = bucket(ids.shape[1])
         padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
-        texts, every = (padded, jnp.asarray(counts, jnp.int32)), logits == "all"
+        texts = padded, jnp.asarray(counts, jnp.int32)
+        how: dict[str, Any] = dict(every=logits == "all", chunk=chunk)
         settle_before(
-            lambda survey: read_more.eval_shape(self.replace(kernels=Kernels(survey)), cache, *texts, every=every),
+            lambda survey: read_more.eval_shape(self.replace(kernels=Kernels(survey)), cache, *texts, **how),
             self.kernels.implementation,
         )
-        after, found = read_more(self, cache.replace(key=None), *texts, every=every)
+        after, found = read_more(self, cache.replace(key=None), *texts, **how)
         after = after.replace(key=cache.key)
         return after, found[:, : ids.shape[1]] if logits == "all" else found
+
+    def _chunk(self, asked: int | None) -> int | None:
+        if asked is None:
+            return None
+        if self.policy.score.requires.whole_prompt:
+            raise ValueError(
+                f"prefill_chunk={asked} does not go with policy {name_of(self.policy)}, which evicts by the end of a "
+                "text; leave it out."
+            )
+        return whole_number("prefill_chunk", asked)
 
 
 def decoder(
@@ -354,21 +368,42 @@ def settle_step(decoder: Decoder, cache: Cache) -> None:
     )
 
 
-@functools.partial(jax.jit, static_argnames="every")
+@functools.partial(jax.jit, static_argnames=("every", "chunk"))
 def read_more(
-    decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
+    decoder: Decoder,
+    cache: Cache,
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    *,
+    every: bool,
+    chunk: int | None = None,
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
-    """Run `Decoder.extend` on checked tokens, also inside programs that are compiled as a whole."""
+    """Run `Decoder.extend` on checked tokens, also inside programs that are compiled as a whole.
+
+    Args:
+        decoder: reads the texts.
+        cache: the cache before.
+        tokens: texts, padded on the right.
+        lengths: tokens of each row.
+        every: True for logits after every token, False for those after the last token of each row.
+        chunk: number of tokens after each of which the cache is compressed, 1 for decode steps; None for the policy's.
+    """
     decoder, of_cache = decoder.replace(asked=None), cache_specs(cache)
     logits = logits_spec(decoder.config, decoder.mesh)
     logits = _after_each(logits) if every else logits
     given, made = (decoder_specs(decoder), of_cache, OF_ROWS, OF_ROWS), (of_cache, logits)
-    read = on_mesh(functools.partial(_extend_on_device, every=every), decoder.mesh, given, made)
+    read = on_mesh(functools.partial(_extend_on_device, every=every, chunk=chunk), decoder.mesh, given, made)
     return read(decoder, cache, tokens, lengths)
 
 
 def _extend_on_device(
-    decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
+    decoder: Decoder,
+    cache: Cache,
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    *,
+    every: bool,
+    chunk: int | None,
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
     config, weights, requires = on_device(decoder.config, decoder.mesh), decoder.weights, decoder.policy.score.requires
     reading = cache.following(tokens, lengths)
@@ -377,7 +412,7 @@ def _extend_on_device(
     # While a block is read, pages are unpacked into buffers of one size for all heads.
     dense = joined(cache.storage, decoder.mesh).unpack()
     capacities = tuple(view.capacity for view in dense.layers)
-    texts, chunk = (weights, config, decoder.policy, dense, reading, capacities), requires.prompt_chunk
+    texts, chunk = (weights, config, decoder.policy, dense, reading, capacities), chunk or requires.prompt_chunk
     if chunk is None:
         after, hidden = read_block(*texts)
         hidden = hidden if every else reading.at_last(hidden, otherwise=hidden[:, 0])

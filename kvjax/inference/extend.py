@@ -103,20 +103,23 @@ def extend(
     tokens: ArrayLike | Sequence[Sequence[int]],
     lengths: ArrayLike | Sequence[int] | None = None,
     logits: str = "last",
+    *,
+    prefill_chunk: int | None = None,
 ) -> tuple[State, Float[Array, "b vocab"] | Float[Array, "b n vocab"]]:
     """Read more text on top of a cache: a second turn, or the next chunk of a text.
 
-    All tokens attend to the cache and to each other before any of them is evicted; memory is that of the cache and of
-    the tokens. Policies that read prompts in chunks (`keydiff`) or by decode steps (`lsh_e`) read this text so, too.
-    Slots stay those that `prefill` planned, also where the text outgrows its plan; `kvjax.compress` plans
-    them again. Only a layer whose own window is outgrown, too, gets the slots of that window, as it would have had from
-    a longer plan. Use `decode_step` for generated tokens.
+    All tokens, or those of a chunk, attend to the cache and to each other before any of them is evicted; memory is that
+    of the cache and of these tokens. Slots stay those that `prefill` planned, also where the text outgrows its plan;
+    `kvjax.compress` plans them again. Only a layer whose own window is outgrown, too, gets the slots of that window, as
+    it would have had from a longer plan. Use `decode_step` for generated tokens.
 
     Args:
         state: from `prefill` or a later call; it stays valid.
         tokens: [b, n], padded on the right; or a list of lists, some of which may be empty.
         lengths: tokens of each row [b], 0 to n; None if none is padded.
         logits: `last` for logits after each row's last token, `all` for logits after every token.
+        prefill_chunk: evict after each chunk of this many tokens, 1 to read them by decode steps; None for the
+            policy's default, mostly all tokens together.
 
     Returns:
         The state to decode from, and logits [b, vocab] or [b, n, vocab]; NaN for rows without new tokens.
@@ -134,5 +137,5 @@ def extend(
         ([6], (1, 2048))
     """
     check_state(state)
-    cache, found = state.decoder.extend(state.cache, tokens, lengths, logits)
+    cache, found = state.decoder.extend(state.cache, tokens, lengths, logits, prefill_chunk=prefill_chunk)
     return State(state.decoder, cache), found

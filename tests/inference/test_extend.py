@@ -166,6 +166,27 @@ def test_chunks_of_a_method_hold_for_turns(policy: str, settings: dict[str, Any]
         assert kept(state, row) == kept(whole, row)
 
 
+def test_chunks_of_a_turn_equal_turns(x64: None) -> None:
+    state, _ = read(POLICIES["h2o"])
+    pieces, seen = state, []
+    for counts in ((8, 8), (8, 5), (4, 0)):
+        pieces, logits, _ = turn(pieces, counts)
+        seen.append(np.asarray(logits))
+    texts = [
+        TEXT[row, place : place + count].tolist()
+        for row, (place, count) in enumerate(zip(LENGTHS, (20, 13), strict=True))
+    ]
+    after, last = kvjax.extend(state, texts, prefill_chunk=8)
+    _, every = kvjax.extend(state, texts, logits="all", prefill_chunk=8)
+    same(every, np.concatenate(seen, axis=1))
+    same(last, [every[0, 19], every[1, 12]])
+    assert [kept(after, row) for row in range(2)] == [kept(pieces, row) for row in range(2)]
+    steps, found = write(state, 13)
+    after, every = kvjax.extend(state, [text[:13] for text in texts], logits="all", prefill_chunk=1)
+    same(every, np.stack(found, axis=1))
+    assert [kept(after, row) for row in range(2)] == [kept(steps, row) for row in range(2)]
+
+
 @pytest.mark.parametrize("name", ["full", "fastgen", slow("baseline_plus"), "h2o", "lightkv", "streaming+adakv"])
 def test_logits_are_those_of_the_forward_pass_when_there_is_room(name: str, x64: None) -> None:
     case = CASES[name]
@@ -269,6 +290,7 @@ def test_a_long_turn_needs_less_than_one_matrix_of_its_length(name: str) -> None
         (np.zeros((2, 4090), int), {}, "longer than the model's 4096 positions"),
         (np.full((2, 3), 0.5), {}, "tokens of type float64 are no token ids; give integers"),
         ([[0.5], [1]], {}, "tokens of type float64 are no token ids; give integers"),
+        ([[1], [2]], {"prefill_chunk": 0}, "prefill_chunk=0"),
     ],
 )
 def test_bad_text_is_one_sentence(tokens: Any, arguments: dict[str, Any], message: str) -> None:
