@@ -14,11 +14,7 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Metrics of an engine, and latencies of its clients.
-
-    Args:
-        serving: the engine.
-    """
+    """Metrics of an engine, and latencies of its clients."""
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
@@ -62,7 +58,6 @@ class Latency:
     """Times of one text's tokens, for metrics.
 
     Args:
-        metrics: gets them.
         arrived: `time.perf_counter()` at the last byte of the request.
     """
 

@@ -48,12 +48,7 @@ class _Gone(Exception):
 
 
 class EngineResponse(Response):
-    """Response with the engine's events for one body, streamed or sent at the end.
-
-    Args:
-        serving: the engine.
-        metrics: records the latencies.
-    """
+    """Response with the engine's events for one body, streamed or sent at the end."""
 
     def __init__(self, serving: Serving, metrics: Metrics) -> None:
         super().__init__()
