@@ -66,9 +66,6 @@ class Task(abc.ABC):
 
         Args:
             rows: stores the results; an interrupted grid resumes from them.
-            model: model to measure.
-            options: options of the task.
-            compared: policies and budgets.
 
         Returns:
             The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).
