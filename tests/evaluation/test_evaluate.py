@@ -15,6 +15,7 @@ from jaxtyping import Array
 import kvjax
 from experiments import lowrank_oracle
 from experiments.claims import Claim
+from experiments.less.axes import log_scale
 from experiments.lowrank_oracle import Split
 from kvjax import evaluation
 from kvjax.evaluation.fidelity import hellinger
@@ -238,7 +239,8 @@ def test_figures_can_be_read(high: float) -> None:
     pytest.importorskip("matplotlib", reason="figures need the plots extra")
     figure, (axes,) = new_figure()
     points = [Point(f"policy {i}", cost, high ** (i / 25)) for i in range(26) for cost in (0.1, 0.5)]
-    plot_quality(axes, points, None, "nats per token", log=True)
+    plot_quality(axes, points, None, "nats per token")
+    log_scale(axes)
     styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.get_lines()}
     assert len(styles) == 26
     figure.draw_without_rendering()
