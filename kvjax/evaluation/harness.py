@@ -46,9 +46,6 @@ GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", *FILTERS, "re
 def required(module: str) -> Any:
     """Import a module of lm-evaluation-harness or of its dependencies.
 
-    Args:
-        module: its name, as `lm_eval.utils`.
-
     Raises:
         ValueError: the package or one of its dependencies is not installed.
     """
@@ -74,8 +71,6 @@ def adapter(
     """Wrap a model and a policy for `lm_eval.simple_evaluate(model=...)`.
 
     Args:
-        model: from `kvjax.load`, with a tokenizer.
-        policy: eviction policy; a name or a `Policy`.
         budget: slots per KV head, a fraction, or slots for each layer. Fractions count a context and the tokens that
             may be generated, or its continuation, rounded up to 1, 2, 3, 4, 6, 8, 12, ... tokens.
         plan: allocation of the budget to layers, or to their heads.
@@ -113,14 +108,8 @@ class _Text(NamedTuple):
 class CompressedLM:
     """Base class of the adapter; `lm_eval.api.model.TemplateLM` provides `loglikelihood` and `chat_template`.
 
-    Args:
-        model: with a tokenizer.
-        policy: bound to the model and the budget.
-        settings: settings of reading a context: `budget`, `budget_of` and `prefill_chunk`.
-        batch_size: requests per batch.
-        max_new_tokens: maximum tokens of an answer if its task sets no limit.
-        max_length: maximum tokens of a text.
-        seed: seed of all sampling.
+    The arguments are those of `adapter`, with a bound policy, and `settings` for `budget`, `budget_of` and
+    `prefill_chunk`.
     """
 
     cache_hook: Any
@@ -163,11 +152,7 @@ class CompressedLM:
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text.
-
-        Raises:
-            ValueError: neither tokenizer nor model has one.
-        """
+        """The token that ends a text."""
         known = [self.tokenizer.eos_token_id, *self.model.config.eos]
         found = next((token for token in known if token is not None), None)
         if found is None:
@@ -188,24 +173,16 @@ class CompressedLM:
         return (self.tokenizer.name_or_path or self.model.name).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text.
+        """Encode a text, with the tokens that the tokenizer puts before all texts if `add_special_tokens`.
 
-        Args:
-            string: the text.
-            add_special_tokens: True to add the tokens that the tokenizer puts before all texts; None to add them
-                unless the text begins with `prefix_token_id`.
+        None adds them unless the text begins with `prefix_token_id`.
         """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
         return token_ids(self.model, string, begins=add_special_tokens)
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
-        """Render a conversation as text with the model's chat template.
-
-        Args:
-            chat_history: the turns.
-            add_generation_prompt: True if an answer follows; otherwise the last turn is left unfinished.
-        """
+        """Render a conversation; without `add_generation_prompt`, its last turn is left unfinished."""
         return render(self.model, chat_history, answers=add_generation_prompt, unfinished=not add_generation_prompt)
 
     def _loglikelihood_tokens(
@@ -215,7 +192,7 @@ class CompressedLM:
 
         Args:
             requests: key under which the result is cached, or None, and ids of context and continuation.
-            disable_tqdm: True to hide progress.
+            disable_tqdm: True to hide progress, as in the methods below.
 
         Raises:
             ValueError: a continuation is empty or too long, or the policy does not support a context.
@@ -286,9 +263,7 @@ class CompressedLM:
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return log-likelihoods of whole texts, each token after those before it, the first after `prefix_token_id`.
 
-        Args:
-            requests: the argument of each is a text; one longer than `max_length` is read in windows.
-            disable_tqdm: True to hide progress.
+        A text longer than `max_length` is read in windows.
         """
         utils = required("lm_eval.utils")
         windows: list[tuple[None, list[int], list[int]]] = []
@@ -307,12 +282,8 @@ class CompressedLM:
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate texts that continue contexts, up to their first stop string.
 
-        Args:
-            requests: the arguments of each are a text and generation settings, of those in `GENERATION`.
-            disable_tqdm: True to hide progress.
-
         Raises:
-            ValueError: there is another setting, or one is out of range.
+            ValueError: a request has a setting that is not in `GENERATION`, or one that is out of range.
         """
         asked = [(request.args[0], _generation(request.args[1], self.max_new_tokens)) for request in requests]
         alike: dict[tuple[Any, ...], list[int]] = {}

@@ -19,7 +19,6 @@ from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.models.decoder import block, embed, sink_logits_of, unembed
-from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
 from kvjax.types import LayerConfig, New, View, wide
@@ -46,7 +45,6 @@ def masked_perplexity(
     budget: int | float = 1.0,
     *,
     mask: str = "full-softmax",
-    plan: Plan | str | None = None,
     seed: int = 0,
 ) -> Masked:
     """Compute negative log-likelihoods under masked attention, as the harness of LESS does (section 4.1).
@@ -54,15 +52,11 @@ def masked_perplexity(
     Each layer computes queries, keys and values of the whole text, and the policy is replayed over them. A query
     attends to the keys that are kept at its step, and to what LESS remembers of the others. This saves no memory.
 
+    The other arguments are those of `perplexity`.
+
     Args:
-        model: from `kvjax.load`.
-        policy: eviction policy.
-        tokens: texts [b, n] without padding.
-        budget: slots per KV head, or a fraction of n.
         mask: `full-softmax` gives the policy the kept keys' probabilities in the softmax over all keys, as the
             published code does. `decode` gives it the probabilities after masking, as in `perplexity(prefix=1)`.
-        plan: allocation of the budget to the layers.
-        seed: for policies that draw random numbers; row i has its own key.
 
     Raises:
         ValueError: the policy needs a prompt, or attention that a mask cannot express.
@@ -70,18 +64,14 @@ def masked_perplexity(
     ids = np.asarray(tokens, np.int32)
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"texts of shape {ids.shape} have nothing to predict.")
-    state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
+    state = begin(model, policy, ids.shape[0], ids.shape[1], budget, seed=seed)
     check_replay(state.policy)
     check_mask(state.policy, mask)
     return Masked(np.asarray(_nats(state, jnp.asarray(ids), mask=mask)), cache_bytes(state), full_cache_bytes(state))
 
 
 def check_replay(policy: Policy) -> None:
-    """Refuse a policy that cannot be replayed layer by layer, a token at a time.
-
-    Raises:
-        ValueError: the policy cannot be replayed; the message says why.
-    """
+    """Refuse a policy that cannot be replayed layer by layer, a token at a time."""
     name = name_of(policy)
     if policy.score.requires.shared_slots == "layers":
         raise ValueError(f"policy {name!r} scores all layers together and cannot be replayed layer by layer.")
@@ -106,7 +96,6 @@ def replayed(
 
     Args:
         state: empty state.
-        tokens: ids.
         mask: see `record`.
         look: called after every step of a layer, to update its result.
         start: returns the first result, from a layer without tokens.
