@@ -41,7 +41,7 @@ class Passages:
 
 
 def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Passages:
-    """Read passages from evenly spaced places of each text, each from the beginning of a line.
+    """Read passages from evenly spaced places of each text, each from the beginning of the next line if there is one.
 
     Args:
         rows: passages of each text.
@@ -57,7 +57,7 @@ def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Pas
         where[file.stem] = slice(len(made), len(made) + rows)
         for i in range(rows):
             start = i * len(text) // rows
-            line = text.find("\n", start) + 1
+            line = text.find("\n", start) + 1 or start
             ids = first_tokens(model.tokenizer, text[line if i else 0 :], length)
             if len(ids) < length:
                 raise ValueError(f"{file} is too short for {rows} passages of {length} tokens; ask for fewer.")

@@ -191,6 +191,13 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     assert np.asarray(expected)[:, budget:].min() > 0.01
 
 
+def test_passages_of_a_text_in_one_line_are_from_several_places(tmp_path: Path) -> None:
+    file = tmp_path / "line.txt"
+    file.write_text(TEXT.replace("\n", " "))
+    rows = passages(kvjax.load("tiny"), [file], 3, 30).tokens.tolist()
+    assert rows[0] != rows[1] != rows[2] != rows[0]
+
+
 def test_passages(tmp_path: Path) -> None:
     tiny = kvjax.load("tiny", dtype="float32")
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
