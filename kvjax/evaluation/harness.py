@@ -55,43 +55,15 @@ def required(module: str) -> Any:
         raise ValueError(f"lm-evaluation-harness cannot be imported ({error}): pip install 'kvjax[harness]'.") from None
 
 
-def adapter(
-    model: Model,
-    *,
-    policy: Policy | str = "full",
-    budget: Budget = 1.0,
-    plan: Plan | str | None = None,
-    budget_of: str = "text",
-    prefill_chunk: int | None = None,
-    batch_size: int = 8,
-    max_new_tokens: int = 256,
-    max_length: int | None = None,
-    seed: int = 0,
-) -> CompressedLM:
-    """Wrap a model and a policy for `lm_eval.simple_evaluate(model=...)`.
-
-    Args:
-        budget: slots per KV head, a fraction, or slots for each layer. Fractions count a context and the tokens that
-            may be generated, or its continuation, rounded up to 1, 2, 3, 4, 6, 8, 12, ... tokens.
-        plan: allocation of the budget to layers, or to their heads.
-        budget_of: what a fraction is of, see `kvjax.prefill`.
-        prefill_chunk: see `kvjax.prefill`.
-        batch_size: requests per batch; no result depends on it.
-        max_new_tokens: maximum tokens of an answer if its task sets no limit, at least 1.
-        max_length: maximum tokens of a text; longer contexts lose their beginning, and `cut` counts them. None for the
-            model's positions, which only policies with cache positions may exceed.
-        seed: seed of policies and tasks that sample; the i-th copy of a request is sampled with seed + i.
-
-    Returns:
-        An `lm_eval.api.model.LM`; `simple_evaluate(apply_chat_template=True)` applies its chat template.
+def adapter(model: Model, **settings: Any) -> CompressedLM:
+    """Return a `CompressedLM`, with its settings, that is an `lm_eval.api.model.LM`.
 
     Raises:
         ValueError: lm-evaluation-harness is not installed, the model has no tokenizer, or a setting is out of range.
     """
-    settings: dict[str, Any] = dict(budget=budget, budget_of=budget_of, prefill_chunk=prefill_chunk)
     base = required("lm_eval.api.model").TemplateLM
     made = type(CompressedLM.__name__, (CompressedLM, base), {"__module__": __name__, "__doc__": CompressedLM.__doc__})
-    return made(model, ready(model, policy, budget, plan), settings, batch_size, max_new_tokens, max_length, seed)
+    return made(model, **settings)
 
 
 class _Text(NamedTuple):
@@ -106,12 +78,24 @@ class _Text(NamedTuple):
 
 
 class CompressedLM:
-    """Base class of the adapter; `lm_eval.api.model.TemplateLM` provides `loglikelihood` and `chat_template`.
+    """A model and a policy for `lm_eval.simple_evaluate(model=...)`, made by `adapter`.
 
-    The arguments are those of `adapter`, with a bound policy, and `settings` for `budget`, `budget_of` and
-    `prefill_chunk`.
+    `simple_evaluate(apply_chat_template=True)` applies the model's chat template.
+
+    Args:
+        budget: slots per KV head, a fraction, or slots for each layer. Fractions count a context and the tokens that
+            may be generated, or its continuation, rounded up to 1, 2, 3, 4, 6, 8, 12, ... tokens.
+        plan: allocation of the budget to layers, or to their heads.
+        budget_of: what a fraction is of, see `kvjax.prefill`.
+        prefill_chunk: see `kvjax.prefill`.
+        batch_size: requests per batch; no result depends on it.
+        max_new_tokens: maximum tokens of an answer if its task sets no limit, at least 1.
+        max_length: maximum tokens of a text; longer contexts lose their beginning, and `cut` counts them. None for the
+            model's positions, which only policies with cache positions may exceed.
+        seed: seed of policies and tasks that sample; the i-th copy of a request is sampled with seed + i.
     """
 
+    # `lm_eval.api.model.TemplateLM` provides these.
     cache_hook: Any
     loglikelihood: Callable[..., list[tuple[float, bool]]]
     chat_template: Callable[..., str | None]
@@ -119,22 +103,27 @@ class CompressedLM:
     def __init__(
         self,
         model: Model,
-        policy: Policy,
-        settings: dict[str, Any],
-        batch_size: int,
-        max_new_tokens: int,
-        max_length: int | None,
-        seed: int,
+        *,
+        policy: Policy | str = "full",
+        budget: Budget = 1.0,
+        plan: Plan | str | None = None,
+        budget_of: str = "text",
+        prefill_chunk: int | None = None,
+        batch_size: int = 8,
+        max_new_tokens: int = 256,
+        max_length: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
-        self.model, self.policy, self.settings = model, policy, settings
+        self.model, self.policy = model, ready(model, policy, budget, plan)
+        self.settings: dict[str, Any] = dict(budget=budget, budget_of=budget_of, prefill_chunk=prefill_chunk)
         self.tokenizer = model.tokenizer
         self.batch_size = whole_number("batch_size", batch_size)
         self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         self.max_length = whole_number(
             "max_length", model.config.max_positions if max_length is None else max_length, 2
         )
-        check_length(self.max_length, policy, model.config)
+        check_length(self.max_length, self.policy, model.config)
         self.seed = seed_number(seed)
         self.cut = 0
         """Number of requests whose context lost its beginning."""
