@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.generation.detokenize import Pieces
 from kvjax.generation.generate import Begun, begin, check_room
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
 from kvjax.inference.cache import Cache
@@ -140,15 +139,12 @@ class Conversation:
         else:
             ids = token_ids(self.model, text, begins=False)
         begun = self._read(ids)
-        pieces = Pieces(self.model.tokenizer, begun.stop, self.text)
-        for block in begun.blocks(steps=1):
-            self.begun = dataclasses.replace(begun, state=block.state)
-            written = block.tokens[0][block.belongs[0]].tolist()
-            self.text += written
-            if piece := pieces.add(written):
+        for block, piece in begun.pieces(list(self.text)):
+            if block is not None:
+                self.begun = dataclasses.replace(begun, state=block.state)
+                self.text += block.tokens[0][block.belongs[0]].tolist()
+            if piece:
                 yield piece
-        if piece := pieces.finish():
-            yield piece
 
     def _read(self, ids: list[int]) -> Begun:
         text = self.text + ids

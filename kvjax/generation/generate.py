@@ -111,6 +111,16 @@ class Begun:
             drawn = jax.tree.map(lambda leaf: leaf[:rows], block.drawn)
             yield Block(block.tokens[:rows], block.belongs[:rows], block.state, drawn)
 
+    def pieces(self, context: Sequence[int]) -> Iterator[tuple[Block | None, str]]:
+        """Yield each new token of one text with the piece of text that becomes certain, and None with the last piece.
+
+        This consumes the caches. `context` are the ids that the text follows.
+        """
+        pieces = Pieces(self.model.tokenizer, self.stop, context)
+        for block in self.blocks(steps=1):
+            yield block, pieces.add(block.tokens[0][block.belongs[0]].tolist())
+        yield None, pieces.finish()
+
 
 def check_room(longest: int, max_new_tokens: int, policy: Policy, model: LanguageModel) -> None:
     """Refuse a text longer than the model's positions, unless the policy uses positions in the cache."""
@@ -416,13 +426,4 @@ def stream_text(
         raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
     turn = chat or not isinstance(prompt, str)
     begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
-
-    def pieces() -> Iterator[str]:
-        text = Pieces(model.tokenizer, begun.stop, begun.prompts[0])
-        for block in begun.blocks(steps=1):
-            if piece := text.add(block.tokens[0][block.belongs[0]].tolist()):
-                yield piece
-        if piece := text.finish():
-            yield piece
-
-    return pieces()
+    return (piece for _, piece in begun.pieces(begun.prompts[0]) if piece)
