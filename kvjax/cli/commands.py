@@ -205,7 +205,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     """
     configure_streams()
     errors = sys.stderr
-    warnings.formatwarning = _formatted  # without the source line
+    warnings.formatwarning = lambda message, *_: f"kvjax: {message}\n"  # without the source line
     try:
         if signal.getsignal(signal.SIGINT) is _leave_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -238,10 +238,6 @@ def finish_with_model(command: str, run: Callable[[], object], distributed: str 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
     enable_compilation_cache()
     return finish(command, run, distributed)
-
-
-def _formatted(message: Warning | str, *_: Any) -> str:
-    return f"kvjax: {message}\n"
 
 
 def exit_on_interrupt() -> None:

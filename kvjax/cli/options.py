@@ -117,12 +117,7 @@ def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_policy_help(options: argparse.Namespace, parser: Callable[[], argparse.ArgumentParser]) -> bool:
-    """Print help or the list of policies if a command line asks for it; return whether it did.
-
-    Args:
-        options: parsed, with `policy` and, if `argparse` does not handle it, `help`.
-        parser: builds the parser of the command's own help.
-    """
+    """Print help or the list of policies if a command line asks for it; return whether it did."""
     helps = vars(options).get("help", False)
     if helps and options.policy is not None:
         explain_policy(options.policy, sys.stdout)
@@ -208,12 +203,7 @@ def policy_and_budget(
 
 
 def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, Any]]:
-    """Return the policy and the config that a command line names.
-
-    Args:
-        options: of `add_policy`.
-        usual: policy if none is named.
-    """
+    """Return the policy, or the `usual` one, and the config that a command line names."""
     config = read_config(options.config) if options.config is not None else {}
     its = parse_policy(config.get("policy", usual))
     asked = its if options.policy is None else parse_policy(options.policy)
