@@ -38,8 +38,9 @@ class HarnessTask(Task):
     def check(self, options: argparse.Namespace) -> None:
         check_options(options, "batch_size")
         check_options(options, "num_fewshot", least=0)
-        if options.limit is not None and options.limit <= 0:
-            raise ValueError(f"--limit {options.limit} is neither a number of cases from 1, nor a share above 0.0.")
+        limit = options.limit
+        if limit is not None and (limit <= 0 or (isinstance(limit, float) and limit >= 1)):
+            raise ValueError(f"--limit {limit} is neither a number of cases from 1, nor a share between 0.0 and 1.0.")
         if options.include_path is not None and not options.include_path.is_dir():
             raise ValueError(f"--include-path {options.include_path} is no directory.")
         known = _tasks(options.include_path).all_tasks
