@@ -85,11 +85,11 @@ def main(argv: list[str] | None = None) -> int:
     def run() -> None:
         if options.report == "report":
             report_page.run(options)
-        elif options.report in TASKS or options.report == COMPARE[0]:
-            measure_tasks([options.report] if options.report in TASKS else COMPARED, options)
-        else:
+        elif options.report in REPORTS:
             check_texts(options.text, options.rows, options.length)
             importlib.import_module(REPORTS[options.report][0]).run(options)
+        else:
+            measure_tasks(COMPARED if options.report == COMPARE[0] else [options.report], options)
 
     return finish_with_model("evaluate", run, vars(options).get("distributed"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 
@@ -21,17 +22,12 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        self.first = Histogram(
-            "kvjax_time_to_first_token_seconds",
-            "From the last byte of a request to the first piece of its text",
-            buckets=_SECONDS,
-            registry=self.registry,
+        seconds = functools.partial(Histogram, buckets=_SECONDS, registry=self.registry)
+        self.first = seconds(
+            "kvjax_time_to_first_token_seconds", "From the last byte of a request to the first piece of its text"
         )
-        self.between = Histogram(
-            "kvjax_time_between_tokens_seconds",
-            "From a token to the next; tokens that come together share the time",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.between = seconds(
+            "kvjax_time_between_tokens_seconds", "From a token to the next; tokens that come together share the time"
         )
         self.responses = Counter(
             "kvjax_http_responses",
