@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": Help} | settings)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None, **_: Any) -> tuple[Any, list[str]]:
         """Parse as `argparse` does, but refuse unknown arguments."""
         words = list(sys.argv[1:] if args is None else args)
         found, left = super().parse_known_args(self._named(words), namespace)
