@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.batch_files import Work, answer_lines, continue_lines
+from kvjax.cli.batch_files import answer_lines, continue_lines
 from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model, unreadable_input
 from kvjax.cli.options import (
     add_policy_options,
@@ -19,6 +19,7 @@ from kvjax.cli.options import (
     sampling_settings,
 )
 from kvjax.cli.output import report, samples, summary, text_fields
+from kvjax.evaluation import cache_map, policy_map, trace
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.inference.budget import WHOLES
@@ -114,12 +115,8 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     if options.batch_size is not None:
         whole_number("batch_size", options.batch_size)
     if options.save_cache_map is not None:
-        from kvjax.evaluation import cache_map
-
         cache_map.check_file(options.save_cache_map)
     if options.trace is not None:
-        from kvjax.evaluation import trace
-
         trace.check_file(options.trace)
 
 
@@ -166,28 +163,17 @@ def run(options: argparse.Namespace) -> None:
         num_samples=options.num_samples,
         logprobs=options.logprobs,
         stop_at_eos=not options.ignore_eos,
+        beams=options.beams,
+        length_penalty=options.length_penalty,
     )
     _check(options, settings)
     chat = options.chat or options.system is not None
-    source = options.prompt_file if _of_lines(options) else options.questions
-    if source is None:
-        _continue_one(options, settings, chat)
-        return
-    work = Work(
-        load=lambda: load_model(options),
-        file=source,
-        out=options.out,
-        batch_size=options.batch_size or 8,
-        chat=chat,
-        system=options.system,
-        settings=settings,
-        search=dict(beams=options.beams, length_penalty=options.length_penalty),
-        run={name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "json")},
-    )
     if _of_lines(options):
-        continue_lines(work)
+        continue_lines(options, settings, chat)
+    elif options.questions is not None:
+        answer_lines(options, settings, chat, prompt_of(options))
     else:
-        answer_lines(work, prompt_of(options), in_json=options.json or options.out is not None)
+        _continue_one(options, settings, chat)
 
 
 def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
@@ -197,8 +183,7 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
     settings["chat"] = chat or not isinstance(prompt, str)
     streams = not options.json and options.num_samples == options.beams == 1
     stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True), stop, ids)
-    search = dict(beams=options.beams, length_penalty=options.length_penalty)
-    made = generate_ids(model, [ids], **settings, **search, on_tokens=stream if streams else None)
+    made = generate_ids(model, [ids], **settings, on_tokens=stream if streams else None)
     texts = text_fields(model, made, stop)
     facts = report(made, policy, options.seed, samples(texts))
     if options.json:
@@ -212,12 +197,8 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
             print(f"{heading}{each['text']}", flush=True)
         print(summary(made, facts), file=sys.stderr)
     if "policy_map" in facts:
-        from kvjax.evaluation import policy_map
-
         policy_map.print_choices(facts["choices"], facts["policy_map"], sys.stderr)
     if options.show_cache or options.save_cache_map:
-        from kvjax.evaluation import cache_map
-
         held = cache_map.share_held(made.cache_positions, len(ids))
         words = cache_map.words_of(model.tokenizer, ids)
         if options.show_cache:
@@ -226,8 +207,6 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
             title = f"What {model.name} holds of its prompt: {facts['policy']}, {facts['budget']:g} slots per head"
             cache_map.save_png(held, words, options.save_cache_map, title)
     if options.trace:
-        from kvjax.evaluation import trace
-
         used = {name: settings[name] for name in ("budget_of", "plan", "prefill_chunk") if name in settings}
         found = trace.trace(model, policy, ids, made.tokens[0], settings["budget"], seed=options.seed, **used)
         trace.save(found, options.trace, {name: facts[name] for name in ("policy", "budget")})

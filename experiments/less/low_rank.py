@@ -13,8 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from experiments import lowrank_oracle
 from experiments.claims import Claim
+from experiments.less.axes import log_scale
 from experiments.runs import Runs
-from kvjax.evaluation.figures import legend_beside, log_scale, new_figure, plot_lines
+from kvjax.evaluation.figures import legend_beside, new_figure, plot_lines
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.types import LayerConfig

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from experiments.claims import Claim, Section
+from experiments.less.axes import log_scale
 from experiments.less.checkpoints import LENT, matches
 from experiments.less.measurements import Less
 from experiments.runs import Run
@@ -115,7 +116,8 @@ def _perplexity_figure(less: Less, full: Run | None) -> str:
             found += [(f"LESS ({k.name})", more, less.less(k, "h2o", slots)) for k in trained]
         lost = [Point(label, x, run.nats(text) - full.nats(text)) for label, x, run in found if run is not None]
         what, cost = "nats per token above the full cache", "slots per head and their equivalent"
-        plot_quality(axis, lost, None, what, cost, log=True)
+        plot_quality(axis, lost, None, what, cost)
+        log_scale(axis)
         axis.set_title(text)
     return less.figure("perplexity", figure)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from kvjax.cli.commands import load_model
 from kvjax.cli.output import samples, text_fields
 from kvjax.generation.generate import check_room, generate_ids
 from kvjax.generation.prompts import encode
@@ -20,8 +21,8 @@ from kvjax.utils.files import JSON_LINES, append_line, check_writable, of_line, 
 from kvjax.utils.progress import Bar
 from kvjax.utils.settings import Messages, conversation
 
-if TYPE_CHECKING:
-    from kvjax.model import Model
+BATCH_SIZE = 8
+"""Lines per batch, unless an option sets it."""
 
 
 class Line(NamedTuple):
@@ -77,7 +78,6 @@ class Results:
         file: None for standard output. A finished file has a hidden file beside it that identifies its run. The same
             run leaves it unchanged; any other run raises an error.
         run: everything that determines the results, JSON-serializable.
-        numbers: line numbers.
 
     Raises:
         ValueError: the file cannot be written, or another run has begun or finished it.
@@ -123,12 +123,10 @@ class Results:
     def __enter__(self) -> Results:
         if self.file is not None:
             # Rewrite the file: its last line may be truncated.
-            write_text(self._aside, "".join(f"{line}\n" for line in self._begun()))
+            begun = [json.dumps({"run": self._run}), *self.done.values()]
+            write_text(self._aside, "".join(f"{line}\n" for line in begun))
         self._bar = Bar("lines", self.total, len(self.done)).__enter__()
         return self
-
-    def _begun(self) -> list[str]:
-        return [json.dumps({"run": self._run}), *self.done.values()]
 
     def write(self, number: int, result: dict[str, Any]) -> None:
         """Write the result of a line."""
@@ -162,96 +160,73 @@ class Results:
             self._aside.unlink()
 
 
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """A job over the lines of a file.
+def _results(options: argparse.Namespace, file: Path, lines: Sequence[Line], prompt: Any = None) -> Results:
+    """Return the results of a command line, which resume an interrupted run of the same one."""
+    run = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "json")}
+    content = hashlib.sha256(file.read_bytes()).hexdigest()
+    described = {"content": content, "prompt": prompt, "run": run}
+    return Results(options.out, described, [line.number for line in lines])
+
+
+def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
+    """Continue each prompt of `--prompt-file`, in batches of similar length.
 
     Args:
-        load: returns the model; called after all checks that do not need it.
-        file: file of prompts or of questions.
-        out: file for the lines of JSON; None for standard output.
-        batch_size: lines per batch.
+        settings: settings of `kvjax.generation.generate.generate_ids`.
         chat: True if texts are users' turns.
-        system: system prompt; None for the chat template's default.
-        settings: settings of `kvjax.generation.generate.begin`.
-        search: `beams` and `length_penalty`.
-        run: everything else that determines the results, JSON-serializable.
-    """
-
-    load: Callable[[], Model]
-    file: Path
-    out: Path | None
-    batch_size: int
-    chat: bool
-    system: str | None
-    settings: dict[str, Any]
-    search: dict[str, Any]
-    run: dict[str, Any]
-
-    def results(self, lines: Sequence[Line], prompt: Any = None) -> Results:
-        """Return the `Results` that this job writes, which resume an interrupted run of the same job."""
-        content = hashlib.sha256(self.file.read_bytes()).hexdigest()
-        run = {"content": content, "prompt": prompt, "run": self.run}
-        return Results(self.out, run, [line.number for line in lines])
-
-
-def continue_lines(work: Work) -> None:
-    """Continue each prompt of a file, in batches of similar length.
 
     Raises:
         ValueError: a line cannot be continued; raised with its number before any line is continued.
     """
-    lines, settings = read_prompt_lines(work.file), work.settings
-    results, model = work.results(lines), work.load()
+    file, size = options.prompt_file, options.batch_size or BATCH_SIZE
+    lines = read_prompt_lines(file)
+    results, model = _results(options, file, lines), load_model(options)
     names = "budget", "budget_of", "max_new_tokens"
     reading: dict[str, Any] = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
 
     rows = bucket_rows(1, model.mesh)  # rows of a batch with this line alone
 
     def ids_of(line: Line) -> list[int]:
-        prompt, policy = encode(model, line.prompt, work.chat, work.system), settings["policy"]
+        prompt, policy = encode(model, line.prompt, chat, options.system), settings["policy"]
         check_room(len(prompt), settings["max_new_tokens"], policy, model)
         prepare(model, policy, [prompt] * rows, chunk=settings["prefill_chunk"], **reading)
         return prompt
 
-    encoded = [(line, of_line(work.file, line.number, lambda line=line: ids_of(line))) for line in lines]
+    encoded = [(line, of_line(file, line.number, lambda line=line: ids_of(line))) for line in lines]
     left = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
-    turns = {line.number: work.chat or not isinstance(line.prompt, str) for line, _ in left}
     # Turns end on other tokens than plain texts, so a batch never mixes them.
-    alike = [[pair for pair in left if turns[pair[0].number] is chat] for chat in (False, True)]
-    batches = [
-        pairs[start : start + work.batch_size] for pairs in alike for start in range(0, len(pairs), work.batch_size)
-    ]
     with results:
-        for batch in batches:
-            chat = turns[batch[0][0].number]
-            made = generate_ids(model, [ids for _, ids in batch], chat=chat, **settings, **work.search)
-            texts, each = text_fields(model, made, settings["stop"]), settings["num_samples"]
-            for row, (line, _) in enumerate(batch):
-                results.write(line.number, line.given | samples(texts[row * each : (row + 1) * each]))
+        for turn in (False, True):
+            pairs = [pair for pair in left if turn == (chat or not isinstance(pair[0].prompt, str))]
+            for start in range(0, len(pairs), size):
+                batch = pairs[start : start + size]
+                made = generate_ids(model, [ids for _, ids in batch], chat=turn, **settings)
+                texts, each = text_fields(model, made, settings["stop"]), settings["num_samples"]
+                for row, (line, _) in enumerate(batch):
+                    results.write(line.number, line.given | samples(texts[row * each : (row + 1) * each]))
 
 
-def answer_lines(work: Work, prompt: str | Messages, in_json: bool) -> None:
-    """Answer each question of a file about one prompt, which is read once.
+def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bool, prompt: str | Messages) -> None:
+    """Answer each question of `--questions` about one prompt, which is read once; see `continue_lines`.
 
     Raises:
         ValueError: a question or the prompt is wrong, or they do not fit together.
     """
-    lines, settings = read_question_lines(work.file), work.settings
-    results, model = work.results(lines, prompt), work.load()
-    before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], work.chat, work.system)
+    lines = read_question_lines(options.questions)
+    results, model = _results(options, options.questions, lines, prompt), load_model(options)
+    before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], chat, options.system)
     left = [(line, ids) for line, ids in zip(lines, asked, strict=True) if line.number not in results.done]
     longest = max(map(len, asked))
 
     def answers() -> Iterator[dict[str, Any]]:
-        questions, search = [ids for _, ids in left], work.search | {"batch_size": work.batch_size}
-        search["chat"] = work.chat or not isinstance(prompt, str)
-        for made in answer(model, before, questions, longest=longest, **settings, **search) if left else ():
+        questions, turn = [ids for _, ids in left], chat or not isinstance(prompt, str)
+        asking: dict[str, Any] = settings | {"chat": turn, "batch_size": options.batch_size or BATCH_SIZE}
+        for made in answer(model, before, questions, longest=longest, **asking) if left else ():
             texts, each = text_fields(model, made, settings["stop"]), settings["num_samples"]
             for start in range(0, len(texts), each):
                 yield samples(texts[start : start + each])
 
-    if in_json:
+    if options.json or options.out is not None:
         with results:
             for (line, _), found in zip(left, answers(), strict=True):
                 results.write(line.number, line.given | found)

@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.cli.bench_entries import add_bench_options, bench_entries, say
 from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
 from kvjax.evaluation.bench.models import model_named
-from kvjax.evaluation.bench.peers import transformers_decoder, transformers_reader
+from kvjax.evaluation.bench.peers import time_transformers, transformers_model
 from kvjax.evaluation.bench.race import decoder, race, reader
 from kvjax.evaluation.bench.tables import print_timings
 from kvjax.evaluation.refusals import Unsupported, refusals
@@ -27,11 +27,7 @@ OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
 
 
 def run(options: argparse.Namespace) -> None:
-    """Benchmark the policies that the command line names.
-
-    Raises:
-        ValueError: a policy is unknown, a setting is invalid, or all policies are left out.
-    """
+    """Benchmark the policies that the command line names."""
     named = bench_entries(options)
     model = model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
     rng = np.random.default_rng(0)
@@ -56,23 +52,18 @@ def run(options: argparse.Namespace) -> None:
             contenders[-1].budget = f"own: {own_slots}"
     if named and len(contenders) == 1:
         raise ValueError("no policy is left to benchmark, for the reasons above.")
-    timed = contenders
-    if options.against:
-        reads = options.what == "prefill"
-        peer = transformers_reader(model, tokens) if reads else transformers_decoder(model, tokens, options.new_tokens)
-        timed = [*contenders, peer]
+    peer = transformers_model(model) if options.against else None
     say(f"timing {len(contenders)} programs, {options.repeats} rounds")
     race(contenders, options.repeats)
-    if len(timed) > len(contenders):
-        for _ in range(options.repeats + 1):
-            timed[-1].run()
-        del timed[-1].seconds[0]
-    count = options.batch * (options.new_tokens if options.what == "decode" else options.prompt_tokens)
+    steps = options.new_tokens if options.what == "decode" else None
+    if peer is not None:
+        contenders.append(time_transformers(peer, model, tokens, steps, options.repeats))
+    count = options.batch * (steps or options.prompt_tokens)
     title = (
         f"{options.what}: {model.name}, batch {options.batch}, {options.prompt_tokens} prompt tokens, "
         f"{jax.devices()[0].device_kind}, medians of {options.repeats}"
     )
-    rows = print_timings(timed, count, title)
+    rows = print_timings(contenders, count, title)
     if options.json:
         write_text(options.json, json.dumps({"title": title, "rows": rows}, indent=1))
 

@@ -19,9 +19,6 @@ def bench_entries(options: argparse.Namespace) -> list[BenchEntry]:
     """Check and return the policies and budgets that the command line names, before anything is loaded.
 
     Callers add `full` themselves.
-
-    Raises:
-        ValueError: there is no such policy, part or setting, or a number is out of range.
     """
     check_options(options, "batch", "prompt_tokens", "new_tokens", "repeats")
     everyone = options.policies == "all"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -78,53 +79,46 @@ def copy(size: int) -> Runner:
     return Runner(COPY, f"{size / 1e6:,.0f} MB", COPY, 2 * x.nbytes, lambda: run(x))
 
 
-def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
-    """Yield the title and runners of each table, the copy first."""
+def workloads(options: argparse.Namespace) -> Iterator[tuple[str, str, Program]]:
+    """Yield the operation, the title of its table and a program for each benchmark."""
     b, c, h, g, d = (options.batch, options.slots, options.kv_heads, options.groups, options.head_width)
     n, dtype, heads = options.prompt_tokens, jnp.dtype(options.dtype), f"{options.kv_heads} x {options.groups} heads"
     size = f"{b} rows, {c} slots, {heads}, d {d}, {dtype.name}"
-    sizes = Sizes(b, h, g, c, d, dtype)
-    plain = programs.decode("plain", sizes)
-    if "decode" in options.ops.split(","):
-        runners = [copy(plain.bytes)]
-        noisy = sizes._replace(noisy=True)
-        variants = {"plain": sizes, "sum of probabilities": sizes._replace(scores="sum"), "Gumbel scores": noisy}
-        for label, each in (variants | {"rank 8": sizes, "Gumbel scores, rank 8": noisy}).items():
-            program = programs.decode(label, each, rank=8 if "rank 8" in label else 0)
-            runners += [*ways(program), *(peers(program, False) if label == "plain" else ())]
-        yield f"decode_attention: {size}", runners
-    if "paged" in options.ops.split(","):
-        pages = b * h * c // PAGE
-        program = programs.paged(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
-        yield f"paged_attention: {size}", [copy(plain.bytes), *ways(program)]
-    if "evict" in options.ops.split(","):
-        yield f"evict: {size}", [copy(plain.bytes), *ways(programs.eviction("a pair and its score", b, h, c, d, dtype))]
-    if "step" in options.ops.split(","):
-        yield (
-            f"decode_step: {size}",
-            [copy(plain.bytes), *ways(programs.stepping("sums", sizes._replace(scores="sum")))],
-        )
-    if "hamming" in options.ops.split(","):
-        yield f"hamming: {size}", [copy(plain.bytes), *ways(programs.hashes("16 bits", b, h, g, c, 16))]
-    if "prefill" in options.ops.split(","):
-        runners = [copy(plain.bytes)]
-        for label, extra, settings in (
-            ("plain", (), dict(scores=False)),
-            ("column sums", (), {}),
-            ("Gumbel column sums", ("noise",), {}),
-        ):
-            program = programs.prefill(label, sizes._replace(b=1, c=n), *extra, **settings)
-            runners += [*ways(program), *(peers(program, True) if label == "plain" else ())]
-        yield f"prefill_scores: 1 row, {n} tokens, {heads}, d {d}, {dtype.name}", runners
-    if "rotate" in options.ops.split(","):
-        program = programs.rotating("one token", b, h, g, d, dtype)
-        yield f"rotate: {b} rows, {heads}, d {d}, {dtype.name}", [copy(plain.bytes), *ways(program)]
-    if "less" in options.ops.split(","):
-        runners = [copy(plain.bytes)]
-        for which, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
-            program = programs.features(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
-            runners += ways(program)
-        yield f"less_kernels: {heads}, d {d}, {dtype.name}", runners
+    sizes, pages = Sizes(b, h, g, c, d, dtype), b * h * c // PAGE
+    summed, noisy, prompt = sizes._replace(scores="sum"), sizes._replace(noisy=True), sizes._replace(b=1, c=n)
+    for label, each, rank in (
+        ("plain", sizes, 0),
+        ("sum of probabilities", summed, 0),
+        ("Gumbel scores", noisy, 0),
+        ("rank 8", sizes, 8),
+        ("Gumbel scores, rank 8", noisy, 8),
+    ):
+        yield "decode", f"decode_attention: {size}", programs.decode(label, each, rank=rank)
+    program = programs.paged(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
+    yield "paged", f"paged_attention: {size}", program
+    yield "evict", f"evict: {size}", programs.eviction("a pair and its score", b, h, c, d, dtype)
+    yield "step", f"decode_step: {size}", programs.stepping("sums", summed)
+    yield "hamming", f"hamming: {size}", programs.hashes("16 bits", b, h, g, c, 16)
+    title = f"prefill_scores: 1 row, {n} tokens, {heads}, d {d}, {dtype.name}"
+    yield "prefill", title, programs.prefill("plain", prompt, scores=False)
+    yield "prefill", title, programs.prefill("column sums", prompt)
+    yield "prefill", title, programs.prefill("Gumbel column sums", prompt, "noise")
+    title = f"rotate: {b} rows, {heads}, d {d}, {dtype.name}"
+    yield "rotate", title, programs.rotating("one token", b, h, g, d, dtype)
+    for which, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
+        program = programs.features(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
+        yield "less", f"less_kernels: {heads}, d {d}, {dtype.name}", program
+
+
+def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
+    """Yield the title and runners of each table, the copy first."""
+    known = list(workloads(options))
+    for (op, title), of_op in itertools.groupby(known, key=lambda each: each[:2]):
+        if op in options.ops.split(","):
+            runners = [copy(known[0][2].bytes)]
+            for _, _, program in of_op:
+                runners += [*ways(program), *(peers(program, op == "prefill") if program.label == "plain" else ())]
+            yield title, runners
 
 
 def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, Any]]:
@@ -164,11 +158,7 @@ def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, An
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the benchmarks that the command line names, and print and write their tables.
-
-    Raises:
-        ValueError: there is no such operation.
-    """
+    """Run the benchmarks that the command line names, and print and write their tables."""
     tables: list[dict[str, Any]] = []
     for name in options.ops.split(","):
         if name not in OPS:

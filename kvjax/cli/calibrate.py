@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model
+from kvjax.evaluation.texts import first_tokens
 from kvjax.utils.files import check_not_empty, output_directory, read_text
 from kvjax.utils.progress import Bar
 from kvjax.utils.settings import check_options
@@ -42,22 +43,15 @@ def prompts_of(model: Model, files: list[Path], tokens: int, length: int) -> lis
         raise ValueError(f"--tokens {tokens} is less than one prompt of {length} tokens from each text; use more.")
     prompts = []
     for file in files:
-        count = tokens // len(files) // length
-        # Encode only as much text as is needed: a tokenizer is slow on megabytes.
-        ids = model.tokenizer(read_text(file)[: 8 * count * length], verbose=False)["input_ids"]
+        ids = first_tokens(model.tokenizer, read_text(file), tokens // len(files) // length * length)
         if len(ids) < length:
             raise ValueError(f"{file} has {len(ids)} tokens, less than a prompt of {length}; use a smaller --length.")
-        count = min(count, len(ids) // length)
-        prompts += list(np.asarray(ids[: count * length], np.int32).reshape(count, length))
+        prompts += list(np.asarray(ids[: len(ids) // length * length], np.int32).reshape(-1, length))
     return prompts
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command line.
-
-    Raises:
-        ValueError: an option is invalid, or options do not fit together.
-    """
+    """Run the command line."""
     from kvjax.methods.query_means import save
     from kvjax.training.calibrate import query_means
 

@@ -88,18 +88,14 @@ class Chat:
     def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
         self.commands: dict[str, Callable[[str], None]] = {
-            "/new": self._new,
-            "/save": self._save,
+            "/new": lambda _: conversation.forget(),
+            "/save": lambda rest: conversation.save(_name("/save", rest)),
             "/load": self._load,
-            "/help": self._help,
+            "/help": lambda _: print(HELP, file=sys.stderr),
         }
 
     def line(self, line: str) -> None:
-        """Run a line: a command, or else a turn.
-
-        Raises:
-            ValueError: there is no such command, or it cannot be run.
-        """
+        """Run a line: a command, or else a turn."""
         word, _, rest = line.strip().partition(" ")
         if not word.startswith("/"):
             self._say(line)
@@ -125,18 +121,9 @@ class Chat:
         told = f"{use.tokens:,} tokens seen; {use.slots:,.0f} of {use.limit:,.0f} slots per head hold one"
         print(f"[{told}; {use.bytes:,} bytes]", file=sys.stderr, flush=True)
 
-    def _new(self, rest: str) -> None:
-        self.conversation.forget()
-
-    def _save(self, rest: str) -> None:
-        self.conversation.save(_name("/save", rest))
-
     def _load(self, rest: str) -> None:
         self.conversation.load(_name("/load", rest))
         self._show()
-
-    def _help(self, rest: str) -> None:
-        print(HELP, file=sys.stderr)
 
 
 def _name(command: str, rest: str) -> Path:
@@ -169,11 +156,7 @@ def _lines() -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command line.
-
-    Raises:
-        ValueError: an option is invalid, or a line that was not typed in a terminal.
-    """
+    """Run the command line."""
     if print_policy_help(options, parser):
         return
     from kvjax.models.sharding import parse_mesh

@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.processes import join
@@ -23,7 +23,6 @@ from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
 if TYPE_CHECKING:
     from kvjax.model import Model
 
-N = TypeVar("N")
 INTERRUPTED, BROKEN_PIPE = 130, 141
 """Exit codes that shells give a process ended by SIGINT and by SIGPIPE."""
 
@@ -47,23 +46,12 @@ class Parser(argparse.ArgumentParser):
 
     Dashes and underscores are equivalent in the names of options and subcommands. Abbreviations are not accepted. An
     unknown name raises an error that suggests the closest known name.
-
-    Args:
-        settings: arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": Help} | settings)
 
-    @overload
-    def parse_known_args(
-        self, args: Iterable[str] | None = None, namespace: None = None
-    ) -> tuple[argparse.Namespace, list[str]]: ...
-    @overload
-    def parse_known_args(self, args: Iterable[str] | None, namespace: N) -> tuple[N, list[str]]: ...
-    @overload
-    def parse_known_args(self, *, namespace: N) -> tuple[N, list[str]]: ...
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None, **_: Any) -> tuple[Any, list[str]]:
         """Parse as `argparse` does, but refuse unknown arguments."""
         words = list(sys.argv[1:] if args is None else args)
         found, left = super().parse_known_args(self._named(words), namespace)
@@ -111,20 +99,12 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(None, f"{name} {value!r} is not known; {choices(str(value), known)}")
 
 
-class _Kernels(argparse.Action):
-    """Action that sets the environment variable from which all operations choose their implementation."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        names = values.split(",")
-        if not set(names) <= set(IMPLEMENTATIONS) or ("auto" in names and len(names) > 1):
-            parser.error(f"--kernels {values} is not one of {', '.join(IMPLEMENTATIONS)}, nor several with commas.")
-        os.environ[VARIABLE] = values
+def _kernels(text: str) -> None:
+    """Set the environment variable from which all operations choose their implementation."""
+    names = text.split(",")
+    if not set(names) <= set(IMPLEMENTATIONS) or ("auto" in names and len(names) > 1):
+        raise argparse.ArgumentTypeError(f"{text} is not one of {', '.join(IMPLEMENTATIONS)}, nor several with commas.")
+    os.environ[VARIABLE] = text
 
 
 def add_model_options(
@@ -141,7 +121,6 @@ def add_model_options(
     """Add the options of the model that a command loads.
 
     Args:
-        options: parser that gets them.
         default: model if none is named.
         also: further models that this command accepts, for its help text.
         dtype: default of `--dtype`; None if the command has no such option.
@@ -166,7 +145,7 @@ def add_model_options(
         options.add_argument(
             "--kernels",
             metavar="NAME",
-            action=_Kernels,
+            type=_kernels,
             help=f"implementation of all operations: {', '.join(IMPLEMENTATIONS)}, or pallas,xla for the first that "
             f"can run (default: {VARIABLE}, or auto)",
         )
@@ -222,12 +201,11 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
 
     Args:
         command: the command's name after `kvjax`.
-        run: does the work.
         distributed: the processes of this run, as `kvjax.utils.processes.join` takes them; None for a single process.
     """
     configure_streams()
     errors = sys.stderr
-    warnings.formatwarning = _formatted  # without the source line
+    warnings.formatwarning = lambda message, *_: f"kvjax: {message}\n"  # without the source line
     try:
         if signal.getsignal(signal.SIGINT) is _leave_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -260,10 +238,6 @@ def finish_with_model(command: str, run: Callable[[], object], distributed: str 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
     enable_compilation_cache()
     return finish(command, run, distributed)
-
-
-def _formatted(message: Warning | str, *_: Any) -> str:
-    return f"kvjax: {message}\n"
 
 
 def exit_on_interrupt() -> None:

@@ -23,13 +23,8 @@ def convert(checkpoint: Checkpoint, out: Path) -> None:
     """Write a checkpoint's weights with Orbax, with its config and tokenizer beside them.
 
     Args:
-        checkpoint: from `read_checkpoint`.
-        out: the new directory, which appears once it is complete.
-
-    Raises:
-        ValueError: the directory exists.
+        out: a new directory, which appears once it is complete.
     """
-    check_new(out)
     with directory_aside(out) as aside:
         if checkpoint.metadata is not None:
             lazy_tokenizer(*gguf_tokenizer(checkpoint.metadata)).whole.save_pretrained(aside)
@@ -41,19 +36,10 @@ def convert(checkpoint: Checkpoint, out: Path) -> None:
         write_orbax(checkpoint.weights, aside / "weights")
 
 
-def check_new(out: Path) -> None:
-    """Refuse a directory that exists.
-
-    Raises:
-        ValueError: the directory exists.
-    """
-    if out.exists():
-        raise ValueError(f"{out} exists already; give a new directory.")
-
-
 def run(options: argparse.Namespace) -> None:
     """Run the command line."""
-    check_new(options.out)
+    if options.out.exists():
+        raise ValueError(f"{options.out} exists already; give a new directory.")
     mesh = None if options.mesh is None else parse_mesh(options.mesh)
     convert(read_checkpoint(options.model, options.dtype, options.revision, mesh=mesh), options.out)
     print(f"{options.out}: kvjax generate --model {options.out} runs it")

@@ -77,10 +77,8 @@ def _devices() -> list[str]:
 
 
 def _size(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        return {"path": None, "files": 0, "bytes": 0}
-    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return {"path": str(path), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
+    files = [] if path is None else [file for file in (path, *path.rglob("*")) if file.is_file()]
+    return {"path": path and str(path), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 
 
 def text(found: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvjax.cli.commands import Parser, add_model_options, finish_with_model, load_model, module_exists
 from kvjax.cli.options import add_policies, parts_of
+from kvjax.evaluation import report as report_page
 from kvjax.evaluation.grid import RowFile, entries
 from kvjax.evaluation.summary import print_table
 from kvjax.evaluation.tasks import texts
@@ -23,8 +24,6 @@ from kvjax.utils.files import output_directory
 COMPARE = ("compare", "compare policies, including your own: perplexity, and agreement with the full cache")
 COMPARED = ("perplexity", "fidelity")
 """Tasks that `compare` runs."""
-JOINED = ("kvjax.evaluation.report", "results of tasks on one page, as Markdown and HTML")
-"""A module with `add_arguments(parser)` and `run(options)` that measures nothing."""
 REPORTS = {
     "quality": ("experiments.quality", "perplexity and recall of policies against bytes of the cache"),
     "codecs": ("experiments.codecs", "slots of 16, 8 and 4 bits at equal bytes"),
@@ -46,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
     compare = _add_grid(reports, *COMPARE)
     texts.add_text_options(compare, default=[SAMPLE], rows=4, lengths=[512])
     compare.set_defaults(masked=None)
-    joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1])
-    importlib.import_module(JOINED[0]).add_arguments(joined)
+    pages = "results of tasks on one page, as Markdown and HTML"
+    report_page.add_arguments(reports.add_parser("report", help=pages, description=pages))
     for name, (module, summary) in REPORTS.items():
         if not module_exists(module):
             continue
@@ -85,22 +84,18 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> None:
         if options.report == "report":
-            importlib.import_module(JOINED[0]).run(options)
-        elif options.report in TASKS or options.report == COMPARE[0]:
-            measure_tasks([options.report] if options.report in TASKS else COMPARED, options)
-        else:
+            report_page.run(options)
+        elif options.report in REPORTS:
             check_texts(options.text, options.rows, options.length)
             importlib.import_module(REPORTS[options.report][0]).run(options)
+        else:
+            measure_tasks(COMPARED if options.report == COMPARE[0] else [options.report], options)
 
     return finish_with_model("evaluate", run, vars(options).get("distributed"))
 
 
 def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Measure the missing cells of some tasks, and print a table.
-
-    Raises:
-        ValueError: a policy, a budget or an argument of a task is wrong.
-    """
+    """Measure the missing cells of some tasks, and print a table."""
     tasks = {name: TASKS[name] for name in names}
     compared = entries(options.policies, options.budgets, *parts_of(options))
     for task in tasks.values():

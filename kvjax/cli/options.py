@@ -51,7 +51,6 @@ def add_policies(options: argparse.ArgumentParser, policies: str, also: str = ""
     """Add the options of several policies, for a command that compares them.
 
     Args:
-        options: parser that gets them.
         policies: the default.
         also: help text for a word that stands for several policies, such as `all`.
     """
@@ -109,11 +108,7 @@ def add_sampling_options(options: argparse.ArgumentParser) -> None:
 
 
 def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling settings and stop conditions as keywords of `kvjax.generation.generate.begin`.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
+    """Return the sampling settings and stop conditions as keywords of `kvjax.generation.generate.begin`."""
     names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     Sampling(**given)
@@ -122,15 +117,7 @@ def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_policy_help(options: argparse.Namespace, parser: Callable[[], argparse.ArgumentParser]) -> bool:
-    """Print help or the list of policies if a command line asks for it; return whether it did.
-
-    Args:
-        options: parsed, with `policy` and, if `argparse` does not handle it, `help`.
-        parser: builds the parser of the command's own help.
-
-    Raises:
-        ValueError: help is asked for a policy that does not exist.
-    """
+    """Print help or the list of policies if a command line asks for it; return whether it did."""
     helps = vars(options).get("help", False)
     if helps and options.policy is not None:
         explain_policy(options.policy, sys.stdout)
@@ -149,9 +136,7 @@ def list_policies(file: TextIO) -> None:
     groups += [(f"{part}s (--{part})", entries) for part, entries in describe.parts().items()]
     tables: list[Any] = []
     for title, entries in groups:
-        table = Table(
-            title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), show_header=False
-        )
+        table = _table(title, show_header=False)
         table.add_column(no_wrap=True, min_width=15)
         table.add_column(ratio=1)
         table.add_column(width=24)
@@ -161,30 +146,20 @@ def list_policies(file: TextIO) -> None:
             table.add_row(entry.name, text.append(f"\n{settings}", "dim") if settings else text, entry.paper)
         tables += [table, ""]
     console = _console(file)
-    console.print(*tables, sep="\n", highlight=False)
+    console.print(*tables, sep="\n")
     usual = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
-    console.print(
-        f"Nearly every policy also takes {usual}. --policy NAME --help explains the settings.",
-        highlight=False,
-        markup=False,
-    )
+    console.print(f"Nearly every policy also takes {usual}. --policy NAME --help explains the settings.")
 
 
 def explain_policy(name: str, file: TextIO) -> None:
-    """Print a description of a policy, and a table of its settings, their defaults and meanings.
-
-    Raises:
-        ValueError: there is no such policy.
-    """
+    """Print a description of a policy, and a table of its settings, their defaults and meanings."""
     if name not in methods.REGISTRY:
         raise ValueError(f"there is no policy {name!r}; {choices(name, methods.REGISTRY)}")
     entry = describe.describe_policy(name)
     console = _console(file)
-    console.print(f"{entry.name}: {entry.summary} From: {entry.paper}.", highlight=False, markup=False)
-    console.print(f"When: {entry.when}\n", highlight=False, markup=False)
-    table = Table(
-        title="settings (--set key=value)", title_justify="left", title_style="bold", box=None, padding=(0, 1)
-    )
+    console.print(f"{entry.name}: {entry.summary} From: {entry.paper}.")
+    console.print(f"When: {entry.when}\n")
+    table = _table("settings (--set key=value)")
     for heading in ("setting", "default"):
         table.add_column(heading, no_wrap=True, justify="left")
     table.add_column("meaning", ratio=1)
@@ -193,16 +168,16 @@ def explain_policy(name: str, file: TextIO) -> None:
     console.print(table)
 
 
+def _table(title: str, **settings: Any) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), **settings)
+
+
 def _console(file: TextIO) -> Console:
-    return Console(file=file, width=None if file.isatty() else 110)
+    return Console(file=file, width=None if file.isatty() else 110, highlight=False, markup=False)
 
 
 def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[str, Any]]:
-    """Return the parts by kind, and the settings, from the options of `add_parts`.
-
-    Raises:
-        ValueError: a setting is not of the form key=value.
-    """
+    """Return the parts by kind, and the settings, from the options of `add_parts`."""
     return {part: getattr(options, part) for part in PART_KEYS}, parse_settings(options.settings)
 
 
@@ -216,9 +191,6 @@ def policy_and_budget(
         usual: policy if none is named.
         slots: budget if none is named, for policies that have one.
         whole: what a fractional budget is a fraction of, unless an option sets it.
-
-    Raises:
-        ValueError: there is no such policy, part, setting or budget.
     """
     policy, config = named(options, usual)
     bounded = policy.plan.sizing.mode == "budget"
@@ -231,15 +203,7 @@ def policy_and_budget(
 
 
 def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, Any]]:
-    """Return the policy and the config that a command line names.
-
-    Args:
-        options: of `add_policy`.
-        usual: policy if none is named.
-
-    Raises:
-        ValueError: there is no such policy, part or setting.
-    """
+    """Return the policy, or the `usual` one, and the config that a command line names."""
     config = read_config(options.config) if options.config is not None else {}
     its = parse_policy(config.get("policy", usual))
     asked = its if options.policy is None else parse_policy(options.policy)

@@ -79,16 +79,15 @@ def _choices(made: Generation) -> dict[str, Any]:
     plan = made.state.policy.plan
     if not isinstance(plan, Profiled):
         return {}
-    maps = {} if made.beams > 1 else {"policy_map": _policy_map(made)}  # a beam search leaves paged storage
+    maps: dict[str, Any] = {}
+    if made.beams == 1:  # a beam search leaves paged storage
+        layers = made.state.storage.states()
+        maps["policy_map"] = [np.asarray(layer.plan.choice)[0].tolist() for layer in layers]
     return {
         "choices": ["+".join(parts) or "full" for parts in plan.choices],
         **maps,
         "slots": [limit[0].tolist() for limit in slot_limits(made.state)],
     }
-
-
-def _policy_map(made: Generation) -> list[list[int]]:
-    return [np.asarray(layer.plan.choice)[0].tolist() for layer in made.state.storage.states()]
 
 
 def summary(made: Generation, report: dict[str, Any]) -> str:

@@ -74,11 +74,7 @@ def slots_of(budget: int | float, model: Model) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command line.
-
-    Raises:
-        ValueError: an option is invalid, or options do not fit together.
-    """
+    """Run the command line."""
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh
     from kvjax.training.less.collect import check_policy

@@ -31,17 +31,9 @@ NAMES = common.IMPLEMENTATIONS[1:]
 
 
 def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any) -> Survey:
-    """Collect the kernel workloads of prompts of one length and of a decode step after them.
+    """Collect the kernel workloads of `rows` prompts of `tokens` tokens and of a decode step after them.
 
-    Args:
-        model: model to tune for.
-        policy: eviction policy.
-        rows: number of prompts.
-        tokens: tokens per prompt.
-        reading: the budget and similar settings, as `kvjax.prefill` takes them.
-
-    Raises:
-        ValueError: the prompts do not fit the model, or the budget does not fit the policy.
+    `reading` has the budget and similar settings, as `kvjax.prefill` takes them.
     """
     found = Survey()
     settings: dict[str, Any] = dict(reading, implementation=Kernels(found))
@@ -87,11 +79,7 @@ def print_results(file: Path | None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command line.
-
-    Raises:
-        ValueError: this machine has nothing to tune, or the prompts do not fit.
-    """
+    """Run the command line."""
     file = autotune.verdicts_file()
     if options.show:
         print_results(file)

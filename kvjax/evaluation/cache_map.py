@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,8 +11,9 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.text import Text
 
+from kvjax.evaluation.figures import check_matplotlib, new_figure, save_figure
 from kvjax.generation.token_bytes import Spelling
-from kvjax.utils.files import check_writable, written_aside
+from kvjax.utils.files import check_writable
 
 PLAIN_MARKS = " .:-=+*#"
 """Marks from a token that no head holds to one that all heads hold."""
@@ -74,28 +74,14 @@ def check_file(file: Path) -> None:
         ValueError: matplotlib is not installed, or the file cannot be a PNG in an existing directory.
     """
     check_writable(file, ".png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('drawing needs matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".')
+    check_matplotlib()
 
 
 def save_png(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], file: Path, title: str) -> None:
-    """Draw a map of layers x prompt tokens to a PNG file, which is written aside and then renamed.
-
-    Args:
-        share: share of heads that hold each token.
-        words: the text of each token.
-        file: a new or existing `.png` in an existing directory.
-        title: title of the figure.
-
-    Raises:
-        ValueError: matplotlib is not installed, or the file cannot be a PNG in an existing directory.
-    """
+    """Draw a map of layers x prompt tokens to a PNG file; see `check_file`."""
     check_file(file)
-    from matplotlib.figure import Figure
-
     layers, tokens = share.shape
-    figure = Figure(figsize=(max(7.0, min(14.0, 0.17 * tokens + 2.5)), 0.35 * layers + 2.0), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(width=max(7.0, min(14.0, 0.17 * tokens + 2.5)), height=0.35 * layers + 2.0)
     image = axes.imshow(share, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
     # Name only some tokens of a long prompt.
     named = range(0, tokens, -(-tokens // MOST_WORDS))
@@ -108,8 +94,7 @@ def save_png(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], fi
     figure.colorbar(
         image, label="share of KV heads\nthat hold the token", ticks=[0, 0.25, 0.5, 0.75, 1], format="{x:.0%}"
     )
-    with written_aside(file) as aside:
-        figure.savefig(aside, format="png", dpi=120)
+    save_figure(figure, file)
 
 
 def _visible(word: str) -> str:

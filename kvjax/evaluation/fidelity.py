@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.dense import Dense
 from kvjax.evaluation.perplexity import begin
@@ -69,12 +69,7 @@ def attention_row(
     mask, bias = spec.mask(place, view.position), spec.bias(place[:, None], view.position)
     keys = values(kv.k, q.dtype)
     partial, probs = attend(q, keys, values(kv.v, q.dtype), mask, spec, bias)
-    b, h = view.position.shape[:2]
-    row, head = jnp.arange(b)[:, None, None], jnp.arange(h)[:, None]
-    slot = jnp.where(view.live, view.position, length)
-    dense = jnp.zeros((b, h, length, probs.shape[2]), probs.dtype)
-    dense = dense.at[row, head, slot].set(jnp.moveaxis(probs[..., 0, :], 2, 3), mode="drop")
-    dense = jnp.moveaxis(dense, 2, 3)
+    dense = jnp.moveaxis(by_position(jnp.moveaxis(probs[..., 0, :], 2, 3), view.position, length), 2, 3)
     if psi is None:
         return dense, None
     # phi(q) psi(k) of each evicted token, over the denominator of equation 3.
@@ -148,10 +143,15 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
 
 def held_tokens(view: View, length: int) -> Bool[Array, "b h n"]:
     """Return a mask of the positions of a text that have a slot."""
-    rows, heads = view.position.shape[:2]
+    return by_position(view.live, view.position, length)
+
+
+def by_position(slots: Shaped[Array, "b h c *r"], position: Int[Array, "b h c"], length: int) -> Array:
+    """Scatter values of slots to the positions of their tokens [b h n *r]; a position without a slot gets 0."""
+    rows, heads = position.shape[:2]
     row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
-    slot = jnp.where(view.live, view.position, length)
-    return jnp.zeros((rows, heads, length), bool).at[row, head, slot].set(True, mode="drop")
+    place = jnp.where(position >= 0, position, length)
+    return jnp.zeros((rows, heads, length, *slots.shape[3:]), slots.dtype).at[row, head, place].set(slots, mode="drop")
 
 
 def fidelity(
@@ -167,15 +167,7 @@ def fidelity(
 
     Both models read the text token by token, each on its own cache. Distances of deeper layers therefore include
     the changes of earlier layers. An evicted token has probability phi(q) psi(k) over the denominator of equation 3
-    with LESS, and 0 without.
-
-    Args:
-        model: from `kvjax.load`.
-        policy: eviction policy, with positions='original'.
-        tokens: texts [b, n] without padding.
-        budget: slots per KV head, or a fraction of n.
-        plan: allocation of the budget to the layers.
-        seed: for policies that draw random numbers.
+    with LESS, and 0 without. The arguments are those of `perplexity`.
 
     Raises:
         ValueError: the policy uses other positions than the full model, reads only some tokens, or needs a prompt.

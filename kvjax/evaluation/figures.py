@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,20 +12,19 @@ from typing import Any
 from kvjax.utils.files import written_aside
 
 
-def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6) -> tuple[Any, list[Any]]:
-    """Return a matplotlib figure with axes side by side.
+def check_matplotlib() -> None:
+    """Refuse to draw without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('drawing needs matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".')
 
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(
-            'figures need matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".'
-        ) from None
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
-    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+
+def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6, rows: int = 1) -> tuple[Any, list[Any]]:
+    """Return a matplotlib figure with axes of one size, side by side or below each other."""
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=rows > 1).flat)
 
 
 def save_figure(figure: Any, file: Path) -> None:
@@ -54,12 +54,7 @@ MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":")
 
 
 def plot_lines(axes: Any, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
-    """Plot curves with points, each in its own style.
-
-    Args:
-        axes: matplotlib axes.
-        lines: x and y for each label.
-    """
+    """Plot curves with points, each in its own style."""
     for i, (label, (x, y)) in enumerate(lines.items()):
         style = dict(color=f"C{i % 10}", marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i // 10 % len(LINES)])
         axes.plot(x, y, **style, markersize=4, linewidth=1, label=label)
@@ -70,40 +65,19 @@ def legend_beside(axes: Any) -> None:
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
 
 
-def log_scale(axes: Any) -> None:
-    """Make the y axis logarithmic, with several tick labels in plain notation for any range."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    decades = math.log10(high / low)
-    between = (
-        (1.0,) if decades > 3 else (1.0, 2.0, 5.0) if decades > 1 else (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)
-    )
-    axes.yaxis.set_major_locator(LogLocator(subs=between))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(axis="y", linewidth=0.3)
-
-
 def plot_quality(
     axes: Any,
     points: Sequence[Point],
     full: float | None,
     ylabel: str,
     xlabel: str = "cache bytes / full cache bytes",
-    log: bool = False,
     near: bool = False,
 ) -> None:
     """Plot quality against cost, with one line for each label.
 
     Args:
-        axes: matplotlib axes.
         points: in any order.
         full: quality of the full cache, drawn as a horizontal line.
-        ylabel: label of quality.
-        xlabel: label of cost.
-        log: True for a logarithmic quality axis.
         near: True to end the frame just above the lowest four fifths of the points; the legend marks the lines that
             leave it.
     """
@@ -125,6 +99,4 @@ def plot_quality(
     if full is not None:
         axes.axhline(full, color="black", linewidth=1, linestyle=":", label="full")
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    if log:
-        log_scale(axes)
     legend_beside(axes)

@@ -46,9 +46,6 @@ GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", *FILTERS, "re
 def required(module: str) -> Any:
     """Import a module of lm-evaluation-harness or of its dependencies.
 
-    Args:
-        module: its name, as `lm_eval.utils`.
-
     Raises:
         ValueError: the package or one of its dependencies is not installed.
     """
@@ -58,45 +55,15 @@ def required(module: str) -> Any:
         raise ValueError(f"lm-evaluation-harness cannot be imported ({error}): pip install 'kvjax[harness]'.") from None
 
 
-def adapter(
-    model: Model,
-    *,
-    policy: Policy | str = "full",
-    budget: Budget = 1.0,
-    plan: Plan | str | None = None,
-    budget_of: str = "text",
-    prefill_chunk: int | None = None,
-    batch_size: int = 8,
-    max_new_tokens: int = 256,
-    max_length: int | None = None,
-    seed: int = 0,
-) -> CompressedLM:
-    """Wrap a model and a policy for `lm_eval.simple_evaluate(model=...)`.
-
-    Args:
-        model: from `kvjax.load`, with a tokenizer.
-        policy: eviction policy; a name or a `Policy`.
-        budget: slots per KV head, a fraction, or slots for each layer. Fractions count a context and the tokens that
-            may be generated, or its continuation, rounded up to 1, 2, 3, 4, 6, 8, 12, ... tokens.
-        plan: allocation of the budget to layers, or to their heads.
-        budget_of: what a fraction is of, see `kvjax.prefill`.
-        prefill_chunk: see `kvjax.prefill`.
-        batch_size: requests per batch; no result depends on it.
-        max_new_tokens: maximum tokens of an answer if its task sets no limit, at least 1.
-        max_length: maximum tokens of a text; longer contexts lose their beginning, and `cut` counts them. None for the
-            model's positions, which only policies with cache positions may exceed.
-        seed: seed of policies and tasks that sample; the i-th copy of a request is sampled with seed + i.
-
-    Returns:
-        An `lm_eval.api.model.LM`; `simple_evaluate(apply_chat_template=True)` applies its chat template.
+def adapter(model: Model, **settings: Any) -> CompressedLM:
+    """Return a `CompressedLM`, with its settings, that is an `lm_eval.api.model.LM`.
 
     Raises:
         ValueError: lm-evaluation-harness is not installed, the model has no tokenizer, or a setting is out of range.
     """
-    settings: dict[str, Any] = dict(budget=budget, budget_of=budget_of, prefill_chunk=prefill_chunk)
     base = required("lm_eval.api.model").TemplateLM
     made = type(CompressedLM.__name__, (CompressedLM, base), {"__module__": __name__, "__doc__": CompressedLM.__doc__})
-    return made(model, ready(model, policy, budget, plan), settings, batch_size, max_new_tokens, max_length, seed)
+    return made(model, **settings)
 
 
 class _Text(NamedTuple):
@@ -111,18 +78,24 @@ class _Text(NamedTuple):
 
 
 class CompressedLM:
-    """Base class of the adapter; `lm_eval.api.model.TemplateLM` provides `loglikelihood` and `chat_template`.
+    """A model and a policy for `lm_eval.simple_evaluate(model=...)`, made by `adapter`.
+
+    `simple_evaluate(apply_chat_template=True)` applies the model's chat template.
 
     Args:
-        model: with a tokenizer.
-        policy: bound to the model and the budget.
-        settings: settings of reading a context: `budget`, `budget_of` and `prefill_chunk`.
-        batch_size: requests per batch.
-        max_new_tokens: maximum tokens of an answer if its task sets no limit.
-        max_length: maximum tokens of a text.
-        seed: seed of all sampling.
+        budget: slots per KV head, a fraction, or slots for each layer. Fractions count a context and the tokens that
+            may be generated, or its continuation, rounded up to 1, 2, 3, 4, 6, 8, 12, ... tokens.
+        plan: allocation of the budget to layers, or to their heads.
+        budget_of: what a fraction is of, see `kvjax.prefill`.
+        prefill_chunk: see `kvjax.prefill`.
+        batch_size: requests per batch; no result depends on it.
+        max_new_tokens: maximum tokens of an answer if its task sets no limit, at least 1.
+        max_length: maximum tokens of a text; longer contexts lose their beginning, and `cut` counts them. None for the
+            model's positions, which only policies with cache positions may exceed.
+        seed: seed of policies and tasks that sample; the i-th copy of a request is sampled with seed + i.
     """
 
+    # `lm_eval.api.model.TemplateLM` provides these.
     cache_hook: Any
     loglikelihood: Callable[..., list[tuple[float, bool]]]
     chat_template: Callable[..., str | None]
@@ -130,22 +103,27 @@ class CompressedLM:
     def __init__(
         self,
         model: Model,
-        policy: Policy,
-        settings: dict[str, Any],
-        batch_size: int,
-        max_new_tokens: int,
-        max_length: int | None,
-        seed: int,
+        *,
+        policy: Policy | str = "full",
+        budget: Budget = 1.0,
+        plan: Plan | str | None = None,
+        budget_of: str = "text",
+        prefill_chunk: int | None = None,
+        batch_size: int = 8,
+        max_new_tokens: int = 256,
+        max_length: int | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
-        self.model, self.policy, self.settings = model, policy, settings
+        self.model, self.policy = model, ready(model, policy, budget, plan)
+        self.settings: dict[str, Any] = dict(budget=budget, budget_of=budget_of, prefill_chunk=prefill_chunk)
         self.tokenizer = model.tokenizer
         self.batch_size = whole_number("batch_size", batch_size)
         self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
         self.max_length = whole_number(
             "max_length", model.config.max_positions if max_length is None else max_length, 2
         )
-        check_length(self.max_length, policy, model.config)
+        check_length(self.max_length, self.policy, model.config)
         self.seed = seed_number(seed)
         self.cut = 0
         """Number of requests whose context lost its beginning."""
@@ -163,11 +141,7 @@ class CompressedLM:
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text.
-
-        Raises:
-            ValueError: neither tokenizer nor model has one.
-        """
+        """The token that ends a text."""
         known = [self.tokenizer.eos_token_id, *self.model.config.eos]
         found = next((token for token in known if token is not None), None)
         if found is None:
@@ -188,24 +162,16 @@ class CompressedLM:
         return (self.tokenizer.name_or_path or self.model.name).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text.
+        """Encode a text, with the tokens that the tokenizer puts before all texts if `add_special_tokens`.
 
-        Args:
-            string: the text.
-            add_special_tokens: True to add the tokens that the tokenizer puts before all texts; None to add them
-                unless the text begins with `prefix_token_id`.
+        None adds them unless the text begins with `prefix_token_id`.
         """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
         return token_ids(self.model, string, begins=add_special_tokens)
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
-        """Render a conversation as text with the model's chat template.
-
-        Args:
-            chat_history: the turns.
-            add_generation_prompt: True if an answer follows; otherwise the last turn is left unfinished.
-        """
+        """Render a conversation; without `add_generation_prompt`, its last turn is left unfinished."""
         return render(self.model, chat_history, answers=add_generation_prompt, unfinished=not add_generation_prompt)
 
     def _loglikelihood_tokens(
@@ -215,7 +181,7 @@ class CompressedLM:
 
         Args:
             requests: key under which the result is cached, or None, and ids of context and continuation.
-            disable_tqdm: True to hide progress.
+            disable_tqdm: True to hide progress, as in the methods below.
 
         Raises:
             ValueError: a continuation is empty or too long, or the policy does not support a context.
@@ -286,9 +252,7 @@ class CompressedLM:
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return log-likelihoods of whole texts, each token after those before it, the first after `prefix_token_id`.
 
-        Args:
-            requests: the argument of each is a text; one longer than `max_length` is read in windows.
-            disable_tqdm: True to hide progress.
+        A text longer than `max_length` is read in windows.
         """
         utils = required("lm_eval.utils")
         windows: list[tuple[None, list[int], list[int]]] = []
@@ -307,12 +271,8 @@ class CompressedLM:
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate texts that continue contexts, up to their first stop string.
 
-        Args:
-            requests: the arguments of each are a text and generation settings, of those in `GENERATION`.
-            disable_tqdm: True to hide progress.
-
         Raises:
-            ValueError: there is another setting, or one is out of range.
+            ValueError: a request has a setting that is not in `GENERATION`, or one that is out of range.
         """
         asked = [(request.args[0], _generation(request.args[1], self.max_new_tokens)) for request in requests]
         alike: dict[tuple[Any, ...], list[int]] = {}

@@ -54,15 +54,11 @@ def masked_perplexity(
     Each layer computes queries, keys and values of the whole text, and the policy is replayed over them. A query
     attends to the keys that are kept at its step, and to what LESS remembers of the others. This saves no memory.
 
+    The other arguments are those of `perplexity`.
+
     Args:
-        model: from `kvjax.load`.
-        policy: eviction policy.
-        tokens: texts [b, n] without padding.
-        budget: slots per KV head, or a fraction of n.
         mask: `full-softmax` gives the policy the kept keys' probabilities in the softmax over all keys, as the
             published code does. `decode` gives it the probabilities after masking, as in `perplexity(prefix=1)`.
-        plan: allocation of the budget to the layers.
-        seed: for policies that draw random numbers; row i has its own key.
 
     Raises:
         ValueError: the policy needs a prompt, or attention that a mask cannot express.
@@ -77,11 +73,7 @@ def masked_perplexity(
 
 
 def check_replay(policy: Policy) -> None:
-    """Refuse a policy that cannot be replayed layer by layer, a token at a time.
-
-    Raises:
-        ValueError: the policy cannot be replayed; the message says why.
-    """
+    """Refuse a policy that cannot be replayed layer by layer, a token at a time."""
     name = name_of(policy)
     if policy.score.requires.shared_slots == "layers":
         raise ValueError(f"policy {name!r} scores all layers together and cannot be replayed layer by layer.")
@@ -106,7 +98,6 @@ def replayed(
 
     Args:
         state: empty state.
-        tokens: ids.
         mask: see `record`.
         look: called after every step of a layer, to update its result.
         start: returns the first result, from a layer without tokens.

@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.evaluation.fidelity import by_position
 from kvjax.evaluation.masked import check_replay, replayed
 from kvjax.evaluation.perplexity import begin
 from kvjax.inference.state import State
@@ -32,13 +33,8 @@ def ordering(model: Model, policy: Policy | str, tokens: ArrayLike, *, seed: int
     """Read whole texts with every token held, and compare scores with attention (LSH-E, equations 7 to 10, Table 10).
 
     If scores change with every query, a token's score is the mean over all queries from its own on. Its attention is
-    the sum over queries and the mean over the query heads of a KV head, divided by n (equation 8).
-
-    Args:
-        model: from `kvjax.load`.
-        policy: provides the scores.
-        tokens: texts [b, n] without padding.
-        seed: for policies that draw random numbers; row i has its own key.
+    the sum over queries and the mean over the query heads of a KV head, divided by n (equation 8). The arguments are
+    those of `perplexity`.
 
     Raises:
         ValueError: the policy needs a prompt, or scores all layers together.
@@ -78,11 +74,6 @@ def _sums(state: State, tokens: Int[Array, "b n"]) -> tuple[Float[Array, "b laye
         assert found.probs is not None
         return scores + score, attention + found.probs.mean((2, 3)), view.position
 
-    def by_position(x: Float[Array, "b h c"], position: Int[Array, "b h c"]) -> Float[Array, "b h n"]:
-        b, h = jnp.arange(x.shape[0])[:, None, None], jnp.arange(x.shape[1])[:, None]
-        place = jnp.where(position >= 0, position, n)
-        return jnp.zeros((*x.shape[:2], n)).at[b, h, place].set(x, mode="drop")
-
     looked = replayed(state, tokens, "decode", look, start)[1]
-    scores, attention = (jnp.stack([by_position(found[i], found[2]) for found in looked], axis=1) for i in (0, 1))
+    scores, attention = (jnp.stack([by_position(found[i], found[2], n) for found in looked], axis=1) for i in (0, 1))
     return scores, attention

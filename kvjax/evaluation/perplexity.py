@@ -135,16 +135,9 @@ def begin(
     plan: Plan | str | None = None,
     seed: int = 0,
 ) -> State:
-    """Return an empty state, for texts that are read only by decode steps, as with `prefill_chunk=1`.
+    """Return an empty state for `rows` texts that are read only by decode steps, as with `prefill_chunk=1`.
 
-    Args:
-        model: from `kvjax.load`.
-        policy: eviction policy; a name or a `Policy`.
-        rows: number of texts.
-        length: tokens of each text.
-        budget: slots per KV head, a fraction of the length, or slots for each layer.
-        plan: allocation of the budget to the layers.
-        seed: for policies that draw random numbers; every row has its own key.
+    The other arguments are those of `perplexity`.
 
     Raises:
         ValueError: the budget does not fit the policy, the policy needs a prompt, or the model cannot read the texts.
@@ -206,8 +199,6 @@ def perplexity(
     """Read texts by decode steps as generation does, and compute the negative log-likelihood of each token.
 
     Args:
-        model: from `kvjax.load`.
-        policy: eviction policy; a name or a `Policy`.
         tokens: texts [b, n] without padding.
         budget: slots per KV head, a fraction of n, or slots for each layer.
         prefix: tokens prefilled before the rest, for policies that need a prompt; 1 reads all by decode steps.
@@ -237,21 +228,20 @@ def costs(
     budget: int | float | Sequence[int] = 1.0,
     *,
     prefix: int = 1,
-    plan: Plan | str | None = None,
 ) -> Costs:
     """Measure reading the prefix of texts and up to `TIMED_STEPS` decode steps after it; see `perplexity`."""
     ids = _checked_texts(model, tokens, prefix)
-    planned: dict[str, Any] = dict(max_new_tokens=ids.shape[1] - prefix, plan=plan)
+    later = ids.shape[1] - prefix
     prompts, read = ids[:, :prefix], jnp.asarray(ids[:, prefix : prefix + TIMED_STEPS], jnp.int32)
     programs, prefill_seconds = list[jax.stages.Lowered](), 0.0
     if prefix == 1:
-        state = begin(model, policy, len(ids), ids.shape[1], budget, plan=plan)
+        state = begin(model, policy, len(ids), ids.shape[1], budget)
     else:
         with Compiling() as compiling:
-            state, logits = prefill(model, policy, prompts, budget, **planned)
+            state, logits = prefill(model, policy, prompts, budget, max_new_tokens=later)
             jax.block_until_ready(logits)
             prefill_seconds = compiling.lap()
-        programs += lower_prefill(model, policy, prompts, budget, **planned)
+        programs += lower_prefill(model, policy, prompts, budget, max_new_tokens=later)
     jax.block_until_ready(_step_by_step(state.decoder, state.cache, read))  # compiles
     start = time.perf_counter()
     jax.block_until_ready(_step_by_step(state.decoder, state.cache, read))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TextIO
 
+from rich.console import Console
+from rich.text import Text
+
 COLOURS = ("cyan", "blue", "green", "yellow", "magenta", "bright_black", "bright_blue")
 FULL = "red"
 
@@ -28,19 +31,12 @@ def print_choices(choices: Sequence[str], chosen: Sequence[Sequence[int]], file:
     legend = ", ".join(
         f"{mark} = {choice} ({count})" for mark, choice, count in zip(marks, choices, counts, strict=True)
     )
-    if not file.isatty():
-        for index, layer in enumerate(chosen):
-            print(f"layer {index:>3} {' '.join(marks[head] for head in layer)}", file=file)
-        print(legend, file=file)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(file=file)
+    console = Console(file=file, highlight=False, soft_wrap=True)
     styles = [FULL if choice == "full" else COLOURS[i % len(COLOURS)] for i, choice in enumerate(choices)]
+    around = " " if file.isatty() else ""
     for index, layer in enumerate(chosen):
-        line = Text(f"layer {index:>3} ")
+        line = Text(f"layer {index:>3}")
         for head in layer:
-            line.append(f" {marks[head]} ", style=f"black on {styles[head]}")
+            line.append(" ").append(f"{around}{marks[head]}{around}", style=f"black on {styles[head]}")
         console.print(line)
-    console.print(legend, highlight=False, soft_wrap=True)
+    console.print(legend, markup=False)

@@ -13,14 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluation.figures import (
-    Point,
-    legend_beside,
-    new_figure,
-    plot_lines,
-    plot_quality,
-    save_figure,
-)
+from kvjax.evaluation.figures import Point, legend_beside, new_figure, plot_lines, plot_quality, save_figure
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
 from kvjax.evaluation.tasks.registry import TASKS
@@ -35,14 +28,7 @@ SPEED = ("prefill_seconds", "decode_tokens_per_second")
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page.
-
-    Args:
-        title: its heading.
-        headings: headings of the table's columns.
-        rows: rows of the table.
-        figures: PNG files.
-    """
+    """A part of the page."""
 
     title: str
     headings: Sequence[str]
@@ -62,11 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the page.
-
-    Raises:
-        ValueError: there are no rows, or the notes are not a text.
-    """
+    """Write the page."""
     found: dict[str, list[Row]] = {}
     directories: list[Path] = options.runs
     notes = "" if options.notes is None else read_text(options.notes)
@@ -98,7 +80,7 @@ def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, 
 
 def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Path) -> Section:
     _, (measure, label, _), also, of_cases = TASKS[task].columns_of(rows)
-    said = ", ".join(f"{n} {v}" for n, v in zip(TASKS[task].subject, subject, strict=True) if v not in (None, False))
+    said, name = _names(TASKS[task].subject, subject)
     lines, points, full = [], list[Point](), None
     full_cases = _cases(of_cases, [row for row in rows if row["policy"] == "full"])
     for (policy, budget), of_choice in _groups(rows, ("policy", "budget")):
@@ -126,15 +108,21 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
     headings = ["policy", "budget", "bytes / full", "cases", label]
     headings += ["less the full cache's", "standard error of that"] if of_cases else []
     headings += [name.replace("_", " ") for name in (*also, PEAK, *SPEED)]
-    name = "_".join([task, *(str(value).replace("/", "-") for value in subject if value not in (None, False))])
     figures = []
     if points:
         figure, (axes,) = new_figure(width=7.0, height=4.5)
         plot_quality(axes, points, full, label, near=task == "perplexity")
         axes.set_title(said, fontsize=8)
-        save_figure(figure, directory / f"{name}.png")
-        figures.append(directory / f"{name}.png")
-    return Section(f"{task}: {said}", headings, lines, figures + _curves(rows, directory / f"{name}_layers.png"))
+        figures.append(directory / f"{task}_{name}.png")
+        save_figure(figure, figures[0])
+    return Section(f"{task}: {said}", headings, lines, figures + _curves(rows, directory / f"{task}_{name}_layers.png"))
+
+
+def _names(fields: Sequence[str], subject: Sequence[Any]) -> tuple[str, str]:
+    """Return the values of a group's fields, as a text and as a part of a file's name."""
+    known = {name: value for name, value in zip(fields, subject, strict=True) if value not in (None, False)}
+    said = ", ".join(f"{name} {value}" for name, value in known.items())
+    return said, "_".join(str(value).replace("/", "-") for value in known.values())
 
 
 def _cases(name: str | None, rows: Iterable[Row]) -> dict[tuple[Any, ...], float]:
@@ -183,8 +171,8 @@ def _needles(rows: list[Row], directory: Path) -> list[Section]:
             axis.set_xlabel("depth", fontsize=7)
             if axis is axes[-1]:
                 figure.colorbar(image, ax=axis, label="string match")
-        said = ", ".join(f"{n} {v}" for n, v in zip(_NEEDLES, subject, strict=True) if v not in (None, False))
-        file = directory / f"{'_'.join(['needles', *(str(v).replace('/', '-') for v in subject if v)])}.png"
+        said, name = _names(_NEEDLES, subject)
+        file = directory / f"needles_{name}.png"
         save_figure(figure, file)
         sections.append(Section(f"needles over lengths and depths: {said}", [], [], [file]))
     return sections

@@ -46,8 +46,6 @@ def result_line(columns: Columns, row: Row, full: Row | None) -> str:
     """Format one row as a line of text.
 
     Args:
-        columns: columns of the task.
-        row: row of the grid.
         full: the full cache's row of the same case; None if there is none.
     """
     name = f"{row['policy']} at {row['budget']:g}"
@@ -57,7 +55,8 @@ def result_line(columns: Columns, row: Row, full: Row | None) -> str:
     shown = _with_change(measure, row, full)
     change = " against the full cache" if "(" in shown else ""
     kept, whole = row["cache_bytes"], row["full_cache_bytes"]
-    return f"{name}: {measure.label} {shown}{change}; cache {_size(kept)}, {kept / whole:.0%} of {_size(whole)}"
+    size, full_size = filesize.decimal(kept), filesize.decimal(whole)
+    return f"{name}: {measure.label} {shown}{change}; cache {size}, {kept / whole:.0%} of {full_size}"
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -100,16 +99,17 @@ def print_table(tasks: Iterable[Measured]) -> None:
 def _columns(task: Measured) -> list[tuple[str, dict[tuple[str, float], str]]]:
     """Return the headings, and the cells below them for each policy and budget."""
     (measure, *_), cases, rows = task
-    groups = [(case, [row for row in rows if _is_of(row, case)]) for case in cases]
     if all("refused" in row for row in rows):
         return []
     if len(cases) > MOST_COLUMNS:
         return [(f"{measure.label}\nmean of {len(cases)}", _of_entries(measure, rows, len(cases)))]
     differ = [name for name in cases[0] if len({str(case.get(name)) for case in cases}) > 1]
-    return [
-        ("\n".join([measure.label, *(f"{name} {case[name]}" for name in differ)]), _of_entries(measure, of_case, 1))
-        for case, of_case in groups
-    ]
+    columns: list[tuple[str, dict[tuple[str, float], str]]] = []
+    for case in cases:
+        of_case = [row for row in rows if all(row.get(name) == value for name, value in case.items())]
+        heading = "\n".join([measure.label, *(f"{name} {case[name]}" for name in differ)])
+        columns.append((heading, _of_entries(measure, of_case, 1)))
+    return columns
 
 
 def _of_entries(measure: Measure, rows: Iterable[Row], cases: int) -> dict[tuple[str, float], str]:
@@ -131,11 +131,3 @@ def _with_change(measure: Measure, row: Row, full: Row | None) -> str:
     if before is None:
         return f"{value:.4g}"
     return f"{value:.4g} ({value / before - 1:+.1%})" if measure.relative else f"{value:.4g} ({value - before:+.3f})"
-
-
-def _is_of(row: Row, case: Row) -> bool:
-    return all(row.get(name) == value for name, value in case.items())
-
-
-def _size(size: float) -> str:
-    return filesize.decimal(round(size))

@@ -41,71 +41,47 @@ class Passages:
 
 
 def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Passages:
-    """Read passages from evenly spaced places of each text, each from the beginning of a line.
+    """Read passages from evenly spaced places of each text, each from the beginning of the next line if there is one.
 
     Args:
-        model: provides the tokenizer.
-        files: UTF-8 texts.
         rows: passages of each text.
         length: tokens of each passage.
 
     Raises:
         ValueError: a file is missing, not text, or too short.
     """
-    check_sizes(len(files), rows, length)
-    check_names(files)
+    check_texts(files, rows, length)
     made, sizes, where = [], [], {}
     for file in files:
         text = read_text(file)
         where[file.stem] = slice(len(made), len(made) + rows)
         for i in range(rows):
             start = i * len(text) // rows
-            line = text.find("\n", start) + 1
-            ids = _at_least(model.tokenizer, text[line if i else 0 :], length)
+            line = text.find("\n", start) + 1 or start
+            ids = first_tokens(model.tokenizer, text[line if i else 0 :], length)
             if len(ids) < length:
                 raise ValueError(f"{file} is too short for {rows} passages of {length} tokens; ask for fewer.")
-            made.append(ids[:length])
-            sizes.append(len(model.tokenizer.decode(ids[1:length]).encode()))
+            made.append(ids)
+            sizes.append(len(model.tokenizer.decode(ids[1:]).encode()))
     return Passages(np.asarray(made, np.int32), np.asarray(sizes), where)
 
 
 def check_texts(files: Sequence[Path], rows: int, length: int) -> None:
-    """Refuse missing and empty texts, two of one name, and passages with nothing to predict.
-
-    Raises:
-        ValueError: a text is not a file or empty, two have one name, or there is nothing to predict.
-    """
+    """Refuse missing and empty texts, two texts of one name, and passages with nothing to predict."""
     check_not_empty(files)
-    check_names(files)
-    check_sizes(len(files), rows, length)
-
-
-def check_names(files: Sequence[Path]) -> None:
-    """Refuse two texts of one name, by which results tell them apart.
-
-    Raises:
-        ValueError: two files have the same name without their suffix.
-    """
     if len({file.stem for file in files}) < len(files):
         raise ValueError("two texts have the same name; rename one, the report names texts by their files.")
+    if rows < 1 or length < 2 or not files:
+        raise ValueError(f"{rows} rows of {length} tokens from {len(files)} texts hold nothing to predict.")
 
 
-def check_sizes(texts: int, rows: int, length: int) -> None:
-    """Refuse passages with nothing to predict.
-
-    Raises:
-        ValueError: there is nothing to predict; the message has the number of passages and their length.
-    """
-    if rows < 1 or length < 2 or not texts:
-        raise ValueError(f"{rows} rows of {length} tokens from {texts} texts hold nothing to predict.")
-
-
-def _at_least(tokenizer: Any, text: str, length: int) -> list[int]:
+def first_tokens(tokenizer: Any, text: str, count: int) -> list[int]:
+    """Return the first tokens of a text, fewer if it is shorter."""
     # Encode only as much text as needed: a tokenizer is slow on megabytes.
-    characters = 6 * length
+    characters = 6 * count
     while True:
         ids = list(tokenizer(text[:characters], verbose=False)["input_ids"])
         # One token more than needed: the cut may have changed the last one.
-        if len(ids) > length or characters >= len(text):
-            return ids
+        if len(ids) > count or characters >= len(text):
+            return ids[:count]
         characters *= 2

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.evaluation import cache_map
 from kvjax.evaluation.fidelity import attention_row, held_tokens, watched
+from kvjax.evaluation.figures import new_figure, save_figure
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import prefill
@@ -21,7 +22,7 @@ from kvjax.inference.state import State
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
-from kvjax.utils.files import check_writable, written_aside
+from kvjax.utils.files import check_writable, write_text
 
 SUFFIXES = (".json", ".png")
 """Formats of a trace's file."""
@@ -63,10 +64,6 @@ def trace(
     """Run a policy over a prompt and later tokens, and compare it at each step with a full cache.
 
     Args:
-        model: from `kvjax.load`.
-        policy: a name or a `Policy`.
-        prompt: token ids.
-        written: token ids after the prompt.
         budget: as for `kvjax.prefill`.
         seed: for policies that draw random numbers.
         settings: of `kvjax.prefill`.
@@ -137,8 +134,6 @@ def save(found: Trace, file: Path, facts: dict[str, Any]) -> None:
     """Write the first row of a trace as JSON or as a picture, by the file's suffix.
 
     Args:
-        found: the trace.
-        file: see `check_file`.
         facts: policy, budget and similar fields, for the beginning of the JSON and the title of the picture.
     """
     if file.suffix == ".png":
@@ -152,21 +147,16 @@ def save(found: Trace, file: Path, facts: dict[str, Any]) -> None:
         }
         for layer in range(len(found.positions))
     ]
-    with written_aside(file) as aside:
-        aside.write_text(json.dumps({**facts, "layers": layers}) + "\n", encoding="utf-8")
+    write_text(file, json.dumps({**facts, "layers": layers}) + "\n")
 
 
 def _draw(found: Trace, file: Path, title: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 5.0), layout="constrained")
-    panels = figure.subplots(2, 1, sharex=True)
+    figure, panels = new_figure(width=9.0, height=2.5, rows=2)
     live, kept = found.live[:, 0].mean(1), found.kept[:, 0].mean(1)
     for panel, numbers, label in zip(panels, (live, kept), ("live slots per head", "attention kept"), strict=True):
         image = panel.imshow(numbers, aspect="auto", interpolation="nearest", cmap="viridis")
         panel.set(ylabel="layer")
-        figure.colorbar(image, label=label)
+        figure.colorbar(image, ax=panel, label=label)
     panels[1].set(xlabel="tokens written after the prompt")
     figure.suptitle(title, fontsize=10)
-    with written_aside(file) as aside:
-        figure.savefig(aside, format="png", dpi=120)
+    save_figure(figure, file)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.generation.detokenize import Pieces
 from kvjax.generation.generate import Begun, begin, check_room
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
 from kvjax.inference.cache import Cache
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 SAVED = "conversation.json"
+"""Name of the file with the parts of a saved conversation that are not arrays; it is written last."""
 FORM = 2
 """Form of saved conversations; those of kvjax 0.2.0 name none."""
-"""Name of the file with the parts of a saved conversation that are not arrays; it is written last."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +50,7 @@ class CacheUse:
 
 
 def check_devices(data: int) -> None:
-    """Refuse a mesh that shards rows over `data`, because a conversation has only one row.
-
-    Raises:
-        ValueError: `data` is above 1.
-    """
+    """Refuse a mesh that shards rows over `data`, because a conversation has only one row."""
     if data > 1:
         raise ValueError(
             f"a conversation is one row and cannot be sharded over data={data}; use a mesh without data, such as "
@@ -71,7 +66,6 @@ class Conversation:
     each answer continues them.
 
     Args:
-        model: from `kvjax.load`.
         system: the system turn, before all others; None for the template's default.
         context: tokens of the whole conversation, for policies that plan ahead; None for the model's positions.
         settings: those of `kvjax.generation.generate.begin`, for one text.
@@ -133,9 +127,6 @@ class Conversation:
 
         To stop the answer, stop iterating: the tokens generated so far stay in the conversation.
 
-        Args:
-            turn: the user's text.
-
         Raises:
             ValueError: the turn is empty, is not valid text, or exceeds the model's positions or the planned length.
         """
@@ -148,15 +139,12 @@ class Conversation:
         else:
             ids = token_ids(self.model, text, begins=False)
         begun = self._read(ids)
-        pieces = Pieces(self.model.tokenizer, begun.stop, self.text)
-        for block in begun.blocks(steps=1):
-            self.begun = dataclasses.replace(begun, state=block.state)
-            written = block.tokens[0][block.belongs[0]].tolist()
-            self.text += written
-            if piece := pieces.add(written):
+        for block, piece in begun.pieces(list(self.text)):
+            if block is not None:
+                self.begun = dataclasses.replace(begun, state=block.state)
+                self.text += block.tokens[0][block.belongs[0]].tolist()
+            if piece:
                 yield piece
-        if piece := pieces.finish():
-            yield piece
 
     def _read(self, ids: list[int]) -> Begun:
         text = self.text + ids
@@ -193,11 +181,7 @@ class Conversation:
         self.begun, self.text = None, []
 
     def use(self) -> CacheUse:
-        """Return the cache's usage.
-
-        Raises:
-            ValueError: there has been no turn yet.
-        """
+        """Return the cache's usage."""
         state = self._state()
         held = np.mean([(positions >= 0).sum(-1).mean() for positions in held_positions(state)])
         limit = np.mean([limits.mean() for limits in slot_limits(state)])
@@ -241,9 +225,6 @@ class Conversation:
 
         It keeps the budget and the planned length that it was saved with.
 
-        Args:
-            directory: from `save`.
-
         Raises:
             ValueError: the directory has no conversation, or one of another model or policy.
         """
@@ -267,16 +248,14 @@ class Conversation:
                 stacklevel=2,
             )
             earlier = jax.tree.map(_joined_words, kept, is_leaf=_is_words)
-            kinds = [(len(shape), dtype) for shape, dtype in told["leaves"]]
-            fitting = (form for form in (kept, earlier) if _kinds(form) == kinds)
-            written = next(fitting, None)
+            written = next((form for form in (kept, earlier) if _kinds(form) == _kinds(told["leaves"])), None)
         elif self._fits(like.state) != told["fits"]:
             written = None
         if written is None:
             raise ValueError(another)
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]
+        empty = [np.empty(leaf.shape, leaf.dtype) for leaf in told["leaves"]]
         with ocp.StandardCheckpointer() as checkpointer:
-            leaves = checkpointer.restore(directory / "state", [np.empty(each.shape, each.dtype) for each in shapes])
+            leaves = checkpointer.restore(directory / "state", empty)
         found = jax.tree.unflatten(jax.tree.structure(written), map(jnp.asarray, leaves))
         if written is not kept:
             found = jax.tree.map(_as_words, kept, found, is_leaf=_is_words)
@@ -292,23 +271,15 @@ class Conversation:
 
 
 def _told(file: Path) -> dict[str, Any]:
-    """Read the parts of a saved conversation that are not arrays.
-
-    Raises:
-        ValueError: the file is not of a saved conversation.
-    """
+    """Read the parts of a saved conversation that are not arrays; `leaves` become shapes."""
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        told = None
-    if not isinstance(told, dict) or not (
-        {"fits", "text", "leaves"} <= set(told)
-        and isinstance(told["leaves"], list)
-        and isinstance(told["text"], list)
-        and {type(token) for token in told["text"]} == {int}
-    ):
-        raise ValueError(f"{file} is no saved conversation's; give another name.")
-    return told
+        leaves = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]
+        if "fits" not in told or {type(token) for token in told["text"]} != {int}:
+            raise ValueError("there is no text")
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{file} is no saved conversation's; give another name.") from None
+    return told | {"leaves": leaves}
 
 
 def _stored(cache: Cache) -> Cache:

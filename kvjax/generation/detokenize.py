@@ -38,7 +38,6 @@ class Pieces:
     depend on how many tokens are added per call.
 
     Args:
-        tokenizer: tokenizer of the ids.
         stop: strings that end the text before them. Special tokens are not part of the text, but a stop string that
             contains one is matched at that token.
         context: ids that the text follows, such as the prompt's.
@@ -48,6 +47,8 @@ class Pieces:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
         """True after a stop string; no text follows it."""
+        self.used = 0
+        """Number of tokens of the text so far; the last one may complete a stop string."""
         named = special_tokens(tokenizer) if self.stop else {}
         self._special = {token: text for token, text in named.items() if any(text in stop for stop in self.stop)}
         self._with_special = [stop for stop in self.stop if any(text in stop for text in self._special.values())]
@@ -66,6 +67,7 @@ class Pieces:
     def _add(self, token: int) -> str:
         if self.stopped:
             return ""
+        self.used += 1
         if token in self._special:
             return self._release(self._special[token], shown=False)
         return self._release(self._characters.add(token))
@@ -99,14 +101,12 @@ class Stops:
     """Finder of stop strings in blocks of tokens; a text includes the token that completes its stop string.
 
     Args:
-        tokenizer: tokenizer of the ids.
         stop: strings that end a text before them.
-        rows: number of rows to search, from the first; other rows are not changed.
-        contexts: ids that each row's text follows; empty if the texts follow nothing.
+        contexts: ids that each row's text follows; rows beyond them are not changed.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], rows: int, contexts: Sequence[Sequence[int]] = ()) -> None:
-        self.pieces = [Pieces(tokenizer, stop, contexts[row] if contexts else ()) for row in range(rows)]
+    def __init__(self, tokenizer: Any, stop: Sequence[str], contexts: Sequence[Sequence[int]]) -> None:
+        self.pieces = [Pieces(tokenizer, stop, context) for context in contexts]
 
     def __call__(
         self, tokens: Int[np.ndarray, "b n"], belongs: Bool[np.ndarray, "b n"]
@@ -114,10 +114,9 @@ class Stops:
         """Return masks of the tokens that belong to their text and of the rows that have ended."""
         left, ended = belongs.copy(), ~belongs[:, -1]
         for row, pieces in enumerate(self.pieces):
-            for place in np.flatnonzero(belongs[row]):
-                left[row, place] = not pieces.stopped
-                if not pieces.stopped:
-                    pieces.add([int(tokens[row, place])])
+            places, before = np.flatnonzero(belongs[row]), pieces.used
+            pieces.add(tokens[row, places].tolist())
+            left[row, places[pieces.used - before :]] = False
             ended[row] |= pieces.stopped
         return left, ended
 
@@ -126,7 +125,6 @@ class Stream:
     """Writer of the text of each block's first row as its tokens arrive; see `Pieces`.
 
     Args:
-        tokenizer: tokenizer of the ids.
         write: called with each piece.
         stop: strings that end the text before them.
         context: ids that the text follows, such as the prompt's.

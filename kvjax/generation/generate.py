@@ -18,7 +18,7 @@ from kvjax.generation.beam import beam_search
 from kvjax.generation.detokenize import Pieces, Stops, stop_strings
 from kvjax.generation.detokenize import Stream as Stream
 from kvjax.generation.loop import STEPS_PER_DISPATCH, Block, Drawn, generate_tokens
-from kvjax.generation.prompts import encode, encode_all, end_ids
+from kvjax.generation.prompts import encode, end_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.inference.cache import policy_seeds
 from kvjax.inference.extend import lower_prefill, prefill
@@ -105,19 +105,25 @@ class Begun:
     def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
         """Yield blocks of new tokens; this consumes the caches, so call it only once."""
         rows = len(self.prompts)
-        narrow = Stops(self.model.tokenizer, self.stop, rows, self.prompts) if self.stop else None
+        stops = Stops(self.model.tokenizer, self.stop, self.prompts) if self.stop else None
         arguments = self.state, self.logits, self.max_new_tokens, self.sampling, self.eos, steps
-        for block in generate_tokens(*arguments, texts=self.prompts, logprobs=self.logprobs, narrow=narrow):
+        for block in generate_tokens(*arguments, texts=self.prompts, logprobs=self.logprobs, stops=stops):
             drawn = jax.tree.map(lambda leaf: leaf[:rows], block.drawn)
             yield Block(block.tokens[:rows], block.belongs[:rows], block.state, drawn)
 
+    def pieces(self, context: Sequence[int]) -> Iterator[tuple[Block | None, str]]:
+        """Yield each new token of one text with the piece of text that becomes certain, and None with the last piece.
+
+        This consumes the caches. `context` are the ids that the text follows.
+        """
+        pieces = Pieces(self.model.tokenizer, self.stop, context)
+        for block in self.blocks(steps=1):
+            yield block, pieces.add(block.tokens[0][block.belongs[0]].tolist())
+        yield None, pieces.finish()
+
 
 def check_room(longest: int, max_new_tokens: int, policy: Policy, model: LanguageModel) -> None:
-    """Refuse a text longer than the model's positions, unless the policy uses positions in the cache.
-
-    Raises:
-        ValueError: the text is too long.
-    """
+    """Refuse a text longer than the model's positions, unless the policy uses positions in the cache."""
     room = longest_text(policy, model.config)
     if longest + max_new_tokens > room:
         raise ValueError(
@@ -168,9 +174,12 @@ def begin(
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
     chosen = ready(model, chosen, budget, plan)
-    arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, budget_of=budget_of)
+    arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, budget_of=budget_of)
+    first = [list(prompt) for prompt in prompts[:1]]
     with Compiling() as compiling:
-        if num_samples > 1 and reading_draws(model, chosen, prompts, budget, **arguments):
+        if num_samples > 1 and draws(
+            model, prepare(model, chosen, first, budget, None, key=None, plan=None, chunk=prefill_chunk, **arguments)
+        ):
             # The policy also draws the cache's contents, so each sample reads the prompt with its own seed.
             prompts = [prompt for prompt in prompts for _ in range(num_samples)]
             seeds = [(each + i) % 2**32 for each in seeds for i in range(num_samples)]
@@ -178,7 +187,8 @@ def begin(
         index = _filled(prompts, model)
         keys = _keys(np.asarray([seeds[row] for row in index], np.int64))
         compiling.lap()
-        state, logits = prefill(model, chosen, [list(prompts[row]) for row in index], budget, key=keys, **arguments)
+        batch = [list(prompts[row]) for row in index]
+        state, logits = prefill(model, chosen, batch, budget, key=keys, prefill_chunk=prefill_chunk, **arguments)
         jax.block_until_ready(logits)
         seconds = compiling.lap()
     if num_samples > 1:
@@ -205,22 +215,6 @@ def begin(
         compile_seconds=compiling.seconds,
         seconds=seconds,
     )
-
-
-def reading_draws(
-    model: LanguageModel,
-    policy: Policy,
-    prompts: Sequence[Sequence[int]],
-    budget: int | float | Sequence[int],
-    *,
-    prefill_chunk: int | None,
-    **settings: Any,
-) -> bool:
-    """Return whether the cache's contents after prefill depend on the seed."""
-    planned = prepare(
-        model, policy, [list(prompts[0])], budget, None, key=None, plan=None, chunk=prefill_chunk, **settings
-    )
-    return draws(model, planned)
 
 
 def stop_ids(given: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
@@ -272,8 +266,6 @@ def generate_ids(
     """Continue token ids; see `generate_texts` for the settings.
 
     Args:
-        model: from `kvjax.load`.
-        prompts: ids of each prompt.
         beams: beams of the beam search; 1 for no search.
         length_penalty: see `beam_search`.
         on_tokens: called with each new block of tokens [b, n] and a mask of those that belong to their row's text.
@@ -289,11 +281,7 @@ def generate_ids(
 
 
 def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) -> None:
-    """Refuse sampling settings with a beam search, and settings of a beam search without one.
-
-    Raises:
-        ValueError: a setting has no effect, or the length penalty is not finite.
-    """
+    """Refuse sampling settings with a beam search, and settings of a beam search without one."""
     if whole_number("beams", beams) == 1 and length_penalty != 1:
         raise ValueError(f"length_penalty={length_penalty} has no effect without beams; give beams, too.")
     if not math.isfinite(length_penalty):
@@ -361,11 +349,8 @@ def _to_stop(begun: Begun, prompt: list[int], ids: list[int]) -> list[int]:
     if not begun.stop:
         return ids
     pieces = Pieces(begun.model.tokenizer, begun.stop, prompt)
-    for count, token in enumerate(ids, 1):
-        pieces.add([token])
-        if pieces.stopped:
-            return ids[:count]
-    return ids
+    pieces.add(ids)
+    return ids[: pieces.used]
 
 
 @jax.jit
@@ -394,7 +379,6 @@ def generate_texts(
     """Generate texts that continue prompts.
 
     Args:
-        model: from `kvjax.load`.
         prompts: texts, or conversations: lists of messages with `role` and `content`; one text counts as a list of
             one.
         chat: wrap each text as a user turn with the tokenizer's chat template.
@@ -418,7 +402,7 @@ def generate_texts(
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     turns = chat or not all(isinstance(text, str) for text in texts)
-    made = generate_ids(model, encode_all(model, texts, chat, system), chat=turns, **settings)
+    made = generate_ids(model, [encode(model, text, chat, system) for text in texts], chat=turns, **settings)
     return texts_of(model, made, settings.get("stop", ()))
 
 
@@ -430,7 +414,6 @@ def stream_text(
     Incomplete characters and possible beginnings of a stop string are held back until more tokens arrive.
 
     Args:
-        model: from `kvjax.load`.
         prompt: a text, or a conversation.
         chat: wrap a text as a user turn.
         system: the system turn of a chat, before all others.
@@ -443,13 +426,4 @@ def stream_text(
         raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
     turn = chat or not isinstance(prompt, str)
     begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
-
-    def pieces() -> Iterator[str]:
-        text = Pieces(model.tokenizer, begun.stop, begun.prompts[0])
-        for block in begun.blocks(steps=1):
-            if piece := text.add(block.tokens[0][block.belongs[0]].tolist()):
-                yield piece
-        if piece := text.finish():
-            yield piece
-
-    return pieces()
+    return (piece for _, piece in begun.pieces(begun.prompts[0]) if piece)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax.generation.detokenize import Stops
 from kvjax.generation.sampling import Sampling, sample
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder, settle_step
@@ -42,12 +43,6 @@ class Block(NamedTuple):
     """State after the block; it has not read the last token of a running row yet."""
     drawn: Drawn
     """Tokens of the block with their log-probabilities, [b n] and [b n k] on the host."""
-
-
-Narrow = Callable[
-    [Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]], tuple[Bool[np.ndarray, "b n"], Bool[np.ndarray, " b"]]
-]
-"""Function of a block of tokens and its mask `belongs`; it returns the new mask and the rows that have ended."""
 
 
 @functools.partial(jax.jit, static_argnames="logprobs")
@@ -133,7 +128,7 @@ def generate_tokens(
     *,
     texts: Sequence[Sequence[int]] = (),
     logprobs: int | None = None,
-    narrow: Narrow | None = None,
+    stops: Stops | None = None,
 ) -> Iterator[Block]:
     """Continue prompts and yield blocks of up to `steps` tokens.
 
@@ -147,7 +142,7 @@ def generate_tokens(
         texts: ids of each row so far, for the repetition penalty; rows beyond them have none.
         logprobs: number of likeliest tokens to return with each one, 0 for the token alone; None for no
             log-probabilities.
-        narrow: called with each block before it is yielded; it may end rows.
+        stops: called with each block before it is yielded; it may end rows.
     """
     seen, ends = np.zeros(logits.shape, bool), np.isin(np.arange(logits.shape[1]), eos)
     for row, ids in zip(seen, texts, strict=False):
@@ -162,8 +157,8 @@ def generate_tokens(
         tokens = np.asarray(found.token)
         belongs = ~(np.logical_or.accumulate(ends[tokens], axis=1) | ended[:, None])
         made, ended = made + tokens.shape[1], ~belongs[:, -1]
-        if narrow is not None:
-            belongs, ended = narrow(tokens, belongs)
+        if stops is not None:
+            belongs, ended = stops(tokens, belongs)
         yield Block(tokens, belongs, after, found)
         if made >= max_new_tokens or ended.all():
             return

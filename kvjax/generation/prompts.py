@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ def encode(model: LanguageModel, prompt: str | Messages, chat: bool = False, sys
     """Return the token ids of a prompt, including those that the tokenizer puts before all texts.
 
     Args:
-        model: the model with the tokenizer.
         prompt: a text, or a conversation that waits for an answer.
         chat: True if a text is a user turn; the chat template is applied to it.
         system: the system turn, before all others; None for the template's default.
@@ -128,8 +126,6 @@ def render(model: LanguageModel, messages: Messages, answers: bool = True, unfin
     """Render a conversation with the model's chat template, up to the beginning of the next answer.
 
     Args:
-        model: the model with the tokenizer.
-        messages: the turns.
         answers: True to add the template's text before an answer.
         unfinished: True if the next tokens continue the last turn; the text ends with that turn.
 
@@ -144,10 +140,3 @@ def render(model: LanguageModel, messages: Messages, answers: bool = True, unfin
         )
     except Exception as error:  # a template can raise any error
         raise ValueError(f"the chat template of {model.name!r} refuses the prompt: {error}.") from error
-
-
-def encode_all(
-    model: LanguageModel, prompts: Sequence[str | Messages], chat: bool = False, system: str | None = None
-) -> list[list[int]]:
-    """Return the ids of several prompts; see `encode`."""
-    return [encode(model, prompt, chat, system) for prompt in prompts]

@@ -30,10 +30,8 @@ def encode_questions(
     """Return the ids of a prompt, and of each question that follows it.
 
     Args:
-        model: the model with the tokenizer.
         prompt: a text or a conversation. Each question continues a text; with `chat`, text and question form one user
             turn with an empty line between them. In a conversation, each question is the next user turn.
-        questions: texts.
         chat: True if a text is part of a user turn.
         system: the system turn of a chat, before all others.
 
@@ -79,8 +77,6 @@ def answer(
     24, 32, 48, ... tokens.
 
     Args:
-        model: from `kvjax.load`.
-        prompt: ids.
         questions: ids of each, at least one.
         batch_size: questions per batch.
         longest: tokens of the longest question of all calls, if other calls have longer ones.
@@ -126,8 +122,6 @@ def answer_each(
     """Answer one question about each prompt, after the prompt has been compressed.
 
     Args:
-        model: from `kvjax.load`.
-        prompts: ids of each.
         questions: ids of each prompt's question.
         batch_size: prompts per batch.
         settings: those of `begin`; fractional budgets count the longest question, too.

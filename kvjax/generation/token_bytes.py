@@ -7,7 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvjax.models.tokenizer import LazyTokenizer
 
@@ -118,20 +118,12 @@ def _byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-class Characters(Protocol):
-    """Incremental decoder of tokens to whole characters; it returns each character once."""
-
-    def add(self, token: int) -> str:
-        """Add a token, and return the text that has become certain."""
-        ...
-
-    def finish(self) -> str:
-        """Return the text held back so far, after the last token."""
-        ...
-
-
 def characters(tokenizer: Any, context: Sequence[int]) -> Characters:
-    """Return a decoder for tokens that follow a context; its text is what they add to the context's text."""
+    """Return a decoder for tokens that follow a context; its text is what they add to the context's text.
+
+    It returns each character once: `add` takes a token and returns the text that has become certain, and `finish`
+    returns the text held back after the last token.
+    """
     spelling = Spelling(tokenizer)
     return _OfBytes(spelling, context) if spelling.known else _Decoded(tokenizer, context)
 
@@ -201,3 +193,6 @@ class _Decoded:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+Characters = _OfBytes | _Decoded

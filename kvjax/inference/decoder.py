@@ -172,6 +172,7 @@ class Decoder(struct.PyTreeNode):
 
         Example:
             >>> import jax
+            >>> import numpy as np
             >>> decoder = kvjax.decoder(kvjax.load("tiny"), "h2o", budget=16)
             >>> cache, _ = decoder.prefill([[5, 17, 42]], max_new_tokens=8)
             >>> read = jax.jit(lambda decoder, cache, tokens: decoder.steps(cache, tokens))

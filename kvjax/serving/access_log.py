@@ -8,18 +8,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-STATUS = "kvjax.status"
-"""Key of the response's status in a request's scope."""
 OUTCOME = "kvjax.outcome"
-"""Scope key of a mapping with the tokens `read` and `written`, and with `status` if it differs from the one sent."""
+"""Scope key of a mapping with the `status`, and the tokens `read` and `written` of an answer."""
 
 
 class AccessLog:
-    """Middleware that writes one line per answered request to standard error.
-
-    Args:
-        app: the application.
-    """
+    """Middleware that writes one line per answered request to standard error."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -33,7 +27,7 @@ class AccessLog:
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                scope[STATUS] = message["status"]
+                scope.setdefault(OUTCOME, {"status": message["status"]})
             await send(message)
 
         try:
@@ -43,10 +37,9 @@ class AccessLog:
 
 
 def _line(scope: Scope, seconds: float) -> str:
-    outcome: dict[str, Any] = scope.get(OUTCOME, {})
+    outcome: dict[str, Any] = scope.get(OUTCOME, {"status": 500})
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     client = (scope.get("client") or ("-",))[0]
     path = scope["raw_path"].decode("ascii", "backslashreplace")[:200]  # the raw path has no line breaks
     tokens = f"{outcome['read']} tokens in, {outcome['written']} out, " if "read" in outcome else ""
-    status = outcome.get("status", scope.get(STATUS, 500))
-    return f"{now} {client} {scope['method']} {path} {status} {tokens}{seconds:.3f} s"
+    return f"{now} {client} {scope['method']} {path} {outcome['status']} {tokens}{seconds:.3f} s"

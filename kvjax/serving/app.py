@@ -47,7 +47,6 @@ class Service:
     """Web application in front of an engine.
 
     Args:
-        serving: the engine.
         keys: valid API keys; if there are none, keys are not checked.
         hosts: accepted host names in addition to loopback; None for any. The check protects a server without keys from
             DNS rebinding.

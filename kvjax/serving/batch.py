@@ -210,7 +210,6 @@ def generate(
     """Generate tokens for all active rows; a row ends at one of its end ids or at its maximal number of tokens.
 
     Args:
-        decoder: decoder of the rows.
         rows: the batch; it is consumed.
         steps: maximal tokens per row, 1 to `most`.
         leave: True to stop as soon as a row has ended.

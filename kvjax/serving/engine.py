@@ -68,8 +68,6 @@ class Engine:
     prefixes.
 
     Args:
-        model: from `kvjax.load`, with a tokenizer.
-        policy: cache policy; a name or a `Policy`.
         budget: slots per head that a text may use; policies that keep all tokens ignore it.
         rows: texts that are generated together; on a mesh, a multiple of the devices along `data`.
         context: maximal tokens of a text; policies that keep all tokens allocate slots for it. None for the model's
@@ -102,6 +100,8 @@ class Engine:
         self.snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, *SIZES["snapshot_bytes"]))
         self.device = Device(model, policy, budget, rows, context, chunk, steps)
         """Device side; only the engine's thread uses it once that thread runs."""
+        self.model, self.policy_name = model, name_of(self.device.policy)
+        self.budget, self.context = self.device.budget, self.device.context
         self.changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -129,26 +129,6 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.stop(0.0)
 
-    @property
-    def model(self) -> Model:
-        """Model that generates the texts."""
-        return self.device.model
-
-    @property
-    def policy_name(self) -> str:
-        """Name of the cache policy."""
-        return name_of(self.device.policy)
-
-    @property
-    def budget(self) -> int:
-        """Slots per head that a request may use."""
-        return self.device.budget
-
-    @property
-    def context(self) -> int:
-        """Maximal length of a text, in tokens."""
-        return self.device.context
-
     def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile all programs in parallel, so that no request waits for one.
 
@@ -163,13 +143,7 @@ class Engine:
         self.device.warm_up(told)
 
     def submit(self, request: Request, tell: Tell) -> Ticket:
-        """Accept a request, from any thread; see `kvjax.serving.requests.Serving`.
-
-        Raises:
-            ValueError: the request cannot be served.
-            FullError: the queue is full.
-            StoppingError: the engine is stopping.
-        """
+        """Accept a request, from any thread; see `kvjax.serving.requests.Serving`."""
         planned = self.device.plan(request)
         keys = self.device.beginnings(request, planned) if self.snapshots.limit else []
         pieces = Pieces(self._tokenizer, stop_strings(request.stop), request.prompt)
@@ -188,7 +162,7 @@ class Engine:
         return work
 
     def stop(self, grace: float) -> None:
-        """Stop accepting requests, drain for `grace` seconds, cancel the rest, and return after all events are sent."""
+        """See `kvjax.serving.requests.Serving`."""
         with self.changed:
             self._stopping = True
             self.changed.notify_all()
@@ -331,16 +305,8 @@ class Engine:
 
     def _tell_written(self, row: int, work: _Work, written: Written, drawn: Drawn | None) -> None:
         tokens, request = written.tokens[row, : written.counts[row]].tolist(), work.request
-        ends, text = not written.active[row], ""
-        if request.stop:
-            # Add tokens one by one, since those after the one that completes a stop string are dropped.
-            told = 0
-            while told < len(tokens) and not work.pieces.stopped:
-                text += work.pieces.add(tokens[told : told + 1])
-                told += 1
-            tokens = tokens[:told]
-        elif tokens:
-            text = work.pieces.add(tokens)
+        ends, text = not written.active[row], work.pieces.add(tokens)
+        tokens = tokens[: work.pieces.used - work.tokens]
         if ends:
             text += work.pieces.finish()
         logprobs = None

@@ -73,7 +73,6 @@ class Server(uvicorn.Server):
     """Uvicorn server that, at a signal, refuses new requests and first lets the engine finish running ones.
 
     Args:
-        service: the application.
         grace: seconds for running requests to finish.
         write_timeout: seconds after which a client that reads nothing is disconnected.
         ready: called once the server answers requests.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator
 
@@ -14,28 +15,19 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Metrics of an engine, and latencies of its clients.
-
-    Args:
-        serving: the engine.
-    """
+    """Metrics of an engine, and latencies of its clients."""
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        self.first = Histogram(
-            "kvjax_time_to_first_token_seconds",
-            "From the last byte of a request to the first piece of its text",
-            buckets=_SECONDS,
-            registry=self.registry,
+        seconds = functools.partial(Histogram, buckets=_SECONDS, registry=self.registry)
+        self.first = seconds(
+            "kvjax_time_to_first_token_seconds", "From the last byte of a request to the first piece of its text"
         )
-        self.between = Histogram(
-            "kvjax_time_between_tokens_seconds",
-            "From a token to the next; tokens that come together share the time",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.between = seconds(
+            "kvjax_time_between_tokens_seconds", "From a token to the next; tokens that come together share the time"
         )
         self.responses = Counter(
             "kvjax_http_responses",
@@ -62,7 +54,6 @@ class Latency:
     """Times of one text's tokens, for metrics.
 
     Args:
-        metrics: gets them.
         arrived: `time.perf_counter()` at the last byte of the request.
     """
 

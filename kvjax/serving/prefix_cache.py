@@ -68,8 +68,6 @@ def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
 
     Args:
         depends: bytes of all other inputs that the state depends on.
-        tokens: tokens of the text.
-        chunk: tokens per chunk.
     """
     known, keys = hashlib.sha256(depends), list[Key]()
     ids = np.asarray(tokens, np.int32)

@@ -25,7 +25,6 @@ class Request:
     Args:
         prompt: token ids, at least one.
         max_tokens: maximal number of new tokens, at least 1.
-        sampling: the sampling settings.
         presence_penalty: subtracted from the logits of tokens that have been generated, -2 to 2.
         frequency_penalty: subtracted once for each time that a token has been generated, -2 to 2.
         seed: the only source of the text's randomness.
@@ -115,25 +114,14 @@ class StoppingError(Exception):
 class Serving(Protocol):
     """Interface of an engine for the HTTP server."""
 
-    @property
-    def model(self) -> Model:
-        """Model that generates the texts."""
-        ...
-
-    @property
-    def policy_name(self) -> str:
-        """Name of the cache policy."""
-        ...
-
-    @property
-    def budget(self) -> int:
-        """Slots per head that a request may use."""
-        ...
-
-    @property
-    def context(self) -> int:
-        """Maximal length of a text, in tokens."""
-        ...
+    model: Model
+    """Model that generates the texts."""
+    policy_name: str
+    """Name of the cache policy."""
+    budget: int
+    """Slots per head that a request may use."""
+    context: int
+    """Maximal length of a text, in tokens."""
 
     def submit(self, request: Request, tell: Tell) -> Ticket:
         """Accept a request, from any thread.

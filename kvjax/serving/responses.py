@@ -48,12 +48,7 @@ class _Gone(Exception):
 
 
 class EngineResponse(Response):
-    """Response with the engine's events for one body, streamed or sent at the end.
-
-    Args:
-        serving: the engine.
-        metrics: records the latencies.
-    """
+    """Response with the engine's events for one body, streamed or sent at the end."""
 
     def __init__(self, serving: Serving, metrics: Metrics) -> None:
         super().__init__()
@@ -135,11 +130,11 @@ class EngineResponse(Response):
         event = await self.events.get()
         if event is None:
             raise _Gone
-        if isinstance(event[1], Finished) and event[1].reason == "failed":
-            said = " ".join((event[1].error or "the engine failed").split())
-            raise Refused(said, status=500)
-        if isinstance(event[1], Finished) and event[1].reason == "cancelled":
-            raise stopping_error()
+        if isinstance(event[1], Finished) and event[1].reason in ("failed", "cancelled"):
+            self._cancel()  # the other texts end now, however slowly the client reads the error
+            if event[1].reason == "cancelled":
+                raise stopping_error()
+            raise Refused(" ".join((event[1].error or "the engine failed").split()), status=500)
         return event
 
     def _note(self, index: int, event: Piece | Finished) -> dict[str, Any] | None:

@@ -57,19 +57,6 @@ class Device:
     """Rows of one budget; see `kvjax.serving.engine.Engine` for the settings.
 
     Any thread may call `plan` and `beginnings`; only one thread may use the rest.
-
-    Args:
-        model: the model that generates.
-        policy: cache policy; a name or a `Policy`.
-        budget: slots per head.
-        rows: texts that are generated together; on a mesh, a multiple of the devices along `data`.
-        context: maximal tokens of a text; None for the model's positions.
-        chunk: tokens per chunk of prefill, at least 16.
-        steps: maximal tokens per row and dispatch.
-
-    Raises:
-        ValueError: a setting is out of range, the policy's memory is not known before a text is read, the mesh cannot
-            shard the rows evenly, or it has several processes.
     """
 
     def __init__(
@@ -182,10 +169,7 @@ class Device:
     def write(self, steps: int, leave: bool, logprobs: bool = False) -> tuple[Written, Drawn | None]:
         """Generate up to `steps` tokens per row, and return them on the host; see `kvjax.serving.batch.generate`.
 
-        Args:
-            steps: 1 to the device's `steps`.
-            leave: True to stop as soon as a row has ended.
-            logprobs: True to fetch the log-probabilities.
+        With `logprobs`, also return the log-probabilities.
         """
         assert self.state is not None
         numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
@@ -199,13 +183,8 @@ class Device:
             self.state = free(self.state, kept, mesh=self.model.mesh)
 
     def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile all programs in parallel; this overwrites and frees the first row.
-
-        Args:
-            told: called with the number of compiled programs and of all programs, first with 0.
-        """
+        """Compile all programs in parallel, as `Engine.warm_up` does; this overwrites and frees the first row."""
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
-
         self._settle(sizes)
         text = self.begin(self._one)
 
@@ -283,12 +262,7 @@ def _planned(limits: Sequence[Int[np.ndarray, "1 h"]], seed: int = 0, horizon: i
 
 
 def _served(policy: Policy, model: Model, chunk: int) -> Policy:
-    """Return the policy, after checking that the server can use it.
-
-    Raises:
-        ValueError: the memory of a row depends on its text, the policy evicts after other chunks or keeps scores in
-            host memory, or the mesh has several processes.
-    """
+    """Return the policy, after checking that the server can use it."""
     name = name_of(policy)
     if model.mesh is not None and model.mesh.is_multi_process:
         raise ValueError("requests reach only one of several processes; give the server a mesh of one process.")

@@ -298,6 +298,10 @@ def test_a_file_in_another_encoding_is_one_sentence(tmp_path: Path, capsys: pyte
         ("evaluate fidelity --polices h2o", "kvjax evaluate fidelity: there is no option --polices; did you mean"),
         ("generate --dtype float31", "kvjax generate: --dtype 'float31' is not known; did you mean float32?"),
         ("generate --frobnicate", "kvjax generate: there is no option --frobnicate; kvjax generate --help lists them."),
+        (
+            "evaluate harness --tasks copa --limit few",
+            "kvjax evaluate harness: argument --limit: 'few' is neither a number of cases nor a fraction of them.",
+        ),
         ("generate Once", "kvjax generate: 'Once' belongs to no option; see kvjax generate --help."),
     ],
 )

@@ -15,6 +15,7 @@ from jaxtyping import Array
 import kvjax
 from experiments import lowrank_oracle
 from experiments.claims import Claim
+from experiments.less.axes import log_scale
 from experiments.lowrank_oracle import Split
 from kvjax import evaluation
 from kvjax.evaluation.fidelity import hellinger
@@ -190,6 +191,13 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     assert np.asarray(expected)[:, budget:].min() > 0.01
 
 
+def test_passages_of_a_text_in_one_line_are_from_several_places(tmp_path: Path) -> None:
+    file = tmp_path / "line.txt"
+    file.write_text(TEXT.replace("\n", " "))
+    rows = passages(kvjax.load("tiny"), [file], 3, 30).tokens.tolist()
+    assert rows[0] != rows[1] != rows[2] != rows[0]
+
+
 def test_passages(tmp_path: Path) -> None:
     tiny = kvjax.load("tiny", dtype="float32")
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
@@ -238,7 +246,8 @@ def test_figures_can_be_read(high: float) -> None:
     pytest.importorskip("matplotlib", reason="figures need the plots extra")
     figure, (axes,) = new_figure()
     points = [Point(f"policy {i}", cost, high ** (i / 25)) for i in range(26) for cost in (0.1, 0.5)]
-    plot_quality(axes, points, None, "nats per token", log=True)
+    plot_quality(axes, points, None, "nats per token")
+    log_scale(axes)
     styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.get_lines()}
     assert len(styles) == 26
     figure.draw_without_rendering()

@@ -316,6 +316,8 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
         ("retrieval --hay essay --text {empty}", "is empty"),
         ("retrieval --lengths -5", "--lengths=-5"),
         ("perplexity --text {text} --lengths 1", "nothing to predict"),
+        ("harness --tasks copa --limit 2.5", "--limit 2.5 is neither a number of cases from 1, nor a share between"),
+        ("harness --tasks copa --limit 0", "--limit 0 is neither"),
     ],
 )
 def test_wrong_grids_are_refused_before_anything_is_loaded(

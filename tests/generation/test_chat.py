@@ -226,7 +226,8 @@ def test_a_conversation_of_another_vocabulary_or_none_is_refused(
         "no JSON",
         "[1]",
         "{}",
-        *(json.dumps(told | each) for each in ({"text": []}, {"text": ["a"]}, {"leaves": 3})),
+        *(json.dumps(told | each) for each in ({"text": []}, {"text": ["a"]}, {"text": 5})),
+        *(json.dumps(told | {"leaves": each}) for each in (3, [3], [[[2], "nothing"]])),
     ):
         (kept / conversation.SAVED).write_text(content)
         assert chat.main([*WORDS, "--load", str(kept)]) == 2

@@ -45,7 +45,7 @@ def test_what_is_certain_is_told_at_once() -> None:
 
 
 def test_rows_end_with_the_token_that_completes_a_stop() -> None:
-    stops = Stops(Bytes(), ["ab"], rows=2)
+    stops = Stops(Bytes(), ["ab"], [[], []])
     tokens, belongs = np.array([list(b"xabx"), list(b"xaxx"), list(b"abab")]), np.ones((3, 4), bool)
     belongs[1, 3] = False
     left, ended = stops(tokens, belongs)

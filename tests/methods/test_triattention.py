@@ -215,6 +215,12 @@ def test_the_command_writes_what_generate_reads(tmp_path: Path, capsys: pytest.C
         assert generate.main(["--policy", "triattention", "--set", *settings, *usual]) == 0
 
 
+def test_long_words_are_read_as_far_as_the_tokens_that_are_asked(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(" everything" * 100)  # a token each
+    prompts = calibrate.prompts_of(kvjax.load("tiny"), [tmp_path / "text.txt"], 96, 32)
+    assert [len(prompt) for prompt in prompts] == [32, 32, 32]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

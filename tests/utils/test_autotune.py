@@ -393,4 +393,4 @@ def test_kernels_stands_in_for_the_variable(monkeypatch, capsys):
     assert os.environ[common.VARIABLE] == "pallas,xla"
     with pytest.raises(SystemExit, match="2"):
         options.parse_args(["--kernels", "fast"])
-    assert "--kernels fast is not one of auto, xla, pallas, triton" in capsys.readouterr().err
+    assert "argument --kernels: fast is not one of auto, xla, pallas, triton" in capsys.readouterr().err

@@ -16,54 +16,12 @@ from kvjax.model import Model
 from kvjax.models.checkpoints.saving import write_checkpoint
 
 
-def transformers_decoder(model: Model, tokens: Int[np.ndarray, "b n"], steps: int) -> Contender:
-    """Return a benchmark of greedy generation by transformers with the same weights, without the time of the prompt.
+def transformers_model(model: Model) -> Any:
+    """Return the model of transformers with the same weights.
 
     Raises:
         ValueError: torch is not installed, or the model was not loaded from a directory and is not a plain Llama.
     """
-    peer = _peer(model)
-    import torch
-
-    ids = torch.tensor(tokens)
-    with torch.inference_mode():
-        first = peer(ids[:, :-1], use_cache=True)
-
-    def run() -> None:
-        with torch.inference_mode():
-            cache, token = copy.deepcopy(first.past_key_values), ids[:, -1:]
-            began = time.perf_counter()
-            for _ in range(steps):
-                out = peer(token, past_key_values=cache, use_cache=True)
-                cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
-            contender.seconds.append(time.perf_counter() - began)
-
-    contender = Contender("transformers", "full", run, _bytes_held(model, tokens))
-    return contender
-
-
-def transformers_reader(model: Model, tokens: Int[np.ndarray, "b n"]) -> Contender:
-    """Return a benchmark of a prefill by transformers with the same weights, which computes only the last logits.
-
-    Raises:
-        ValueError: in the cases of `transformers_decoder`.
-    """
-    peer = _peer(model)
-    import torch
-
-    ids = torch.tensor(tokens)
-
-    def run() -> None:
-        with torch.inference_mode():
-            began = time.perf_counter()
-            peer(ids, use_cache=True, logits_to_keep=1)
-            contender.seconds.append(time.perf_counter() - began)
-
-    contender = Contender("transformers", "full", run, _bytes_held(model, tokens))
-    return contender
-
-
-def _peer(model: Model) -> Any:
     try:
         import torch
     except ImportError:
@@ -76,6 +34,30 @@ def _peer(model: Model) -> Any:
         return AutoModelForCausalLM.from_pretrained(model.directory or written, dtype=torch.float32)
 
 
-def _bytes_held(model: Model, tokens: Int[np.ndarray, "b n"]) -> int:
+def time_transformers(
+    peer: Any, model: Model, tokens: Int[np.ndarray, "b n"], steps: int | None, repeats: int
+) -> Contender:
+    """Time greedy decode steps after a prompt, or the prompt, of which only the last logits are computed.
+
+    Args:
+        steps: number of steps; None for the prompt.
+        repeats: timed runs, after one that warms up.
+    """
+    import torch
+
+    ids, seconds, first = torch.tensor(tokens), list[float](), None
+    with torch.inference_mode():
+        if steps is not None:
+            first = peer(ids[:, :-1], use_cache=True).past_key_values
+        for _ in range(repeats + 1):
+            cache, token = copy.deepcopy(first), ids[:, -1:]
+            began = time.perf_counter()
+            if steps is None:
+                peer(ids, use_cache=True, logits_to_keep=1)
+            for _ in range(steps or 0):
+                out = peer(token, past_key_values=cache, use_cache=True)
+                cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            seconds.append(time.perf_counter() - began)
     config = model.config
-    return 2 * tokens.size * config.layers * config.kv_heads * config.head_width * 4
+    held = 2 * tokens.size * config.layers * config.kv_heads * config.head_width * 4
+    return Contender("transformers", "full", lambda: None, held, seconds=seconds[1:])

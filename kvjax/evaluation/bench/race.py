@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import lower_prefill, prefill
-from kvjax.inference.state import cache_bytes, slot_limits
+from kvjax.inference.state import State, cache_bytes, slot_limits
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
@@ -56,16 +56,10 @@ def race(contenders: list[Contender], repeats: int) -> None:
 
 
 def decoder(
-    model: Model,
-    name: str | Policy,
-    budget: int | float,
-    tokens: np.ndarray,
-    steps: int,
-    *,
-    prefill_chunk: int | None = None,
+    model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray, steps: int, **reading: Any
 ) -> Contender:
-    """Return a benchmark of greedy decode steps in one program, after a prefilled prompt."""
-    state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps, prefill_chunk=prefill_chunk)
+    """Return a benchmark of greedy decode steps in one program, after a prompt; `reading` is of `kvjax.prefill`."""
+    state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps, **reading)
 
     @jax.jit
     def run(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> Carry:
@@ -76,15 +70,7 @@ def decoder(
         return jax.lax.scan(one, (cache, token), None, length=steps)[0]
 
     token = jnp.argmax(logits, -1).astype(jnp.int32)
-    slots = float(np.mean(slot_limits(state)))
-    shown = name if isinstance(name, str) else name_of(name)
-    return Contender(
-        shown,
-        str(budget),
-        lambda: jax.block_until_ready(run(state.decoder, state.cache, token)),
-        cache_bytes(state),
-        slots,
-    )
+    return _contender(state, budget, lambda: jax.block_until_ready(run(state.decoder, state.cache, token)))
 
 
 def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray) -> Contender:
@@ -96,6 +82,11 @@ def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.nda
 
     temporary = temporary_bytes(lower_prefill(model, name, tokens, budget, max_new_tokens=64))
     state, _ = prefill(model, name, tokens, budget, max_new_tokens=64)
+    return _contender(state, budget, run, temporary)
+
+
+def _contender(
+    state: State, budget: int | float, run: Callable[[], Any], temporary_bytes: int | None = None
+) -> Contender:
     slots = float(np.mean(slot_limits(state)))
-    shown = name if isinstance(name, str) else name_of(name)
-    return Contender(shown, str(budget), run, cache_bytes(state), slots, temporary)
+    return Contender(name_of(state.policy), str(budget), run, cache_bytes(state), slots, temporary_bytes)

@@ -30,23 +30,16 @@ class FidelityTask(Task):
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the task."""
         texts.add_text_options(parser)
 
     def check(self, options: argparse.Namespace) -> None:
-        """Refuse options that no model supports."""
         texts.check_text_options(options)
 
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
-        """Return a cell for each text and length."""
         return texts.text_cells(model, options)
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-        """Measure means over the tokens after the prefix of each passage; the whole passage is read token by token.
-
-        Raises:
-            ValueError: the policy's attention rows cannot be compared, or it needs a prompt.
-        """
+        """Measure means over the tokens after the prefix of each passage; the whole passage is read token by token."""
         read, prefix = texts.cell_passages(model, options, cell), cell["prefix"]
         found = fidelity(model, entry.policy, read.tokens, entry.budget)
         order = _ordering(model, entry, read.tokens)

@@ -10,7 +10,7 @@ from typing import Any
 from kvjax.evaluation.grid import Cell, Entry, digest
 from kvjax.evaluation.summary import Columns, Measure
 from kvjax.evaluation.tasks import qa
-from kvjax.evaluation.tasks.cases import Case, read_cases
+from kvjax.evaluation.tasks.cases import read_cases
 from kvjax.evaluation.tasks.scoring import exact_match, f1, rouge
 from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
@@ -27,17 +27,11 @@ class GenerationTask(Task):
     columns = Columns(F1, F1, ("exact_match", "rouge-1", "rouge-2", "rouge-l"), "f1_of_cases")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the task."""
         help = 'lines of JSON: {"context": "...", "question": "...", "answer": "..."}, "answer" perhaps a list'
         parser.add_argument("--file", type=Path, required=True, help=help)
         qa.add_question_options(parser)
 
     def check(self, options: argparse.Namespace) -> None:
-        """Refuse files of another form, and numbers out of range.
-
-        Raises:
-            ValueError: a line or a number is wrong; the message names it.
-        """
         qa.check_question_options(options)
         read_cases(options.file)
         rouge("", "")  # raises if the package is missing
@@ -50,7 +44,7 @@ class GenerationTask(Task):
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
         """Return the scores of the answers, the answers and their cost; the best of several expected answers counts."""
-        made = _cases(options.file)
+        made = _read_cases(options.file)
         found, cost = qa.answers(model, options, entry, made, cell["max_new_tokens"])
         pairs = list(zip(found, made, strict=True))
         scores: dict[str, list[float]] = {
@@ -64,6 +58,4 @@ class GenerationTask(Task):
         return told | cost | {"answers": found}
 
 
-@functools.lru_cache(1)
-def _cases(file: Path) -> list[Case]:
-    return read_cases(file)
+_read_cases = functools.lru_cache(1)(read_cases)

@@ -24,7 +24,6 @@ class HarnessTask(Task):
     columns = None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the task."""
         parser.add_argument(
             "--tasks", required=True, help="tasks or groups of lm-evaluation-harness, such as hellaswag,arc_easy"
         )
@@ -37,15 +36,11 @@ class HarnessTask(Task):
         parser.add_argument("--batch-size", type=int, default=8, help="requests per batch")
 
     def check(self, options: argparse.Namespace) -> None:
-        """Refuse missing packages, unknown tasks and numbers out of range.
-
-        Raises:
-            ValueError: a package, a task or a number is wrong; the message names it.
-        """
         check_options(options, "batch_size")
         check_options(options, "num_fewshot", least=0)
-        if options.limit is not None and options.limit <= 0:
-            raise ValueError(f"--limit {options.limit} is neither a number of cases from 1, nor a share above 0.0.")
+        limit = options.limit
+        if limit is not None and (limit <= 0 or (isinstance(limit, float) and limit >= 1)):
+            raise ValueError(f"--limit {limit} is neither a number of cases from 1, nor a share between 0.0 and 1.0.")
         if options.include_path is not None and not options.include_path.is_dir():
             raise ValueError(f"--include-path {options.include_path} is no directory.")
         known = _tasks(options.include_path).all_tasks
@@ -60,11 +55,7 @@ class HarnessTask(Task):
         return [{"task": name} | common for name in options.tasks.split(",")]
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-        """Return the metrics of the task, and of all tasks if it is a group, with standard errors and the cost.
-
-        Raises:
-            ValueError: the task needs something that the adapter does not support.
-        """
+        """Return the metrics of the task, and of all tasks if it is a group, with standard errors and the cost."""
         answering = adapter(model, policy=entry.policy, budget=entry.budget, batch_size=options.batch_size)
         made = required("lm_eval").simple_evaluate(
             answering,
@@ -94,7 +85,10 @@ class HarnessTask(Task):
 
 
 def _limit(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
+    try:
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of cases nor a fraction of them.") from None
 
 
 def _metrics(result: Mapping[str, Any]) -> dict[str, Any]:

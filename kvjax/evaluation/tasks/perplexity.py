@@ -35,14 +35,12 @@ class PerplexityTask(Task):
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the task."""
         texts.add_text_options(parser)
         parser.add_argument(
             "--masked", choices=MASKS, help="mask evicted tokens out of whole texts, as LESS's harness does"
         )
 
     def check(self, options: argparse.Namespace) -> None:
-        """Refuse options that no model supports."""
         texts.check_text_options(options)
 
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
@@ -62,8 +60,9 @@ class PerplexityTask(Task):
             return _of_nats(model, read, prefix, masked.nats[:, prefix - 1 :]) | sizes
         made = perplexity(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
         steps = costs(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
+        choices = _first_choices(model, tuple(map(tuple, read.tokens.tolist())))
         return _of_nats(model, read, prefix, made.nats) | {
-            "agreement": float((made.likeliest == first_choices(model, read.tokens)[:, prefix:]).mean()),
+            "agreement": float((made.likeliest == choices[:, prefix:]).mean()),
             "cache_bytes": made.cache_bytes,
             "full_cache_bytes": made.full_cache_bytes,
             "peak_temporary_bytes": steps.peak_temporary_bytes,
@@ -72,13 +71,9 @@ class PerplexityTask(Task):
         }
 
 
-def first_choices(model: Model, tokens: Int[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:
-    """Return the likeliest token in the place of each under full attention; the first of a row is itself."""
-    return _first_choices(model, tuple(map(tuple, tokens.tolist())))
-
-
 @functools.lru_cache(1)
 def _first_choices(model: Model, rows: tuple[tuple[int, ...], ...]) -> Int[np.ndarray, "b n"]:
+    """Return the likeliest token in the place of each under full attention; the first of a row is itself."""
     # All policies and budgets read the same passages. Logits are large: those of one row at a time.
     choices = [np.asarray(jnp.argmax(model.logits([row])[0, :-1], axis=-1)) for row in rows]
     return np.stack([np.concatenate([row[:1], chosen]) for row, chosen in zip(rows, choices, strict=True)])

@@ -30,11 +30,7 @@ def add_question_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_question_options(options: argparse.Namespace) -> None:
-    """Refuse options that no model supports.
-
-    Raises:
-        ValueError: a number is below 1, or there is a system prompt without `--chat`.
-    """
+    """Refuse options that no model supports."""
     check_options(options, "batch_size", "max_new_tokens")
     if options.system is not None and not options.chat:
         raise ValueError("--system is a turn of a conversation; give --chat, too.")

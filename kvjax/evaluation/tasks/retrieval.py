@@ -29,7 +29,6 @@ class RetrievalTask(Task):
     columns = Columns(MATCH, MATCH, of_cases="string_match_of_cases")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the task."""
         told = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
         parser.add_argument("--families", default=",".join(FAMILIES), help=told)
         parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens, including the question")
@@ -43,11 +42,6 @@ class RetrievalTask(Task):
         qa.add_question_options(parser)
 
     def check(self, options: argparse.Namespace) -> None:
-        """Refuse options that no model supports.
-
-        Raises:
-            ValueError: there is no such family, or a number is out of range.
-        """
         qa.check_question_options(options)
         for name in options.families.split(","):
             if name not in FAMILIES:
@@ -77,11 +71,7 @@ class RetrievalTask(Task):
         ]
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-        """Return the share of expected texts in answers (LSH-E's string match), the answers and their cost.
-
-        Raises:
-            ValueError: the family does not fit the length, or the text does not fit the model.
-        """
+        """Return the share of expected texts in answers (LSH-E's string match), the answers and their cost."""
         family = FAMILIES[cell["family"]]
         new = options.max_new_tokens or family.max_new_tokens
         taken = 0
@@ -89,28 +79,13 @@ class RetrievalTask(Task):
             letters, outside = Case("a", "b", ("c",)), argparse.Namespace(chat=False)
             turn, plain = (sum(map(len, qa.encoded(model, way, letters))) for way in (options, outside))
             taken = turn - plain
-        length = cell["length"] - new - taken
-        made = _cases(
-            model, cell["family"], length, cell["depth"], options.cases, options.seed, options.hay, options.text
-        )
+        hay = options.hay if options.hay in family.hays else None
+        essay = read_text(options.text) if options.text and "essay" in family.hays else None
+        asked = model.tokenizer, cell["family"], cell["length"] - new - taken, cell["depth"]
+        made = _cases(*asked, count=options.cases, seed=options.seed, hay=hay, text=essay)
         found, cost = qa.answers(model, options, entry, made, new)
         scores = [string_match(answer, case.answers) for answer, case in zip(found, made, strict=True)]
         return qa.mean("string_match", scores) | cost | {"answers": found}
 
 
-@functools.lru_cache(1)
-def _cases(
-    model: Model,
-    family: str,
-    length: int,
-    depth: float | None,
-    count: int,
-    seed: int,
-    hay: str | None,
-    text: Path | None,
-) -> list[Case]:
-    # All policies and budgets get the same cases.
-    hays = FAMILIES[family].hays
-    chosen = hay if hay in hays else None
-    essay = read_text(text) if text and "essay" in hays else None
-    return cases(model.tokenizer, family, length, depth, count=count, seed=seed, hay=chosen, text=essay)
+_cases = functools.lru_cache(1)(cases)  # all policies and budgets get the same cases

@@ -33,14 +33,8 @@ def string_match(answer: str, answers: Sequence[str]) -> float:
 def exact_match(answer: str, answers: Sequence[str]) -> float:
     """Return 1 if an answer is an expected text, ignoring case, punctuation, articles and white space, else 0.
 
-    This is SQuAD's exact match (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1).
-
-    Args:
-        answer: answer of a model.
-        answers: expected texts, of which any will do; at least one, none of them empty.
-
-    Raises:
-        ValueError: nothing is expected.
+    This is SQuAD's exact match (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1). Any of the expected texts will
+    do; see `string_match`.
     """
     _check(answers)
     return float(any(_words(answer) == _words(expected) for expected in answers))
@@ -51,27 +45,13 @@ def f1(answer: str, answers: Sequence[str]) -> float:
 
     This is SQuAD's macro-averaged F1 (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1). Words count as often as
     they occur, after the normalization of `exact_match`. A text without words agrees only with another such text.
-
-    Args:
-        answer: answer of a model.
-        answers: expected texts, of which any will do; at least one, none of them empty.
-
-    Raises:
-        ValueError: nothing is expected.
     """
     _check(answers)
     return max(_overlap(_words(answer), _words(expected)) for expected in answers)
 
 
 def rouge(answer: str, reference: str) -> dict[str, float]:
-    """Return F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) by the package rouge-score, with stemming.
-
-    Args:
-        answer: answer of a model.
-        reference: the expected text.
-
-    Returns:
-        Scores by the names `rouge-1`, `rouge-2` and `rouge-l`.
+    """Return the F-measures `rouge-1`, `rouge-2` and `rouge-l` (Lin 2004) by the package rouge-score, with stemming.
 
     Raises:
         ValueError: the package is not installed.

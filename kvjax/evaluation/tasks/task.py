@@ -66,9 +66,6 @@ class Task(abc.ABC):
 
         Args:
             rows: stores the results; an interrupted grid resumes from them.
-            model: model to measure.
-            options: options of the task.
-            compared: policies and budgets.
 
         Returns:
             The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).
@@ -76,32 +73,27 @@ class Task(abc.ABC):
         cells = self.cells(model, options)
         cells = [cell for place, cell in enumerate(cells) if cell not in cells[:place]]
         named = [(entry, entry.cell(model)) for entry in compared]
-        wanted = [(entry, cell, ours | cell) for cell in cells for entry, ours in named]
         made: list[dict[str, Any]] = []
-        full: dict[str, Any] | None = None
-        before = ""
-        with Bar("cells", total=len(wanted)) as bar:
-            for entry, cell, whole in wanted:
+        with Bar("cells", total=len(cells) * len(named)) as bar:
+            for cell in cells:
                 shown = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
-                said = ", ".join(f"{name} {value}" for name, value in shown.items())
-                if said != before:
-                    bar.say(f"{rows.file.stem}: {said}")
-                row = rows.of(whole)
-                new = row is None
-                if row is None:
-                    drop_programs()
-                    try:
-                        with refusals():
-                            found = self.measure(model, options, entry, cell)
-                    except Unsupported as error:
-                        found = {"refused": str(error)}
-                    row = rows.add(whole | found)
-                if entry.label == "full":
-                    full = row
-                made.append(row)
-                bar.advance(new)
-                beside = full if full is not None and before == said else None
-                bar.say(result_line(self.columns_of([row]), row, beside))
-                before = said
+                bar.say(f"{rows.file.stem}: {', '.join(f'{name} {value}' for name, value in shown.items())}")
+                full: dict[str, Any] | None = None
+                for entry, ours in named:
+                    row = rows.of(ours | cell)
+                    new = row is None
+                    if row is None:
+                        drop_programs()
+                        try:
+                            with refusals():
+                                found = self.measure(model, options, entry, cell)
+                        except Unsupported as error:
+                            found = {"refused": str(error)}
+                        row = rows.add(ours | cell | found)
+                    if entry.label == "full":
+                        full = row
+                    made.append(row)
+                    bar.advance(new)
+                    bar.say(result_line(self.columns_of([row]), row, full))
         rows.write_csv()
         return Measured(self.columns_of(made), cells, made)

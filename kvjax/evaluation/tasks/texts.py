@@ -19,7 +19,6 @@ def add_text_options(
     """Add the options that tasks on texts share.
 
     Args:
-        parser: gets the options.
         default: texts if none are named; empty to require some.
         rows: passages of each text, by default.
         lengths: tokens of each passage, by default.
@@ -34,11 +33,7 @@ def add_text_options(
 
 
 def check_text_options(options: argparse.Namespace) -> None:
-    """Refuse options that no model supports.
-
-    Raises:
-        ValueError: a text is not a file or empty, there is nothing to predict, or the prefix is not a fraction.
-    """
+    """Refuse options that no model supports."""
     if not 0 <= options.prefix < 1:
         raise ValueError(f"--prefix {options.prefix} is not a share from 0 to below 1 of a passage.")
     for length in options.lengths:
@@ -54,7 +49,7 @@ def text_cells(model: Model, options: argparse.Namespace) -> list[Cell]:
             "text": file.stem,
             "length": length,
             "prefix": max(1, round(options.prefix * length)),
-            "passages": passages(model, [file], options.rows, length).digest,
+            "passages": _passages(model, (file,), options.rows, length).digest,
         }
         for length in options.lengths
         for file in options.text
@@ -64,9 +59,7 @@ def text_cells(model: Model, options: argparse.Namespace) -> list[Cell]:
 def cell_passages(model: Model, options: argparse.Namespace, cell: Cell) -> Passages:
     """Return the passages of a cell."""
     (file,) = (file for file in options.text if file.stem == cell["text"])
-    return _passages(model, file, options.rows, cell["length"])
+    return _passages(model, (file,), options.rows, cell["length"])
 
 
-@functools.lru_cache(4)
-def _passages(model: Model, file: Path, rows: int, length: int) -> Passages:
-    return passages(model, [file], rows, length)
+_passages = functools.lru_cache(4)(passages)

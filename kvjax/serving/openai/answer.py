@@ -29,12 +29,7 @@ class _Choice:
 
 
 class Answer:
-    """Answer in OpenAI's format, as one chunk per piece or whole at the end.
-
-    Args:
-        serving: the engine.
-        asked: the parsed body.
-    """
+    """Answer in OpenAI's format, as one chunk per piece or whole at the end."""
 
     def __init__(self, serving: Serving, asked: Asked) -> None:
         self.serving, self.asked = serving, asked

@@ -49,11 +49,7 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def completion(serving: Serving, body: Mapping[str, Any]) -> Asked:
-    """Parse a body of `/v1/completions`.
-
-    Raises:
-        Refused: the body is invalid or not supported.
-    """
+    """Parse a body of `/v1/completions`."""
     given = checked(body, COMPLETION)
     _check_model(serving, given)
     n = given.get("n", 1)
@@ -62,7 +58,7 @@ def completion(serving: Serving, body: Mapping[str, Any]) -> Asked:
     prompts = _prompts(serving, given.get("prompt"))
     if len(prompts) * n > MOST_CHOICES:
         raise Refused(f"{len(prompts)} prompts and n={n} are more than {MOST_CHOICES} texts; ask for fewer.", "n")
-    requests = [each for ids in prompts for each in _requests(serving, given, ids, "prompt", 16, n)]
+    requests = [each for ids in prompts for each in _requests(serving, given, ids, 16, n)]
     return Asked(tuple(requests), n, False, given.get("stream", False), given.get("stream_options", False))
 
 
@@ -70,12 +66,7 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
     """Parse a body of `/v1/chat/completions`.
 
     Args:
-        serving: the engine.
-        body: from `parse`.
         usual_tokens: maximal number of new tokens if the body does not set it.
-
-    Raises:
-        Refused: the body is invalid or not supported.
     """
     given = checked(body, CHAT)
     model = serving.model
@@ -95,8 +86,7 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
         raise Refused(f"the model {model.name!r} has no chat template; ask /v1/completions.", "messages")
     ids = _encoded("messages", lambda: chat_ids(model, render(model, conversation(messages))))
     n = given.get("n", 1)
-    asked = _requests(serving, given, ids, "messages", usual_tokens, n)
-    requests = [dataclasses.replace(each, chat=True) for each in asked]
+    requests = _requests(serving, given, ids, usual_tokens, n, chat=True)
     return Asked(tuple(requests), n, True, given.get("stream", False), given.get("stream_options", False))
 
 
@@ -165,7 +155,7 @@ def _message(number: int, given: Any) -> dict[str, str]:
 
 
 def _requests(
-    serving: Serving, given: Mapping[str, Any], ids: tuple[int, ...], param: str, usual_tokens: int, n: int
+    serving: Serving, given: Mapping[str, Any], ids: tuple[int, ...], usual_tokens: int, n: int, chat: bool = False
 ) -> list[Request]:
     """Return the requests for `n` texts from one prompt, each with its own seed."""
     left = serving.context - len(ids)
@@ -173,7 +163,7 @@ def _requests(
         wanted = f" and max_tokens={given['max_tokens']}" if "max_tokens" in given else ""
         raise Refused(
             f"a prompt of {len(ids)} tokens{wanted} does not fit the context of {serving.context}; ask for less.",
-            param,
+            "messages" if chat else "prompt",
             code="context_length_exceeded",
         )
     if given.get("kv_budget", 1) > serving.budget:
@@ -196,6 +186,7 @@ def _requests(
         stop=given.get("stop", ()),
         stop_ids=given.get("stop_token_ids", ()),
         ignore_eos=given.get("ignore_eos", False),
+        chat=chat,
         budget=given.get("kv_budget"),
         logprobs=given.get("logprobs"),
     )

@@ -11,11 +11,8 @@ class Refused(Exception):
     """Error that a client gets instead of an answer.
 
     Args:
-        message: one sentence.
         param: name of the invalid field, if there is one.
-        status: HTTP status.
         code: OpenAI's error code, if there is one.
-        headers: headers of the response.
     """
 
     def __init__(

@@ -51,17 +51,16 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class CaseRequest:
-    """Settings of a draft; `cases` explains the fields.
+    """Settings of a draft; `cases` explains them. A draft reads only those that its family takes.
 
     Args:
         words: words of the text.
-        needles: 1 if the family has a fixed number.
     """
 
     length: int
     depth: float | None
-    hay: str | None
     words: Sequence[str]
+    hay: str | None
     needles: int
     key_type: str
     value_type: str
@@ -88,18 +87,14 @@ class QuestionFamily:
     draft: Callable[[CaseRequest, Draws], Draft]
     summary: str
     hays: tuple[str, ...]
-    depth: bool
+    depth: bool = False
     needles: tuple[int, int, int] | None = None
     types: bool = False
     max_new_tokens: int = 128
 
 
 class Draws:
-    """Random texts without repetition.
-
-    Args:
-        rng: what to draw from.
-    """
+    """Random texts without repetition."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng

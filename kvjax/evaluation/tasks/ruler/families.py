@@ -17,22 +17,6 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _single(request: CaseRequest, draws: Draws) -> Draft:
-    return _magic(request, draws)
-
-
-def _multi_key(request: CaseRequest, draws: Draws) -> Draft:
-    return _magic(request, draws, others=request.needles - 1)
-
-
-def _multi_value(request: CaseRequest, draws: Draws) -> Draft:
-    return _magic(request, draws, values=request.needles)
-
-
-def _multi_query(request: CaseRequest, draws: Draws) -> Draft:
-    return _magic(request, draws, queries=request.needles)
-
-
 def _magic(request: CaseRequest, draws: Draws, *, others: int = 0, values: int = 1, queries: int = 1) -> Draft:
     """Draft RULER's needles in a haystack: sentences that state the value of a key."""
     name, opening = f"magic {KINDS[request.value_type].name}", "One" if values > 1 else "The"
@@ -181,9 +165,9 @@ def _pass_key(request: CaseRequest, draws: Draws) -> Draft:
 
 
 FAMILIES = {
-    "single": QuestionFamily(_single, "the value of a key, from one needle", HAYS, depth=True, types=True),
+    "single": QuestionFamily(_magic, "the value of a key, from one needle", HAYS, depth=True, types=True),
     "multi_key": QuestionFamily(
-        _multi_key,
+        lambda request, draws: _magic(request, draws, others=request.needles - 1),
         "the value of a key among other keys",
         ("needles", "noise", "essay"),
         depth=True,
@@ -191,25 +175,30 @@ FAMILIES = {
         types=True,
     ),
     "multi_value": QuestionFamily(
-        _multi_value, "all values of a key", HAYS, depth=False, needles=(4, 1, 1000), types=True
+        lambda request, draws: _magic(request, draws, values=request.needles),
+        "all values of a key",
+        HAYS,
+        needles=(4, 1, 1000),
+        types=True,
     ),
     "multi_query": QuestionFamily(
-        _multi_query, "the values of several keys", HAYS, depth=False, needles=(4, 1, 1000), types=True
+        lambda request, draws: _magic(request, draws, queries=request.needles),
+        "the values of several keys",
+        HAYS,
+        needles=(4, 1, 1000),
+        types=True,
     ),
     "variable_tracking": QuestionFamily(
         _variable_tracking,
         "all variables of a chain of assignments",
         ("noise", "essay"),
-        depth=False,
         needles=(5, 2, 1000),
         max_new_tokens=30,
     ),
     "common_words": QuestionFamily(
-        _common_words, "the words that a list has most often", (), depth=False, needles=(10, 1, 100), max_new_tokens=120
+        _common_words, "the words that a list has most often", (), needles=(10, 1, 100), max_new_tokens=120
     ),
-    "frequent_words": QuestionFamily(
-        _frequent_words, "the three most frequent coded words", (), depth=False, max_new_tokens=50
-    ),
+    "frequent_words": QuestionFamily(_frequent_words, "the three most frequent coded words", (), max_new_tokens=50),
     "key_values": QuestionFamily(_key_values, "the value of a key of a JSON object", (), depth=True),
     "pass_key": QuestionFamily(
         _pass_key, "a pass key, from one needle", ("noise", "essay"), depth=True, max_new_tokens=32

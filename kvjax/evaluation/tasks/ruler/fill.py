@@ -59,23 +59,30 @@ def cases(
         raise ValueError(f"family={family!r} is not one of {', '.join(FAMILIES)}.")
     made_of, length = FAMILIES[family], whole_number("length", length)
     count, seed = whole_number("count", count), whole_number("seed", seed, 0)
-    depth = _depth(family, depth)
-    hay = _hay_of(family, hay, text)
-    settings = {
-        "hay": hay,
-        "needles": _needles_of(family, needles),
-        "key_type": _type_of(family, "key_type", key_type, "words"),
-        "value_type": _type_of(family, "value_type", value_type, "numbers"),
-    }
-    request = CaseRequest(
-        length,
-        depth,
-        hay,
-        (text or "").split(),
-        settings["needles"] or 1,
-        settings["key_type"] or "words",
-        settings["value_type"] or "numbers",
-    )
+    own = "which has keys and values of its own; leave it out"
+    for name, given, known, why in (
+        ("depth", depth, made_of.depth, "which asks for no single needle; give None"),
+        ("hay", hay if text is None else "essay", made_of.hays, "which has no hay but its own; leave out hay and text"),
+        ("needles", needles, made_of.needles, "whose number is fixed; leave it out"),
+        ("key_type", key_type, made_of.types, own),
+        ("value_type", value_type, made_of.types, own),
+    ):
+        if given is not None and not known:
+            raise ValueError(f"{name}={given!r} is not for {family}, {why}.")
+    if made_of.depth:
+        if not isinstance(depth, (int, float)) or isinstance(depth, bool) or not 0 <= depth <= 1:
+            raise ValueError(f"depth={depth!r} of {family} is not from 0.0, before all hay, to 1.0, after it.")
+        depth = float(depth)
+    if made_of.needles is not None:
+        usual, *bounds = made_of.needles
+        needles = usual if needles is None else whole_number("needles", needles, *bounds)
+    types = {"key_type": key_type or "words", "value_type": value_type or "numbers"}
+    for name, kind in types.items():
+        if kind not in KINDS:
+            raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}.")
+    settings: dict[str, Any] = {"hay": _hay_of(family, hay, text) if made_of.hays else None, "needles": needles}
+    settings |= types if made_of.types else dict.fromkeys(types)
+    request = CaseRequest(length, depth, (text or "").split(), **settings)
     made: list[Case] = []
     for index in range(count):
         draws = Draws(random.Random(f"{family} {length} {depth} {seed} {index}"))
@@ -94,22 +101,8 @@ def cases(
     return made
 
 
-def _depth(family: str, depth: float | None) -> float | None:
-    if not FAMILIES[family].depth:
-        if depth is not None:
-            raise ValueError(f"depth={depth!r} is not for {family}, which asks for no single needle; give None.")
-        return None
-    if not isinstance(depth, (int, float)) or isinstance(depth, bool) or not 0 <= depth <= 1:
-        raise ValueError(f"depth={depth!r} of {family} is not from 0.0, before all hay, to 1.0, after it.")
-    return float(depth)
-
-
-def _hay_of(family: str, hay: str | None, text: str | None) -> str | None:
+def _hay_of(family: str, hay: str | None, text: str | None) -> str:
     hays = FAMILIES[family].hays
-    if not hays:
-        if hay is not None or text is not None:
-            raise ValueError(f"hay={hay!r} is not for {family}, which has no hay but its own; leave out hay and text.")
-        return None
     if hay is None:
         hay = hays[0] if text is None else "essay"
     if hay not in hays:
@@ -119,27 +112,6 @@ def _hay_of(family: str, hay: str | None, text: str | None) -> str | None:
     if text is not None and not text.strip():
         raise ValueError("the text for hay='essay' is empty; give one with words.")
     return hay
-
-
-def _needles_of(family: str, needles: int | None) -> int | None:
-    usual = FAMILIES[family].needles
-    if usual is None:
-        if needles is not None:
-            raise ValueError(f"needles={needles!r} is not for {family}, whose number is fixed; leave it out.")
-        return None
-    return usual[0] if needles is None else whole_number("needles", needles, *usual[1:])
-
-
-def _type_of(family: str, name: str, kind: str | None, usual: str) -> str | None:
-    if not FAMILIES[family].types:
-        if kind is not None:
-            raise ValueError(
-                f"{name}={kind!r} is not for {family}, which has keys and values of its own; leave it out."
-            )
-        return None
-    if kind is not None and kind not in KINDS:
-        raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}.")
-    return kind or usual
 
 
 def _fit(size: Callable[[int], int], least: int, family: str, length: int) -> tuple[int, int]:
