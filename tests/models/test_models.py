@@ -81,6 +81,7 @@ def test_defaults_of_llama4_are_those_of_transformers() -> None:
     assert [rope is None for rope in config.ropes or ()] == [False, False, False, True] * 12
     needed = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     assert read_model_config({name: settings[name] for name in needed})[1] == config
+    assert read_model_config(settings | {"attn_temperature_tuning": 4})[1] == config  # as many checkpoints have it
     longer = settings | {"layer_types": None, "attention_chunk_size": None}
     assert read_model_config(longer)[1] == dataclasses.replace(config, chunked=False, max_positions=131_072)
 

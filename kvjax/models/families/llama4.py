@@ -48,7 +48,8 @@ def _is_chunked(settings: Settings, rotated: list[bool]) -> bool:
 
 
 def _growth(settings: Settings) -> QueryGrowth | None:
-    if not flag(settings, "attn_temperature_tuning"):
+    key = "attn_temperature_tuning"
+    if settings[key] != 4 and not flag(settings, key):  # 4 stands for true in many configs of the models
         return None
     slope, length = positive_number(settings, "attn_scale"), integer(settings, "floor_scale")
     return QueryGrowth(slope, length, offset=1, unrotated=True)
