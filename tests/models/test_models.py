@@ -502,6 +502,17 @@ def test_a_llama_that_is_written_is_read_again(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path).weights, model.weights)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_8_bit_weights_of_a_llama_are_written_in_floating_point(tied: bool, tmp_path: Path) -> None:
+    config = dataclasses.replace(GQA, tied=tied, bos=3, eos=(5, 7))
+    write_checkpoint(random_model(config).weights, config, tmp_path / "floats")
+    rounded = load(tmp_path / "floats", weights="int8")
+    write_checkpoint(rounded.weights, config, tmp_path / "rounded")
+    written = load(tmp_path / "rounded")
+    assert written.config == config
+    np.testing.assert_allclose(written.logits([[1, 2, 3]]), rounded.logits([[1, 2, 3]]), atol=1e-3)
+
+
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"gqa"}))
 def test_what_is_no_llama_is_not_written_as_one(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only a Llama without biases and without scaled RoPE can be written"):
