@@ -36,8 +36,7 @@ def hamming(
         protection: sinks, recent window and limit of each head.
         keep: slots that are never evicted, or None.
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384, g * w up
-            to 64 and w * c up to 32768. It compiles and has run in interpreters, never on a chip. There is no form for
-            GPU.
+            to 64 and w * c up to 32768.
     """
     return Hamming(query, codes, position, new_position, protection, keep)(**how)
 

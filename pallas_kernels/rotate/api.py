@@ -33,8 +33,7 @@ def rotate(
         still: values, whose heads are moved without rotation.
         interleaved: rotates pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes float32 and bfloat16, d
-            = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16. It compiles
-            and has run in interpreters, never on a chip. There is no form for GPU.
+            = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16.
     """
     return Rotate(tuple(turned), cos, sin, tuple(still), interleaved)(**how)
 
