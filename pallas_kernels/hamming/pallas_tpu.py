@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Int
 
 from pallas_kernels.blocks import block, made, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, tpu_params
-from pallas_kernels.hamming.reference import distances_of_words
-from pallas_kernels.ranking import Protection, victim
+from pallas_kernels.hamming.reference import HammingInputs, distances_of_words
+from pallas_kernels.ranking import victim
 
 
-def hamming(
-    query: UInt32[Array, "b h g w"],
-    codes: Sequence[UInt32[Array, "b h c"]],
-    position: Int[Array, "b h c"],
-    new_position: Int[Array, " b"],
-    *,
-    protection: Protection,
-    keep: Bool[Array, "b h c"] | None,
-    interpret: Any,
-) -> Int[Array, "b h"]:
+def hamming(x: HammingInputs, *, interpret: Any) -> Int[Array, "b h"]:
     """See `api.hamming`."""
-    b, h, c = position.shape
+    b, h, c = x.position.shape
     heads = SUBLANES if h % SUBLANES == 0 else h
 
     def part(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h: (b, h) + (0,) * len(tail))
 
     inputs = {
-        "new_position": block(new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "query": block(query.reshape(b, h, -1), part(query.shape[2] * len(codes))),
-        "codes": [block(code, part(c)) for code in codes],
-        "position": block(position, part(c)),
-        "bounds": [block(x[..., None], part(1)) for x in protection.of_heads()],
-        "keep": None if keep is None else block(keep.astype(jnp.int32), part(c)),
+        "new_position": block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "query": block(x.query.reshape(b, h, -1), part(x.query.shape[2] * len(x.codes))),
+        "codes": [block(code, part(c)) for code in x.codes],
+        "position": block(x.position, part(c)),
+        "bounds": [block(bound[..., None], part(1)) for bound in x.protection.of_heads()],
+        "keep": None if x.keep is None else block(x.keep.astype(jnp.int32), part(c)),
     }
     found = run(
         _kernel,

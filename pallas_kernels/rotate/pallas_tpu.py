@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.blocks import block, made, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, over_cores, tpu_params
+from pallas_kernels.rotate.reference import RotateInputs
 
 
 def rows_of_block(dtype: Any) -> int:
@@ -26,17 +27,10 @@ def block_bytes(given: Sequence[Array]) -> int:
     return rows_of_block(given[0].dtype) * numbers * (2 * given[0].dtype.itemsize + 3 * 4)
 
 
-def rotate(
-    turned: Sequence[Float[Array, "b n d"]],
-    cos: Float[Array, "b d"],
-    sin: Float[Array, "b d"],
-    still: Sequence[Float[Array, "b n d"]],
-    *,
-    interpret: Any,
-) -> tuple[Float[Array, "b n d"], ...]:
+def rotate(inputs: RotateInputs, *, interpret: Any) -> tuple[Float[Array, "b n d"], ...]:
     """See `api.rotate`."""
-    given = [*turned, *still]
-    b, rows = len(cos), rows_of_block(given[0].dtype)
+    given, angles = inputs.heads, (inputs.cos, inputs.sin)
+    b, rows = len(inputs.cos), rows_of_block(given[0].dtype)
     cores, units = over_cores(b // rows)
 
     def of_rows(heads: int, width: int) -> pl.BlockSpec:
@@ -44,8 +38,8 @@ def rotate(
 
     packed = [x.reshape(b, -1) for x in given]
     found = run(
-        functools.partial(_kernel, turned=len(turned)),
-        ([block(x, of_rows(1, x.shape[1])) for x in packed], *(block(x, of_rows(1, x.shape[1])) for x in (cos, sin))),
+        functools.partial(_kernel, turned=len(inputs.turned)),
+        ([block(x, of_rows(1, x.shape[1])) for x in packed], *(block(x, of_rows(1, x.shape[1])) for x in angles)),
         [made((b * x.shape[1], x.shape[2]), of_rows(*x.shape[1:]), x.dtype) for x in given],
         grid=(cores, units),
         scratch_shapes=[[pltpu.VMEM((rows * x.shape[1], x.shape[2]), jnp.float32) for x in given]],
