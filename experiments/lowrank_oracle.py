@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed, unembed
+from kvjax.models.decoder import Weights, embed, finish_block, project, unembed
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig
 from pallas_kernels.attention import attend
@@ -90,15 +89,12 @@ def read(
         attention: called once for each layer, from the first to the last.
     """
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-    def rotated(q: Array, k: Array, v: Array, shape: LayerConfig) -> Array:
-        q = rotate(shape.rope, q, position[:, None, None], tokens.shape[1])
-        k = rotate(shape.rope, k, position[:, None], tokens.shape[1])
-        return attention(q, k, v, position, shape)
-
     x = embed(weights, config, tokens, position)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, position, functools.partial(rotated, shape=shape))
+        normed, q, k, v = project(layer, config, shape, x, position)
+        q = rotate(shape.rope, q, position[:, None, None], tokens.shape[1])
+        k = rotate(shape.rope, k, position[:, None], tokens.shape[1])
+        x = finish_block(layer, config, shape, x, normed, attention(q, k, v, position, shape))
     return x
 
 

@@ -105,8 +105,6 @@ def attend(
 
     Args:
         q: queries; the g query heads of a group share one KV head.
-        k: keys.
-        v: values, of any width.
         mask: True where a query may attend to a key; a query without such keys returns zeros.
         spec: scale and soft cap; its window and slopes are in `mask` and `bias`.
         bias: added to the logits (ALiBi), or None.
@@ -177,12 +175,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def with_sink(attended: Partial, logits: Float[Array, "h g"] | None) -> Partial:
-    """Add a sink's logit to the denominator of each query head's softmax: one more part, whose value is 0.
-
-    Args:
-        attended: attention of queries over their tokens.
-        logits: the sinks' logits; None for a model without sinks.
-    """
+    """Add a sink's logit to the denominator of each query head's softmax: one more part, whose value is 0."""
     if logits is None:
         return attended
     lse = jnp.broadcast_to(logits[..., None].astype(attended.lse.dtype), attended.lse.shape)
@@ -209,14 +202,9 @@ def share_of_evicted(memory: LowRank | Partial) -> Partial:
 def tempered(
     probs: Float[Array, "b h g *t c"], zeta: Float[Array, "b h #g *t c"] | None, tau: Array | float
 ) -> Float[Array, "b h g *t c"]:
-    """Return the numerators of Keyformer's equation 9 from probabilities.
+    """Return the numerators of Keyformer's equation 9 from probabilities, with noise zeta and temperature tau.
 
     They rely on softmax((log p + zeta)/tau) = softmax((x + zeta)/tau).
-
-    Args:
-        probs: softmax of logits x.
-        zeta: noise, or None.
-        tau: temperature above 0; it broadcasts against `probs`.
     """
     some = probs > 0
     x = jnp.where(some, jnp.log(jnp.where(some, probs, 1)), -jnp.inf)  # a derivative of log(0) would be NaN
@@ -235,9 +223,7 @@ def causal_mask(
 def alibi_slopes(heads: int, exponent: float = 8.0) -> Float[np.ndarray, " heads"]:
     """Return slopes 2^(-8i/n) for the next power of two n; even i come first if heads is not a power of two.
 
-    Args:
-        heads: query heads of a layer.
-        exponent: replaces the 8, the last slope's exponent.
+    `exponent` replaces the 8, the last slope's exponent.
     """
     power = 2 ** math.ceil(math.log2(heads))
     slopes = 2.0 ** (-exponent * np.arange(1, power + 1) / power)

@@ -32,9 +32,6 @@ HOPPER = 90
 CAPABILITIES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": HOPPER}
 """Compute capability of device kinds that programs are compiled for without the device, which cannot be asked."""
 
-SIMULATED = "tpu"
-"""Form of a Pallas kernel that interpreters run without an accelerator."""
-
 
 LANES, SUBLANES = 128, 8
 """Size of a TPU register: the last two dimensions of arrays are tiled by it."""
@@ -115,9 +112,11 @@ class Survey(_Itself):
         """Record a task, unless its bucket has one with at least as many candidates."""
         held = self.asked.get(task.bucket)
         if held is None or len(held.candidates) < len(candidates):
-            shapes = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, task.arguments
-            )
+
+            def shape(x: Any) -> Any:
+                return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
+
+            shapes = jax.tree.map(shape, task.arguments)
             self.asked[task.bucket] = Asked(task._replace(arguments=shapes), candidates)
 
 
@@ -173,11 +172,7 @@ def choose(
 
 
 def or_xla(implementation: str) -> str:
-    """Return the same implementation with `xla` as fallback, for operations that models of any shape need.
-
-    Args:
-        implementation: as `choose` takes it.
-    """
+    """Return the same implementation with `xla` as fallback, for operations that models of any shape need."""
     if isinstance(implementation, Survey):
         return implementation
     automatic = isinstance(implementation, Tuned) or implementation == "auto"
@@ -222,17 +217,6 @@ def numbers_of(x: Any) -> str:
     if isinstance(x, Encoded):
         return type(x.decoder).__name__
     return x.dtype.name if hasattr(x, "dtype") else type(x).__name__
-
-
-def is_array(x: object) -> bool:
-    """Return whether x is an array of JAX or NumPy, or a tracer of one."""
-    return isinstance(x, jax.Array | np.ndarray)
-
-
-def pallas_form(platform: str | None) -> str:
-    """Return the form of a Pallas kernel for a platform, `gpu` or `tpu`."""
-    platform = platform_of(platform)
-    return platform if platform in ("gpu", "tpu") else SIMULATED
 
 
 def padded(size: int, unit: int) -> int:

@@ -51,9 +51,6 @@ def uniform_at(
     """Return numbers in (0, 1), float32, one for each seed, layer, KV head and position.
 
     Args:
-        seed: seed of each row.
-        layer: layer number, from 0.
-        position: positions of the tokens, in all KV heads or in those of `head`.
         query: positions of the queries, if each draws separate numbers.
         head: numbers of the KV heads; None for all of them in order.
     """

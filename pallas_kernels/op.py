@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
-from pallas_kernels.common import IMPLEMENTATIONS, Task, bucket, choose, pallas_form, platform_of
+from pallas_kernels.common import IMPLEMENTATIONS, Task, bucket, choose, platform_of
 
 Result = TypeVar("Result")
 
@@ -21,7 +21,7 @@ class How(TypedDict, total=False):
     """Keywords of every operation: how a call runs.
 
     An operation raises `Unsupported` if the requested implementation cannot run its arguments here, and `ValueError` if
-    there is no such implementation.
+    there is no such implementation. Kernels compile for their chips and have run in interpreters, none on a chip.
     """
 
     implementation: str
@@ -79,12 +79,7 @@ class Op(abc.ABC, Generic[Result]):
         """Return the sizes and settings that name a benchmark, as `bucket` takes them; None if there is none."""
 
     def __call__(self, implementation: str = "auto", interpret: Any = False, platform: str | None = None) -> Result:
-        """Run the implementation that `choose` returns.
-
-        Raises:
-            Unsupported: the requested implementation cannot run these arguments here.
-            ValueError: the implementation is unknown.
-        """
+        """Run the implementation that `choose` returns."""
         options = options_of(implementation, interpret, platform)
         return self.run(self.choose(options), options)
 
@@ -131,5 +126,6 @@ class Op(abc.ABC, Generic[Result]):
 
 
 def backend_of(implementation: str, platform: str) -> str:
-    """Return the backend of an implementation's kernel for a platform: the name of its file."""
-    return {"pallas": f"pallas_{pallas_form(platform)}", "mosaic": "mosaic_gpu"}.get(implementation, implementation)
+    """Return the backend of an implementation's kernel: the name of its file; interpreters run the one for TPU."""
+    pallas = "pallas_gpu" if platform == "gpu" else "pallas_tpu"
+    return {"pallas": pallas, "mosaic": "mosaic_gpu"}.get(implementation, implementation)

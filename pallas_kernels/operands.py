@@ -82,12 +82,7 @@ class Decoder(Protocol):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["decoder"])
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """Keys or values in a custom storage format. Only `xla` takes them: it decodes one block of slots at a time.
-
-    Args:
-        stored: tree of arrays [... c ...].
-        decoder: decodes `stored`.
-    """
+    """Keys or values in a custom storage format. Only `xla` takes them: it decodes one block of slots at a time."""
 
     stored: Any
     decoder: Decoder
@@ -194,13 +189,7 @@ def whole_widths(
 def turn(
     x: Float[Array, "*b d"], cos: Float[Array, "*#b w"], sin: Float[Array, "*#b w"], interleaved: bool
 ) -> Float[Array, "*b d"]:
-    """Rotate the first channels in pairs.
-
-    Args:
-        x: queries or keys.
-        cos, sin: cosines and sines of the angles, as `whole_widths` returns them.
-        interleaved: which channels are pairs, as in `Turned`.
-    """
+    """Rotate the first channels in pairs, with factors from `whole_widths`; `interleaved` is as in `Turned`."""
     width = cos.shape[-1]
     rotated, rest = x[..., :width], x[..., width:]
     swapped = jax.lax.platform_dependent(

@@ -118,12 +118,7 @@ def difference(results: Any, wanted: Any) -> float:
 def judge(runners: list[Runner], tolerance: float) -> Verdict | None:
     """Benchmark one operation's implementations on the same inputs, and warn about those that differ from XLA.
 
-    Args:
-        runners: `xla` first; `compared` is set in all of them.
-        tolerance: largest `difference` of correct results.
-
-    Returns:
-        The verdict, or None if XLA itself fails and there is no reference.
+    `xla` is the first runner, and all are `compared`. Return None if XLA itself fails and there is no reference.
     """
     able = race(runners, REPEATS)
     if not able or able[0].name != "xla":

@@ -87,16 +87,12 @@ def forward(
 ) -> Float[Array, "b t vocab"]:
     """Return logits of every position, in float32 for any dtype of weights."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-    def attention(
-        q: Float[Array, "b h g t d"], k: Float[Array, "b h t d"], v: Float[Array, "b h t d"]
-    ) -> Float[Array, "b h g t d"]:
-        turned = rotate(config.rope, q, positions[:, None, None])
-        return causal(turned, rotate(config.rope, k, positions[:, None]), v)
-
     x = decoder.embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = decoder.block(layer, config, shape, x, positions, attention)
+        normed, q, k, v = decoder.project(layer, config, shape, x, positions)
+        turned = rotate(config.rope, q, positions[:, None, None])
+        attended = causal(turned, rotate(config.rope, k, positions[:, None]), v)
+        x = decoder.finish_block(layer, config, shape, x, normed, attended)
     return decoder.unembed(weights, config, x)
 
 

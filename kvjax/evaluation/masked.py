@@ -18,7 +18,7 @@ from kvjax.evaluation.perplexity import begin, judge
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
-from kvjax.models.decoder import block, embed, sink_logits_of, unembed
+from kvjax.models.decoder import embed, finish_block, project, sink_logits_of, unembed
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
@@ -142,6 +142,7 @@ def replayed(
 
     x = embed(weights, config, tokens, positions)
     for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
-        of_layer = functools.partial(attention, index, shape, x, sink_logits_of(layer, shape))
-        x = block(layer, config, shape, x, positions, of_layer)
+        normed, q, k, v = project(layer, config, shape, x, positions)
+        attended = attention(index, shape, x, sink_logits_of(layer, shape), q, k, v)
+        x = finish_block(layer, config, shape, x, normed, attended)
     return x, looked

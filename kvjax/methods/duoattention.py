@@ -17,7 +17,7 @@ from kvjax.methods.ends import EndsOrAll
 from kvjax.methods.register import register
 from kvjax.methods.window import Recency
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, block, embed, sink_logits_of
+from kvjax.models.decoder import LayerWeights, embed, finish_block, project, sink_logits_of
 from kvjax.models.weights import require_weights
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
@@ -114,18 +114,14 @@ def _read(
     lag: int,
 ) -> tuple[Float[Array, "1 t width"], Float[Array, " h"]]:
     """Run a layer over a repeated text, and return its output and F of its heads."""
-    scores = []
-
-    def attention(q: Array, k: Array, v: Array) -> Array:
-        q = rotate(shape.rope, q, positions[:, None, None], positions.shape[1])
-        k = rotate(shape.rope, k, positions[:, None], positions.shape[1])
-        spec, at = shape.spec, positions[:, None]
-        partial, probs = attend(q, k, v, spec.mask(positions, at), spec, spec.bias(at, at))
-        after = jnp.diagonal(probs[:, :, :, lag:-1, 1:], axis1=3, axis2=4)
-        scores.append(after.mean((0, 2, 3)))
-        return with_sink(partial, sink_logits_of(layer, shape)).out.astype(q.dtype)
-
-    return block(layer, config, shape, x, positions, attention), scores[0]
+    normed, q, k, v = project(layer, config, shape, x, positions)
+    q = rotate(shape.rope, q, positions[:, None, None], positions.shape[1])
+    k = rotate(shape.rope, k, positions[:, None], positions.shape[1])
+    spec, at = shape.spec, positions[:, None]
+    partial, probs = attend(q, k, v, spec.mask(positions, at), spec, spec.bias(at, at))
+    out = with_sink(partial, sink_logits_of(layer, shape)).out
+    after = jnp.diagonal(probs[:, :, :, lag:-1, 1:], axis1=3, axis2=4)
+    return finish_block(layer, config, shape, x, normed, out), after.mean((0, 2, 3))
 
 
 @register(paper="DuoAttention, 2024", group="ranked by position")

@@ -189,11 +189,7 @@ class ModelConfig:
         return self.chunked or self.position == "learned"
 
     def check_bound(self, tokens: int) -> None:
-        """Refuse texts of more tokens than the model can read.
-
-        Raises:
-            ValueError: if the model is `bounded` and the text longer; the message has both numbers.
-        """
+        """Refuse texts of more tokens than the model can read."""
         if self.bounded and tokens > self.max_positions:
             raise ValueError(f"{tokens} tokens do not fit the model's {self.max_positions} positions{self.remark}.")
 

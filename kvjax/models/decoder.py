@@ -162,13 +162,6 @@ class Weights:
         return self.unembedding
 
 
-Queries = Float[Array, "b h g t d"]
-Keys = Float[Array, "b h t d"]
-Values = Float[Array, "b h t e"]
-Attended = Float[Array, "b h g t e"]
-Attention = Callable[[Queries, Keys, Values], Attended]
-
-
 def normalise(norm: Norm | None, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
     """Apply RMS or layer normalization, computed in at least float32; `norm` is None for neither scale nor offset."""
     precise = x.astype(wide(x.dtype))
@@ -204,29 +197,6 @@ def _rows(table: Linear, tokens: Int[Array, "b t"], config: ModelConfig) -> Arra
     return config.spread.over_devices(jnp.where(found[..., None], table.rows(jnp.where(found, here, 0)), 0))
 
 
-def block(
-    layer: LayerWeights,
-    config: ModelConfig,
-    shape: LayerConfig,
-    x: Float[Array, "b t width"],
-    positions: Int[Array, "b t"],
-    attention: Attention,
-) -> Float[Array, "b t width"]:
-    """Run one decoder block with a given attention function.
-
-    Args:
-        layer: the block's weights.
-        config: the model's configuration.
-        shape: the layer's configuration.
-        x: hidden states [b, t, width].
-        positions: positions of the tokens [b, t]; -1 marks padding.
-        attention: function from queries [b, h, g, t, d], keys [b, h, t, d] (both before RoPE) and values
-            [b, h, t, e] to [b, h, g, t, e].
-    """
-    normed, q, k, v = project(layer, config, shape, x, positions)
-    return finish_block(layer, config, shape, x, normed, attention(q, k, v))
-
-
 class Projected(NamedTuple):
     """A block's input, normalized unless only outputs are, and its queries, keys and values before RoPE."""
 
@@ -243,7 +213,10 @@ def project(
     x: Float[Array, "b t width"],
     positions: Int[Array, "b t"],
 ) -> Projected:
-    """Run a block up to its attention. Query head i uses KV head i // g: the heads of one group are adjacent."""
+    """Run a block up to its attention; a position of -1 marks padding.
+
+    Query head i uses KV head i // g: the heads of one group are adjacent.
+    """
     b, t, _ = x.shape
     normed = x if layer.attention_norm is None else normalise(layer.attention_norm, x, config)
     q, k, v = layer.query(normed), layer.key(normed), layer.value(normed)
@@ -290,17 +263,9 @@ def finish_block(
     attended: Float[Array, "b h g t e"],
     total: Callable[[Float[Array, "b t width"]], Float[Array, "b t width"]] | None = None,
 ) -> Float[Array, "b t width"]:
-    """Run a block from its attention on.
+    """Run a block of input `x` from its attention on.
 
-    Args:
-        layer: the block's weights.
-        config: the model's configuration.
-        shape: the layer's configuration.
-        x: input of the block.
-        normed: from `project`.
-        attended: attention of its queries.
-        total: function that sums the output projections of all devices; None for `over_attention` of the layer's
-            `spread`.
+    `total` sums the output projections of all devices; None stands for `over_attention` of the layer's `spread`.
     """
     b, t, _ = x.shape
     attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
@@ -338,8 +303,6 @@ def forward(
     """Compute logits at every position with full causal attention and no cache, the reference for every policy.
 
     Args:
-        weights: the model's weights.
-        config: the model's configuration.
         tokens: ids [b, t], padded on the right; the ids of padding are ignored.
         lengths: number of real tokens in each row [b]; logits of padding are meaningless but finite.
     """
@@ -348,8 +311,9 @@ def forward(
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        attention = functools.partial(_causal, shape, sink_logits_of(layer, shape), positions, lengths)
-        x = block(layer, config, shape, x, positions, attention)
+        normed, q, k, v = project(layer, config, shape, x, positions)
+        attended = _causal(shape, sink_logits_of(layer, shape), positions, lengths, q, k, v)
+        x = finish_block(layer, config, shape, x, normed, attended)
     return unembed(weights, config, x)
 
 
@@ -358,16 +322,16 @@ def _causal(
     sink_logits: Float[Array, "h g"] | None,
     positions: Int[Array, "b t"],
     lengths: Int[Array, " b"],
-    q: Queries,
-    k: Keys,
-    v: Values,
-) -> Attended:
+    q: Float[Array, "b h g t d"],
+    k: Float[Array, "b h t d"],
+    v: Float[Array, "b h t e"],
+) -> Float[Array, "b h g t e"]:
     """Compute causal attention in blocks of queries, which avoids an n x n matrix."""
     q = rotate(shape.rope, q, positions[:, None, None], lengths)
     k = rotate(shape.rope, k, positions[:, None], lengths)
     spec, key_positions = shape.spec, positions[:, None]
 
-    def attend_block(queries: tuple[Queries, Int[Array, "b t"]]) -> Attended:
+    def attend_block(queries: tuple[Array, Int[Array, "b t"]]) -> Float[Array, "b h g t e"]:
         q, at = queries
         bias = spec.bias(at[:, None], key_positions)
         of_tokens, _ = attend(q, k, v, spec.mask(at, key_positions), spec, bias)

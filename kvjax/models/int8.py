@@ -27,18 +27,12 @@ WIDE = 8192
 def product_with_codes(
     x: Float[Array, "*b in"], codes: Int8[Array, "out in"], scale: Float[Array, " out"], dtype: DTypeLike
 ) -> Float[Array, "*b out"]:
-    """Compute x W^T for a weight of 8-bit integers.
+    """Compute x W^T for a weight of 8-bit integers with a scale for each output; sums are at least float32.
 
     On a CPU, one integer product multiplies the codes by two digits of each input, which are off by at most 1.6e-5 of
     the row's largest input (`pallas_kernels.quantised.digits`). Its derivatives are those of the exact product. If XLA
     converted the codes for a few rows, it would take several times as long. The product is exact with float64, with
-    more than `MANY_ROWS` rows and on other platforms.
-
-    Args:
-        x: inputs.
-        codes: the weight's integers, in the layout of checkpoints. `jax.vmap` maps over stacked ones.
-        scale: factor of each output.
-        dtype: dtype of the result; sums are at least float32.
+    more than `MANY_ROWS` rows and on other platforms. `jax.vmap` maps over stacked codes.
     """
     kind, rows = jnp.promote_types(dtype, wide(x.dtype)), math.prod(x.shape[:-1])
     many = MANY_ROWS is not None and rows > MANY_ROWS

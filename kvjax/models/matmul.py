@@ -39,13 +39,7 @@ def in_blocks(function: Callable[[Array], Array], x: Float[Array, "*b in"]) -> F
 def product(
     x: Float[Array, "*b in"], weight: Float[Array, "out in"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*b out"]:
-    """Compute x W^T.
-
-    Args:
-        x: inputs, of the weight's dtype.
-        weight: weight in the layout of checkpoints.
-        dtype: dtype of the sums and of the result; None for that of x.
-    """
+    """Compute x W^T. Sums and the result have `dtype`, or that of x, which must be the weight's."""
     rows, platform = math.prod(x.shape[:-1]), platform_of(None)
     if platform == "cpu":
         if x.dtype == jnp.bfloat16:

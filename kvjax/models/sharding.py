@@ -25,16 +25,6 @@ Rows of a batch are sharded over the first axis, heads and columns of the MLP ov
 shards columns of the MLP, and it shards the slots of each head.
 """
 
-RULES: Mapping[str, tuple[str, ...]] = {
-    "heads": (HEADS,),
-    "attended": (HEADS, SLOTS),
-    "normed": (HEADS,),
-    "mlp": (HEADS, SLOTS),
-    "experts": (HEADS, SLOTS),
-    "vocab": (HEADS, SLOTS),
-}
-"""Axes of a program's mesh that shard each logical axis; all other axes are replicated."""
-
 AXES: Mapping[str, tuple[str | None, ...]] = {
     "embedding": ("vocab", None),
     "query.weight": ("heads", None),
@@ -62,11 +52,7 @@ Biases and scales of linear maps are sharded like the first axis of their weight
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Refuse a mesh with axes other than `MESH_AXES`.
-
-    Raises:
-        ValueError: if there is such an axis; the message names the axes.
-    """
+    """Refuse a mesh with axes other than `MESH_AXES`."""
     if not set(mesh.axis_names) <= set(MESH_AXES):
         raise ValueError(f"a mesh with the axes {', '.join(mesh.axis_names)} is none of {', '.join(MESH_AXES)}.")
 
@@ -105,13 +91,6 @@ def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
 
     `HEADS` gets the greatest common divisor of the number of KV heads and the size of `model`. The remaining factor of
     `model` joins `slots` in `SLOTS`: its devices hold the same heads and shard the slots of each.
-
-    Args:
-        config: the model's configuration.
-        mesh: a mesh with axes of `MESH_AXES`.
-
-    Raises:
-        ValueError: if the mesh has other axes.
     """
     check_mesh(mesh)
     names = [name for name in MESH_AXES if name in mesh.axis_names]
@@ -123,12 +102,9 @@ def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
 
 
 def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = False) -> ModelConfig:
-    """Return a model's configuration for one device of a `program_mesh`.
+    """Return a model's configuration for one device of a `program_mesh`; `mesh` is None for a single device.
 
-    Args:
-        config: configuration of the whole model.
-        mesh: the devices; None for a single one.
-        shares_slots: True if devices with the same heads shard the slots of each head; False if each has all slots.
+    If `shares_slots`, devices with the same heads shard the slots of each head; otherwise each has all slots.
     """
     if mesh is None:
         return config
@@ -148,27 +124,23 @@ def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = Fa
 
 
 def weight_specs(weights: PyTree, config: ModelConfig, mesh: Mesh | None) -> Any:
-    """Return the `PartitionSpec` on a `program_mesh` of each leaf of a model's weights, or of one layer's.
-
-    Args:
-        weights: arrays or their shapes.
-        config: the model's configuration.
-        mesh: the devices; None for a single one.
-    """
+    """Return the `PartitionSpec` on a `program_mesh` of each leaf of a model's weights, or of one layer's."""
     spread = on_device(config, mesh).spread
     sizes = {} if mesh is None else mesh.shape
-    rules = dict(RULES, attended=RULES["attended" if spread.outputs > 1 else "heads"])
-    spreads = {
-        **dict.fromkeys(("heads", "attended"), spread.heads > 1),
-        "normed": spread.heads > 1 and config.query_key_norm_over == "heads",
-        "mlp": spread.mlp,
-        "experts": spread.experts,
-        "vocab": spread.vocab,
+    whole, heads, everywhere = (), (HEADS,), (HEADS, SLOTS)
+    rules: dict[str | None, tuple[str, ...]] = {
+        None: whole,
+        "heads": heads,
+        "attended": everywhere if spread.outputs > 1 else heads,
+        "normed": heads if config.query_key_norm_over == "heads" else whole,
+        "mlp": everywhere if spread.mlp else whole,
+        "experts": everywhere if spread.experts else whole,
+        "vocab": everywhere if spread.vocab else whole,
     }
 
     def along(axis: str | None) -> str | tuple[str, ...] | None:
         # Write the spec as JAX writes it for results, to keep specs of results equal to those of weights.
-        several = () if axis is None or not spreads[axis] else tuple(it for it in rules[axis] if sizes[it] > 1)
+        several = tuple(it for it in rules[axis] if sizes.get(it, 1) > 1)
         return several[0] if len(several) == 1 else several or None
 
     def of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
@@ -195,13 +167,6 @@ def weight_shardings(config: ModelConfig, mesh: Mesh) -> Weights:
 
     Query heads are sharded with their KV heads. If the number of devices does not divide a dimension, its leaves are
     replicated.
-
-    Args:
-        config: the model's configuration.
-        mesh: a mesh with axes of `MESH_AXES`.
-
-    Raises:
-        ValueError: if the mesh has other axes.
     """
     devices = program_mesh(config, mesh)
     specs = weight_specs(weight_shapes(config), config, devices)

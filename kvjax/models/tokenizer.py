@@ -77,12 +77,7 @@ def _of_directory(directory: Path) -> Any:
 
 
 def lazy_tokenizer(fast: Tokenizer, settings: Mapping[str, Any]) -> LazyTokenizer:
-    """Make a tokenizer that has no directory.
-
-    Args:
-        fast: encodes and decodes.
-        settings: special tokens and chat template, as arguments of PreTrainedTokenizerFast.
-    """
+    """Make a tokenizer that has no directory, from the arguments of PreTrainedTokenizerFast."""
 
     def make() -> Any:
         from transformers import PreTrainedTokenizerFast
@@ -95,9 +90,7 @@ def lazy_tokenizer(fast: Tokenizer, settings: Mapping[str, Any]) -> LazyTokenize
 class LazyTokenizer:
     """A tokenizer that encodes and decodes without transformers and imports it for everything else.
 
-    Args:
-        fast: encodes and decodes like the transformers tokenizer.
-        make: makes the transformers tokenizer.
+    `fast` encodes and decodes like the transformers tokenizer, which `make` makes.
     """
 
     fast: Tokenizer

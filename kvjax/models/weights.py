@@ -115,13 +115,7 @@ def leaf_name(path: tuple[Any, ...]) -> str:
 
 
 def random_weights(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Weights:
-    """Draw random weights that keep activations near one.
-
-    Args:
-        config: the model's configuration.
-        key: random key; the values of two dtypes differ by rounding only.
-        dtype: dtype of every leaf.
-    """
+    """Draw random weights that keep activations near one; the values of two dtypes differ by rounding only."""
     # NumPy draws normals several times faster than JAX on a CPU, and benchmarks draw a hundred million of them.
     generator = np.random.default_rng(np.asarray(jax.random.key_data(key)))
 

@@ -63,9 +63,6 @@ def query_means(
         model: the model; all of its layers have RoPE.
         texts: token ids of prompts; those of equal length share their compiled programs.
         show: called with the number of tokens that have been read.
-
-    Raises:
-        ValueError: a layer has no RoPE.
     """
     policy = Policy(QuerySums(ropes_of(model)))
     totals: Any = None

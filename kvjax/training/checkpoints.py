@@ -23,12 +23,8 @@ def open_run(directory: Path, settings: dict[str, Any], free: Collection[str] = 
     A run that ended before it stored anything else is replaced.
 
     Args:
-        directory: directory of the run.
         settings: all settings that affect the result, in JSON types.
         free: names of settings that may change when a run continues.
-
-    Raises:
-        ValueError: the directory has a run with other settings.
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / _SETTINGS
@@ -56,13 +52,7 @@ def newest_step(directory: Path) -> int:
 
 
 def save_step(directory: Path, training: Any, step: int) -> None:
-    """Save a checkpoint and delete older ones; a crash leaves the last complete one in place.
-
-    Args:
-        directory: directory of the run.
-        training: pytree of arrays.
-        step: step of the run; an existing checkpoint of this step is not changed.
-    """
+    """Save a checkpoint, unless the step has one, and delete older ones; a crash leaves a complete one in place."""
     import orbax.checkpoint as ocp
 
     target, aside = directory / f"step-{step}", directory / "writing"
@@ -80,7 +70,6 @@ def restore(directory: Path, like: T) -> T | None:
     """Restore the newest checkpoint; None if there is none.
 
     Args:
-        directory: directory of the run.
         like: pytree with the structure, shapes and dtypes of the checkpoint. Arrays committed to devices are restored
             with their sharding, even if they were saved with another one.
     """

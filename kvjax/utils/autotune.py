@@ -30,11 +30,7 @@ Verdicts = dict[str, dict[str, Verdict]]
 
 
 class Autotuner(Tuned):
-    """An `implementation` that benchmarks operations before programs are traced; `auto` with the winners.
-
-    Args:
-        device: kind of this machine's devices, from `tuned_device`.
-    """
+    """An `implementation` that benchmarks operations before programs are traced; `auto` with the winners."""
 
     survey: Survey
     """Tasks of all programs so far."""
@@ -53,23 +49,19 @@ class Autotuner(Tuned):
         by: Callable[[Asked], Verdict | None] = race.settle,
         again: bool = False,
     ) -> dict[str, Verdict]:
-        """Benchmark tasks that have several implementations; remember the results, and store them on disk.
+        """Benchmark tasks that have several implementations, remember and store the results, and return the new ones.
 
         Args:
             asked: tasks from a `Survey`.
             by: benchmarks one task; returns None if it cannot.
             again: True to repeat tasks that have a result.
-
-        Returns:
-            The new results, by bucket.
         """
         todo = [x for x in asked if len(x.candidates) > 1 and (again or x.task.bucket not in self.orders)]
         if not todo:
             return {}
-        print(
-            f"kvjax: benchmarking kernels on {self.device}, once, for {len(todo)} shapes ({VARIABLE}=off disables "
-            "this, kvjax tune --show prints the results)",
-            file=sys.stderr,
+        _say(
+            f"benchmarking kernels on {self.device}, once, for {len(todo)} shapes ({VARIABLE}=off disables this, kvjax "
+            "tune --show prints the results)"
         )
         found = {each.task.bucket: by(each) for each in todo}
         verdicts = {bucket: verdict for bucket, verdict in found.items() if verdict is not None}
@@ -80,10 +72,7 @@ class Autotuner(Tuned):
             try:
                 keep(file, self.device, verdicts)
             except OSError as error:
-                print(
-                    f"kvjax: {file} cannot be written ({error.strerror}), so benchmarks will be repeated.",
-                    file=sys.stderr,
-                )
+                _say(f"{file} cannot be written ({error.strerror}), so benchmarks will be repeated.")
         return verdicts
 
 
@@ -98,9 +87,6 @@ def tuned_device() -> str | None:
 
     It does on GPUs and on TPU generations that are not `LISTED`, unless several processes run one program, because
     their benchmarks could disagree.
-
-    Raises:
-        ValueError: if `KVJAX_TUNE` is neither `on` nor `off`.
     """
     said = os.environ.get(VARIABLE) or "on"
     if said not in ("on", "off"):
@@ -150,28 +136,17 @@ def read(file: Path) -> Verdicts:
         }
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        print(
-            f"kvjax: {file} does not hold tuning results ({reason}) and is ignored; the next benchmark replaces it "
-            "anew.",
-            file=sys.stderr,
-        )
+        _say(f"{file} does not hold tuning results ({reason}) and is ignored; the next benchmark replaces it anew.")
         return {}
     if versions != _versions():
         theirs, ours = (" and ".join(f"{name} {number}" for name, number in x.items()) for x in (versions, _versions()))
-        print(
-            f"kvjax: {file} is of {theirs}, not of {ours}, and is ignored; the next benchmark replaces it.",
-            file=sys.stderr,
-        )
+        _say(f"{file} is of {theirs}, not of {ours}, and is ignored; the next benchmark replaces it.")
         return {}
     return found
 
 
 def keep(file: Path, device: str, verdicts: dict[str, Verdict]) -> None:
-    """Add results to a file, under a lock, so that concurrent processes keep each other's results.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    """Add results to a file, under a lock, so that concurrent processes keep each other's results."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file):
         held = read(file)
@@ -181,6 +156,10 @@ def keep(file: Path, device: str, verdicts: dict[str, Verdict]) -> None:
             for kind, of_kind in sorted(devices.items())
         }
         write_text(file, json.dumps(_versions() | {"devices": entries}, indent=1) + "\n")
+
+
+def _say(text: str) -> None:
+    print(f"kvjax: {text}", file=sys.stderr)
 
 
 def _verdict(order: list[str], microseconds: dict[str, float], errors: dict[str, float | None]) -> Verdict:

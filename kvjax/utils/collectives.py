@@ -76,10 +76,7 @@ class Spread:
 
     def own_features(self, every: Float[Array, "*b f"]) -> Float[Array, "*b own"]:
         """Return those attention features of this device's heads that its output weights take."""
-        if self.outputs == 1:
-            return every
-        count = every.shape[-1] // self.outputs
-        return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(SLOTS) * count, count, axis=-1)
+        return _shard(every, self.outputs, SLOTS, -1)
 
     def all_features(self, own: Float[Array, "b own"]) -> Float[Array, "b f"]:
         """Pad `own_features` to all features of the heads; those of other devices are zero."""
@@ -128,10 +125,7 @@ class Spread:
 
     def own_slots(self, every: Array, axis: int = 2) -> Array:
         """Return this device's shard of the slots; the inverse of `all_slots`."""
-        if self.slots == 1:
-            return every
-        count = every.shape[axis] // self.slots
-        return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(SLOTS) * count, count, axis)
+        return _shard(every, self.slots, SLOTS, axis)
 
     def over_queries(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """Sum over the devices that shard a block's queries."""
@@ -168,10 +162,14 @@ class Spread:
 
     def own_heads(self, every: Array) -> Array:
         """Return this device's shard of the heads; the inverse of `all_heads`."""
-        if self.heads == 1:
-            return every
-        count = every.shape[1] // self.heads
-        return jax.lax.dynamic_slice_in_dim(every, self.first(count), count, axis=1)
+        return _shard(every, self.heads, HEADS, 1)
+
+
+def _shard(every: Array, devices: int, name: str, axis: int) -> Array:
+    if devices == 1:
+        return every
+    count = every.shape[axis] // devices
+    return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(name) * count, count, axis)
 
 
 ALONE = Spread()

@@ -61,11 +61,7 @@ def is_share(value: Any) -> bool:
 
 
 def check(ok: bool, name: str, value: object, expected: str) -> None:
-    """Refuse an invalid setting.
-
-    Raises:
-        ValueError: if `ok` is False; the message has the name, the value and what is expected.
-    """
+    """Raise a ValueError with the name and value of a setting and what is expected, unless `ok`."""
     if not ok:
         raise ValueError(f"{name}={value!r} is not {expected}.")
 
@@ -91,17 +87,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kind(name: str, value: object, annotation: object) -> None:
-    """Refuse a setting whose type differs from its annotation.
+    """Refuse a setting whose type differs from its annotation, and numbers that are NaN, infinite or too large.
 
     Only annotations made of `_KINDS` are checked: numbers, text, booleans, None and tuples.
-
-    Args:
-        name: name of the setting.
-        value: value to check.
-        annotation: annotation of the field or parameter, a type or its text.
-
-    Raises:
-        ValueError: if the value has another type, is NaN or infinite, or a whole number that is too large.
     """
     most = 2**32 if name == "seed" else 2**31
     check(not isinstance(value, int) or abs(value) < most, name, value, f"a number below {most}")

@@ -38,9 +38,6 @@ def directory_aside(directory: Path) -> Generator[Path]:
 
     Its name is fixed: the next process overwrites the remains of a killed one. Windows cannot rename a directory over
     another, so an existing one is renamed first. If the process is killed in between, `recover_directory` restores it.
-
-    Args:
-        directory: the final directory, which is replaced if it exists.
     """
     aside, before = (directory.with_name(f".{directory.name}.{word}") for word in ("writing", "before"))
     recover_directory(directory)
@@ -92,11 +89,7 @@ def read_text(file: Path) -> str:
 
 
 def check_not_empty(files: Iterable[Path]) -> None:
-    """Refuse files without text.
-
-    Raises:
-        ValueError: if a file is missing, empty or not UTF-8.
-    """
+    """Refuse files without text."""
     for file in files:
         if not read_text(file).strip():
             raise ValueError(f"{file} is empty; give a file with text.")
@@ -118,11 +111,7 @@ def read_lines(file: Path, read: Callable[[str], Read]) -> list[tuple[int, Read]
 
 
 def of_line(file: Path, number: int, do: Callable[[], Read]) -> Read:
-    """Call a function that reads a line of a file, and add the line's number to its errors.
-
-    Raises:
-        ValueError: if the function raises TypeError or ValueError.
-    """
+    """Call a function that reads a line of a file, and add the line's number to its errors."""
     try:
         return do()
     except (TypeError, ValueError) as error:
@@ -131,10 +120,6 @@ def of_line(file: Path, number: int, do: Callable[[], Read]) -> Read:
 
 def parse_json(text: str | bytes, what: str = "it") -> Any:
     """Parse JSON.
-
-    Args:
-        text: a text in JSON.
-        what: name of the text, for the error.
 
     Raises:
         ValueError: if the text is not JSON, has a number that JSON does not have, or is nested too deeply.
@@ -156,12 +141,7 @@ def parse_json(text: str | bytes, what: str = "it") -> Any:
 
 
 def check_writable(file: Path, ending: str) -> None:
-    """Refuse a file that could not be written, before its content is computed.
-
-    Raises:
-        ValueError: if the name has another ending, the file is a directory, or its directory is missing or not
-            writable.
-    """
+    """Refuse a file that could not be written, or that has another ending, before its content is computed."""
     directory = file.absolute().parent
     if file.suffix != ending or not directory.is_dir():
         raise ValueError(f"{file} is not a {ending} file in an existing directory.")
@@ -170,11 +150,7 @@ def check_writable(file: Path, ending: str) -> None:
 
 
 def output_directory(text: str) -> Path:
-    """Parse the directory of a command's results, as a `type` of `argparse`.
-
-    Raises:
-        argparse.ArgumentTypeError: if it is a file, or may not be created or written.
-    """
+    """Parse the directory of a command's results, as a `type` of `argparse`; it may be missing but must be writable."""
     path = Path(text)
     place = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not place.is_dir():
@@ -185,22 +161,14 @@ def output_directory(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """Parse a file that a command writes, as a `type` of `argparse`; its directory may be missing.
-
-    Raises:
-        argparse.ArgumentTypeError: if it is a directory, or its directory may not be created or written.
-    """
+    """Parse a file that a command writes, as a `type` of `argparse`; its directory may be missing."""
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a directory; name a file.")
     return output_directory(str(Path(text).parent)) / Path(text).name
 
 
 def file_name(text: str) -> str:
-    """Parse the name of files in a directory that another option gives, as a `type` of `argparse`.
-
-    Raises:
-        argparse.ArgumentTypeError: if it is empty or a path.
-    """
+    """Parse the name of files in a directory that another option gives, as a `type` of `argparse`."""
     if text in ("", ".", "..") or Path(text).name != text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a name without directories.")
     return text

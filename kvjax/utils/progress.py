@@ -8,13 +8,7 @@ import time
 
 
 class Bar:
-    """Progress on standard error: on a terminal a bar with the time left, otherwise only lines of text.
-
-    Args:
-        what: name of the counted things.
-        total: their number.
-        done: number of those already done.
-    """
+    """Progress on standard error: on a terminal a bar with the time left, otherwise only lines of text."""
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
         from rich.console import Console

@@ -21,10 +21,7 @@ CONFIG_KEYS = ("policy", *PART_KEYS, "budget", "budget_of", "prefill_chunk", "se
 def parse_settings(words: list[str]) -> dict[str, Any]:
     """Parse `key=value` words into a dictionary; values are read by `parse_value`.
 
-    Settings of a part are written as `residual.kernels=performer`.
-
-    Raises:
-        ValueError: if a word is not of the form `key=value`, or names a part instead of a setting.
+    Settings of a part are written as `residual.kernels=performer`; a part itself is refused.
     """
     settings: dict[str, Any] = {}
     for word in words:
@@ -54,11 +51,7 @@ def parse_value(text: str) -> Any:
 
 
 def parse_budget(text: str) -> int | float:
-    """Parse a budget: a whole number of slots, or a fraction.
-
-    Raises:
-        ValueError: if the text is neither.
-    """
+    """Parse a budget: a whole number of slots, or a fraction."""
     value = parse_value(text)
     slots = type(value) is int and value >= 1
     if not (slots or (type(value) is float and 0 < value <= 1)):
@@ -67,11 +60,7 @@ def parse_budget(text: str) -> int | float:
 
 
 def parse_budgets(text: str) -> int | float | tuple[int, ...]:
-    """Parse a budget, or comma-separated numbers of slots for each layer.
-
-    Raises:
-        ValueError: if the text is neither.
-    """
+    """Parse a budget, or comma-separated numbers of slots for each layer."""
     if "," not in text:
         return parse_budget(text)
     value = parse_value(text)
@@ -99,9 +88,6 @@ def read_config(path_or_name: str) -> dict[str, Any]:
 
     Args:
         path_or_name: a TOML file, or the name of a shipped config.
-
-    Raises:
-        ValueError: if there is no such file, it is not TOML, a key is unknown, or a value has the wrong type.
     """
     shipped = [directory / f"{path_or_name}.toml" for directory in config_directories()]
     file = next((path for path in (Path(path_or_name), *shipped) if path.is_file()), None)
@@ -144,12 +130,7 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
-    """Return a whole number of Python or NumPy as an int, after checking its range.
-
-    Raises:
-        TypeError: if `value` is not a whole number; truth values and floats are refused.
-        ValueError: if it is out of range.
-    """
+    """Return a whole number of Python or NumPy as an int; check its type (TypeError) and range (ValueError)."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={value!r} is not a whole number.")
     if not least <= value <= most:
@@ -158,23 +139,14 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -
 
 
 def check_options(options: Any, *names: str, least: int = 1) -> None:
-    """Refuse options of a command line that are below a number; those that are None pass.
-
-    Raises:
-        ValueError: an option is below `least`; the message names it.
-    """
+    """Refuse options of a command line that are below a number; those that are None pass."""
     for name in names:
         if (given := getattr(options, name)) is not None and given < least:
             raise ValueError(f"--{name.replace('_', '-')} {given} is not a whole number from {least}.")
 
 
 def seed_number(value: Any) -> int:
-    """Return a seed after checking that it has at most 32 bits.
-
-    Raises:
-        TypeError: if it is not a whole number.
-        ValueError: if it is negative or has more than 32 bits.
-    """
+    """Return a seed after checking that it has at most 32 bits."""
     return whole_number("seed", value, 0, 2**32 - 1)
 
 
@@ -186,7 +158,6 @@ def conversation(messages: Any, waits: bool = True) -> Messages:
     """Return a copy of a conversation after checking it.
 
     Args:
-        messages: the user's input.
         waits: True if the model is to answer the conversation.
 
     Raises:
@@ -246,11 +217,7 @@ def keywords(*functions: Callable[..., Any]) -> list[str]:
 
 
 def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse unknown keywords of a function, and suggest a similar one.
-
-    Raises:
-        TypeError: if a keyword is unknown; the message names the first one.
-    """
+    """Raise a TypeError that names the first unknown keyword of a function, and suggests a similar one."""
     names = list(known)
     for name in given:
         if name not in names:

@@ -19,13 +19,7 @@ def alike(word: str) -> str:
 
 
 def choices(word: str, known: Iterable[str], also: str = "") -> str:
-    """Return the end of an error message about an unknown word: the closest known word, or all known words.
-
-    Args:
-        word: the user's word.
-        known: the known words.
-        also: text that follows the list, for further choices.
-    """
+    """Return the end of a message about an unknown word: the closest known word, or all known words and `also`."""
     names = list(known)
     near = meant(word, names)
     return f"did you mean {near}?" if near else f"choose one of {', '.join(names)}{also}."

@@ -59,8 +59,7 @@ def decode_attention(
             `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k
             and in v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise
             nor codes of four bits. `mosaic` is for Hopper, and takes queries and arrays of bfloat16, d and e that are
-            multiples of 64 up to 256, and c that is a multiple of 8. All compile for their chips and have run in
-            interpreters, none on a chip.
+            multiples of 64 up to 256, and c that is a multiple of 8.
 
     Raises:
         ValueError: `scores` is unknown, or values are `Turned`.

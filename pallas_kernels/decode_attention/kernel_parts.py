@@ -40,9 +40,7 @@ def placed(operand: Operand, of_slots: Callable[[int | None, int], Any], channel
     """Return keys or values and their scales as `blocks.block`s.
 
     Args:
-        operand: [b h c w] in memory.
         of_slots: returns the part of a grid step, given the width of its slots (None for scales) and `channels`.
-        channels: from `channels_of`.
     """
     from pallas_kernels.blocks import block  # the Triton kernel does not need it
 

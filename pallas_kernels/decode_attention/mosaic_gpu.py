@@ -135,12 +135,9 @@ def simulated(interpret: Any) -> Any:
 
 
 def kernel(x: Any, outputs: Parts, scratch: Scratch, *, split: int, blocks: int, stages: int, chip: bool) -> None:
-    """Run both warp groups of a block of threads.
+    """Run both warp groups of a block of threads, on `DecodeInputs` of all blocks of threads.
 
     Args:
-        x: `DecodeInputs` of all blocks of threads.
-        outputs: their results.
-        scratch: memory of this block of threads.
         split: blocks of slots of each split.
         blocks: blocks of slots of a head.
         stages: stages of the ring.

@@ -24,6 +24,8 @@ from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merg
 from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, LowRank
 from pallas_kernels.quantised import halves
 
+PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=2)
+
 
 def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
     """See `api.decode_attention`."""
@@ -72,7 +74,8 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
     )
     settings = dict(size=size, split=split, splits=splits, multiply=products(interpret))
     compiled = functools.partial(kernel, **settings)
-    found = launch(compiled, (parts, h, b), (inputs, None), outputs, interpret=interpret, name="decode_attention")
+    call = dict(grid=(parts, h, b), compiler_params=PARAMS, interpret=interpret, name="decode_attention")
+    found = run(compiled, (inputs, None), outputs, **call)
     return merged(found, g, splits, x.scores)
 
 
@@ -98,15 +101,6 @@ def parts_of(b: int, h: int, parts: int, e: int) -> tuple[Any, Any]:
     return made((b, h, parts, ROWS, e), of_part(ROWS, e)), made((b, h, parts, ROWS), of_part(ROWS))
 
 
-def launch(
-    kernel: Callable[..., None], grid: tuple[int, ...], inputs: tuple[Any, ...], outputs: Any, **call: Any
-) -> Any:
-    """Run a kernel; see `blocks.run`."""
-    return run(
-        kernel, inputs, outputs, grid=grid, compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2), **call
-    )
-
-
 class Span(NamedTuple):
     """Range of a head's slots in a pool."""
 
@@ -129,11 +123,8 @@ def kernel(
     Args:
         x: blocks of one head; of a pool, all slots.
         span: the head's range of a pool; None if all slots are the head's.
-        outputs: results of the part.
         size: slots of one step.
         split: slots of a split; any number for a `span`.
-        splits: number of splits.
-        multiply: from `products`.
     """
     part, head = pl.program_id(0), pl.program_id(1)
     (capacity,), e, dtype = x.position.shape, outputs.out.shape[-1], x.q.dtype

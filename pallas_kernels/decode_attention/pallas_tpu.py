@@ -18,33 +18,8 @@ from jaxtyping import Array
 from pallas_kernels.attention import log_sum, positive
 from pallas_kernels.blocks import block, made, run
 from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, tpu_params
-from pallas_kernels.decode_attention.kernel_parts import (
-    LOWEST,
-    beside,
-    channels_of,
-    dot,
-    multiplies_integers,
-    of_each,
-    placed,
-    seen,
-    stored,
-    weighted,
-)
-from pallas_kernels.decode_attention.running import (
-    SCALARS,
-    Softmax,
-    advance,
-    along_lanes,
-    logits_of,
-    noisy,
-    packed,
-    placed_gumbel,
-    placed_sinks,
-    placed_spec,
-    rows_and_blocks,
-    rows_of,
-    summed,
-)
+from pallas_kernels.decode_attention import kernel_parts, running
+from pallas_kernels.decode_attention.kernel_parts import LOWEST
 from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, LowRank
 
 BLOCK_BYTES = 1 << 20
@@ -72,8 +47,8 @@ class Scratch(NamedTuple):
 
     acc: Any
     """Unnormalised output."""
-    softmax: Softmax
-    noisy: Softmax | None = None
+    softmax: running.Softmax
+    noisy: running.Softmax | None = None
     """Softmax of Keyformer's noisy logits."""
     logits: Any = None
     """Logits of all slots."""
@@ -83,8 +58,8 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
     """See `api.decode_attention`."""
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
-    heads, slots = tile(h, c, max(d, e), min(stored(y)[0].dtype.itemsize for y in (x.k, x.v)))
-    splits, (blocks, rows) = pl.cdiv(c, slots), rows_and_blocks(heads, g)
+    heads, slots = tile(h, c, max(d, e), min(kernel_parts.stored(y)[0].dtype.itemsize for y in (x.k, x.v)))
+    splits, (blocks, rows) = pl.cdiv(c, slots), running.rows_and_blocks(heads, g)
     shared = blocks < heads
     # With heads that share registers, scores are as large as logits and are held twice.
     held = 4 * (blocks * rows + (2 * heads if shared else 0)) * splits * slots
@@ -113,21 +88,21 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
             block(single.z, of_heads(features)),
         )
 
-    channels = channels_of(x.k), channels_of(x.v)
+    channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)
     inputs = DecodeInputs(
         q=block(x.q.reshape(b, h * g, d), of_queries(d)),
-        k=placed(x.k, of_slots, channels[0]),
-        v=placed(x.v, of_slots, channels[1]),
+        k=kernel_parts.placed(x.k, of_slots, channels[0]),
+        v=kernel_parts.placed(x.v, of_slots, channels[1]),
         position=block(x.position, of_slots(None)),
-        query_position=block(x.query_position, SCALARS),
-        spec=placed_spec(x.spec, pl.BlockSpec((blocks, rows, 1), lambda b, h, s: (h, 0, 0))),
+        query_position=block(x.query_position, running.SCALARS),
+        spec=running.placed_spec(x.spec, pl.BlockSpec((blocks, rows, 1), lambda b, h, s: (h, 0, 0))),
         low_rank=None if x.low_rank is None else low_rank(x.low_rank),
-        sinks=placed_sinks(x.sinks, of_queries(d)),
-        scores=placed_gumbel(x.gumbel),
+        sinks=running.placed_sinks(x.sinks, of_queries(d)),
+        scores=running.placed_gumbel(x.gumbel),
     )
     told = 1 if shared else rows
     outputs = Outputs(made((b, h * g, e), of_queries(e)), made((b, h, told), of_heads(told)))
-    softmax = Softmax(*(pltpu.VMEM((blocks, rows, 1), jnp.float32) for _ in range(2)))
+    softmax = running.Softmax(*(pltpu.VMEM((blocks, rows, 1), jnp.float32) for _ in range(2)))
     scratch = Scratch(pltpu.VMEM((blocks, rows, e), jnp.float32), softmax, None if x.gumbel is None else softmax)
     if keep:
         shape = (g, c) if wanted == "each" and not shared else (c,)
@@ -138,7 +113,7 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
         logits = made((b, h, c), of_slots(None)) if shared else made((b, h, rows, c), several)
         outputs = outputs._replace(logits=logits, scores_lse=made((b, h, told), of_heads(told)))
 
-    settings = dict(capacity=c, channels=channels, wanted=wanted, integers=multiplies_integers(interpret))
+    settings = dict(capacity=c, channels=channels, wanted=wanted, integers=kernel_parts.multiplies_integers(interpret))
     found = run(
         functools.partial(_kernel, **settings),
         (inputs,),
@@ -206,21 +181,25 @@ def _kernel(
         return jnp.where(here < capacity, numbers, jnp.zeros_like(numbers))
 
     position, query = x.position[0], x.query_position[row]
-    visible = seen(position, query, x.spec.window)
+    visible = kernel_parts.seen(position, query, x.spec.window)
     if capacity % slots:
         visible &= first + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
-    v, v_scale = stored(x.v)
+    v, v_scale = kernel_parts.stored(x.v)
     if v_scale is None:
         v = live(v[0], 3 - channels[1])
     else:
         v, v_scale = v[0], live(v_scale[0], 1)
 
-    q = rows_of(x.q[0], heads)
-    logits, visible = logits_of(x, q, position, visible, query, channels[0], integers, first, row)
-    advance(scratch.softmax, logits, scratch.acc, lambda weights: weighted(weights, v, v_scale, channels[1], integers))
+    q = running.rows_of(x.q[0], heads)
+    logits, visible = running.logits_of(x, q, position, visible, query, channels[0], integers, first, row)
+
+    def weigh(weights: Array) -> Array:
+        return kernel_parts.weighted(weights, v, v_scale, channels[1], integers)
+
+    running.advance(scratch.softmax, logits, scratch.acc, weigh)
     if scratch.noisy is not None:
-        logits = noisy(x.scores, logits, visible, position, row, head)
-        advance(scratch.noisy, logits)
+        logits = running.noisy(x.scores, logits, visible, position, row, head)
+        running.advance(scratch.noisy, logits)
     if scratch.logits is not None:
         here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(first, slots), slots)
         scratch.logits[:, :, here] = logits
@@ -230,17 +209,17 @@ def _kernel(
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
         out, lse = _finish(x.low_rank, scratch)
-        made.out[0], made.lse[0] = packed(out, heads, groups), along_lanes(lse, heads)
+        made.out[0], made.lse[0] = running.packed(out, heads, groups), running.along_lanes(lse, heads)
         if wanted is None:
             return
         top, total = (ref[...] for ref in softmaxes[-1])
         if made.scores_lse is not None:
-            made.scores_lse[0] = along_lanes(log_sum(top, total), heads)
+            made.scores_lse[0] = running.along_lanes(log_sum(top, total), heads)
             return
         used = slice(groups if len(q) == heads else None)
         share = jnp.exp(scratch.logits[:, used, :capacity] - top[:, used])
         share /= positive(total)[:, used]
-        made.scores[0] = share if wanted == "each" and len(q) == heads else summed(share, heads)
+        made.scores[0] = share if wanted == "each" and len(q) == heads else running.summed(share, heads)
 
 
 def _finish(low_rank: LowRank | None, scratch: Scratch) -> tuple[Array, Array]:
@@ -248,15 +227,17 @@ def _finish(low_rank: LowRank | None, scratch: Scratch) -> tuple[Array, Array]:
     acc, (top, total) = scratch.acc[...], (ref[...] for ref in scratch.softmax)
     if low_rank is not None:
         z = low_rank.z[0]
-        phi = rows_of(low_rank.features[0], len(z))
-        mass = (phi * beside(z, len(acc))).sum(-1, keepdims=True)
+        phi = running.rows_of(low_rank.features[0], len(z))
+        mass = (phi * kernel_parts.beside(z, len(acc))).sum(-1, keepdims=True)
         some = mass > 0
         other = jnp.where(some, jnp.log(jnp.where(some, mass, 1.0)), LOWEST / 2)
         highest = jnp.maximum(top, other)
         kept = jnp.exp(top - highest)
         # phi H is divided by its mass, which is added back as exp(log mass - highest): that cannot overflow.
         added = jnp.where(some, jnp.exp(other - highest) / jnp.where(some, mass, 1.0), 0.0)
-        acc = kept * acc + added * of_each(lambda rows: dot(rows, low_rank.h[0], 1), phi, len(z))
+        acc = kept * acc + added * kernel_parts.of_each(
+            lambda rows: kernel_parts.dot(rows, low_rank.h[0], 1), phi, len(z)
+        )
         total = kept * total + jnp.where(some, jnp.exp(other - highest), 0.0)
         top = highest
     return acc / positive(total), log_sum(top, total)

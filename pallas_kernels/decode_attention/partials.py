@@ -59,14 +59,7 @@ class Parts(NamedTuple):
 
 
 def merged(found: Parts, g: int, splits: int, scores: str | Gumbel | None) -> Decoded:
-    """Merge all parts into one result.
-
-    Args:
-        found: results of the kernel.
-        g: queries of a group.
-        splits: number of parts that are splits.
-        scores: the requested scores.
-    """
+    """Merge all parts of a kernel's results, of which the first `splits` are splits, into one result."""
     out, lse = combined(found, g)
     if scores is None:
         return Decoded(out, lse, None)

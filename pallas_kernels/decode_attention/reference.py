@@ -9,15 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import noise
-from pallas_kernels.attention import (
-    SLOT_BLOCK,
-    AttentionSpec,
-    Partial,
-    attend,
-    slot_block,
-    tempered,
-    wide,
-)
+from pallas_kernels.attention import SLOT_BLOCK, AttentionSpec, Partial, attend, slot_block, tempered, wide
 from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, Gumbel, Sinks
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
 from pallas_kernels.quantised import products, weighted

@@ -49,13 +49,10 @@ def logits_of(
     Args:
         x: the kernel's inputs; at most `LANES` sinks.
         q: queries in the layout of `rows_of`.
-        position: position of the token in each slot.
         visible: whether the query attends to the slot.
-        query: the query's position.
         channels: the axis of keys that holds channels.
         integers: as in `products`.
         first: the number of the block's first slot.
-        row: the row of the batch.
     """
     distance = position - query
     k, scale = (None if ref is None else ref[0] for ref in stored(x.k))
@@ -102,13 +99,9 @@ def noisy(
 def advance(
     softmax: Softmax, logits: Float[Array, "n rows s"], acc: Any = None, weigh: Callable[[Array], Array] | None = None
 ) -> None:
-    """Advance an online softmax by one block.
+    """Advance an online softmax by the logits of one block.
 
-    Args:
-        softmax: its state.
-        logits: logits of the block.
-        acc: reference of the unnormalized output; None for a softmax without one.
-        weigh: function from the block's weights to their term of `acc`.
+    `acc` refers to the unnormalized output, if there is one, and `weigh` returns its term from the block's weights.
     """
     top, total = softmax
     highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))

@@ -57,7 +57,6 @@ def decode_step(
         rounds: True to return attention's output in the queries' dtype, if nothing else is merged with it.
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes what both kernels that
             it replaces take, c a multiple of 16 (of 128 where XLA stores slots innermost), and blocks that fit in VMEM.
-            It compiles and has run in interpreters, never on a chip. There is no form for GPU.
 
     Raises:
         ValueError: `scores` is unknown, values are `Turned`, or `adds` is set without sums or

@@ -14,17 +14,8 @@ from jaxtyping import Array, Float, UInt32
 from pallas_kernels import operands
 from pallas_kernels.attention import log_sum, positive
 from pallas_kernels.common import LANES, row_and_block
+from pallas_kernels.decode_attention import running
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, seen, stored, weighted
-from pallas_kernels.decode_attention.running import (
-    Softmax,
-    advance,
-    along_lanes,
-    logits_of,
-    noisy,
-    packed,
-    rows_of,
-    summed,
-)
 from pallas_kernels.decode_attention.types import DecodeInputs
 from pallas_kernels.decode_step.types import Hashed, Ranking
 from pallas_kernels.evict.pallas_tpu import counted
@@ -88,7 +79,7 @@ class Scratch(NamedTuple):
     """Memory that is kept between the splits of a block of heads."""
 
     acc: Any
-    softmax: Softmax
+    softmax: running.Softmax
     slot: Any
     """Slots that the tokens take, as a vector, and `slots`, as scalars."""
     slots: Any
@@ -96,7 +87,7 @@ class Scratch(NamedTuple):
     v: Tile
     sent: Any
     """Semaphores of the copies back."""
-    noisy: Softmax | None = None
+    noisy: running.Softmax | None = None
     logits: Any = None
     """Logits of all slots, and `new`, that of the token."""
     new: Any = None
@@ -128,16 +119,12 @@ def kernel(
     """Run one grid step: evict at the first split of slots, attend to each split, and copy the changed tiles back.
 
     Args:
-        x: inputs of the grid step.
-        made: its results.
-        scratch: memory between grid steps.
         units: blocks of heads of a core's rows.
         blocks: blocks of heads of a row.
         slots: slots of a split.
         channels: the axes of channels in blocks of keys and of values, as in `kernel_parts.placed`.
         wanted: `each` or `sum` of the scores; None for none.
         adds: whether the scores are added to the standing.
-        integers: as in `kernel_parts.products`.
     """
     step, split, splits = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     row, block = row_and_block(pl.program_id(0), step, units, blocks)
@@ -147,7 +134,7 @@ def kernel(
     several, first = slots < capacity, split * slots
     newest = attention.query_position[row]
     writes = newest >= 0
-    q = rows_of(attention.q[0], heads)
+    q = running.rows_of(attention.q[0], heads)
     keys = _Side(*stored(attention.k), x.k, made.k, scratch.k, channels[0])
     values = _Side(*stored(attention.v), x.v, made.v, scratch.v, channels[1])
     sides = keys, values
@@ -181,7 +168,7 @@ def kernel(
         if isinstance(standing, Hashed):
             (planes, of_queries, _), codes = standing.hashing, [code[0] for code in standing.codes]
             queries = of_queries[0].astype(jnp.float32)
-            rows = queries[:, None] if groups == 1 else rows_of(queries, heads)
+            rows = queries[:, None] if groups == 1 else running.rows_of(queries, heads)
             words = [word for group in range(groups) for word in _words(planes, rows[:, group : group + 1])]
             numbers = -distances_of_words(words, codes).astype(jnp.float32)
         else:
@@ -215,7 +202,7 @@ def kernel(
         scratch.acc[...] = jnp.where(writes, value, 0.0)
         if scratch.noisy is not None:
             written = jnp.full(logits.shape, writes)
-            logits = noisy(gumbel, logits, written, jnp.full((heads, 1), newest), row, block * heads)
+            logits = running.noisy(gumbel, logits, written, jnp.full((heads, 1), newest), row, block * heads)
             scratch.noisy.top[...] = jnp.maximum(logits, LOWEST / 2)
             scratch.noisy.total[...] = scratch.softmax.total[...]
         if wanted is not None:
@@ -230,7 +217,7 @@ def kernel(
             taken = writes & (index == scratch.slot[...])
             side.made.scale[0] = jnp.where(taken, scale_of(side), side.scale[0])
     v_scale = None if values.scale is None else values.scale[0]
-    logits, visible = logits_of(attention, q, position, visible, newest, keys.channels, integers, first, row)
+    logits, visible = running.logits_of(attention, q, position, visible, newest, keys.channels, integers, first, row)
 
     def wait() -> None:
         # Semaphores count bytes, so one wait covers the tiles of all heads.
@@ -244,10 +231,10 @@ def kernel(
     def weigh(weights: Array) -> Array:
         return weighted(weights, values.cache[0], v_scale, values.channels, integers)
 
-    advance(scratch.softmax, logits, scratch.acc, weigh)
+    running.advance(scratch.softmax, logits, scratch.acc, weigh)
     if scratch.noisy is not None:
-        logits = noisy(gumbel, logits, visible, position, row, block * heads)
-        advance(scratch.noisy, logits)
+        logits = running.noisy(gumbel, logits, visible, position, row, block * heads)
+        running.advance(scratch.noisy, logits)
     if wanted is not None:
         scratch.logits[:, :, at] = logits
 
@@ -266,8 +253,8 @@ def kernel(
         some = total > 0
         out = scratch.acc[...] / jnp.where(some, total, 1.0)
         lse = log_sum(top, total)
-        made.out[0] = packed(out, heads, groups).astype(made.out.dtype)
-        made.lse[0] = along_lanes(lse, heads)
+        made.out[0] = running.packed(out, heads, groups).astype(made.out.dtype)
+        made.lse[0] = running.along_lanes(lse, heads)
         if wanted is None:
             return
         used = slice(groups if len(q) == heads else None)
@@ -282,8 +269,8 @@ def kernel(
             made.scores[0] = jnp.where(here[:, None, :], new, found)
         else:
             standing: Any = x.ranking.standing
-            found = summed(found, heads) + (standing[0] if adds else 0.0)
-            made.scores[0] = jnp.where(here & writes, summed(new, heads), found)
+            found = running.summed(found, heads) + (standing[0] if adds else 0.0)
+            made.scores[0] = jnp.where(here & writes, running.summed(new, heads), found)
 
     # The next core's blocks do not await these copies.
     @pl.when((step == units - 1) & (split == splits - 1))

@@ -20,17 +20,9 @@ from jaxtyping import Array
 from pallas_kernels import operands
 from pallas_kernels.blocks import arrays, block, made, over, run
 from pallas_kernels.common import LANES, SUBLANES, over_cores, padded, row_and_block, slots_lie_along_lanes, tpu_params
-from pallas_kernels.decode_attention import Gumbel
+from pallas_kernels.decode_attention import Gumbel, running
 from pallas_kernels.decode_attention.kernel_parts import channels_of, multiplies_integers, placed, stored
 from pallas_kernels.decode_attention.pallas_tpu import VMEM_BYTES, room, tile
-from pallas_kernels.decode_attention.running import (
-    SCALARS,
-    Softmax,
-    placed_gumbel,
-    placed_sinks,
-    placed_spec,
-    rows_and_blocks,
-)
 from pallas_kernels.decode_attention.types import Decoded, DecodeInputs
 from pallas_kernels.decode_step.kernel import Entry, Inputs, Outputs, Scratch, Tile, Written, kernel
 from pallas_kernels.decode_step.types import Hashed, Ranking, Slots, StepInputs, Stepped
@@ -49,17 +41,17 @@ def decode_step(x: StepInputs, *, interpret: Any) -> Stepped:
     wanted = "sum" if isinstance(query.scores, Gumbel) else query.scores
     (b, h, g, d), (c, e) = query.q.shape, v.shape[2:]
     parts = _parts(b, h, g, k, v)
-    heads, (sets, rows) = parts.heads, rows_and_blocks(parts.heads, g)
+    heads, (sets, rows) = parts.heads, running.rows_and_blocks(parts.heads, g)
     channels = channels_of(k), channels_of(v)
     attention = DecodeInputs(
         q=block(query.q.reshape(b, h * g, d), parts.packed(d)),
         k=placed(k, parts.of_slots, channels[0]),
         v=placed(v, parts.of_slots, channels[1]),
         position=block(position, parts.of_heads(c)),
-        query_position=block(x.token.position, SCALARS),
-        spec=placed_spec(query.spec, parts.of_block(sets, rows, 1)),
-        sinks=placed_sinks(query.sinks, parts.packed(d)),
-        scores=placed_gumbel(gumbel),
+        query_position=block(x.token.position, running.SCALARS),
+        spec=running.placed_spec(query.spec, parts.of_block(sets, rows, 1)),
+        sinks=running.placed_sinks(query.sinks, parts.packed(d)),
+        scores=running.placed_gumbel(gumbel),
     )
     entries = [parts.entry(*some) for some in zip((k, v), (new_k, new_v), channels, strict=True)]
     inputs = Inputs(attention, parts.ranking(x.ranking), *entries)
@@ -92,7 +84,7 @@ def decode_step(x: StepInputs, *, interpret: Any) -> Stepped:
         v=after[1],
         codes=tuple(map(over, standing.codes)) if isinstance(standing, Hashed) else (),
     )
-    softmax = Softmax(*(pltpu.VMEM((sets, rows, 1), jnp.float32) for _ in range(2)))
+    softmax = running.Softmax(*(pltpu.VMEM((sets, rows, 1), jnp.float32) for _ in range(2)))
     scratch = Scratch(
         acc=pltpu.VMEM((sets, rows, e), jnp.float32),
         softmax=softmax,
@@ -228,7 +220,7 @@ class _Parts(NamedTuple):
         """Place what the token's slot is chosen by."""
         standing = ranking.standing
         bounds = (y.astype(jnp.int32) for y in ranking.protection)
-        protection = Protection(*(self.per_head(y) if y.ndim else block(y[None], SCALARS) for y in bounds))
+        protection = Protection(*(self.per_head(y) if y.ndim else block(y[None], running.SCALARS) for y in bounds))
         keep = None if ranking.keep is None else block(ranking.keep.astype(jnp.int32), self.of_heads(self.c))
         if isinstance(standing, Hashed):
             planes, queries, keys = standing.hashing
@@ -284,7 +276,7 @@ def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, b
     g, c = q.shape[2], v.shape[2]
     arrays = [stored(x)[0] for x in (k, v)]
     heads, slots = blocks_of(k, v)
-    (sets, rows), whole = rows_and_blocks(heads, g), padded(c, LANES)
+    (sets, rows), whole = running.rows_and_blocks(heads, g), padded(c, LANES)
     rows = sets * rows // heads
     pairs = sum(padded(x.shape[-1], LANES) * x.dtype.itemsize for x in arrays) * padded(slots, LANES)
     # Positions before and after, standing, protected slots, two scales; words before and after.

@@ -55,8 +55,7 @@ def evict(
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of 16 up to
             16384. Buffers [b h c] are of 32-bit numbers or bool. Buffers [b h c w] have w up to 256, of 32-bit numbers,
             bfloat16, int8 or uint8, if XLA stores w innermost (w a multiple of 128, or a small c). Otherwise they are
-            of 32-bit numbers with w up to 16, and w * c up to 32768 with w rounded up to eights. It compiles and has
-            run in interpreters, never on a chip. There is no form for GPU.
+            of 32-bit numbers with w up to 16, and w * c up to 32768 with w rounded up to eights.
 
     Returns:
         The slots (c for rows of padding), their old contents (position, -1 if empty, and buffers [b h ...] or None),

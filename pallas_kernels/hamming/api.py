@@ -36,31 +36,23 @@ def hamming(
         protection: sinks, recent window and limit of each head.
         keep: slots that are never evicted, or None.
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384, g * w up
-            to 64 and w * c up to 32768. It compiles and has run in interpreters, never on a chip. There is no form for
-            GPU.
+            to 64 and w * c up to 32768.
     """
     return Hamming(query, codes, position, new_position, protection, keep)(**how)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Hamming(Op[Int[Array, "b h"]]):
+class Hamming(reference.HammingInputs, Op[Int[Array, "b h"]]):
     """See `hamming`."""
-
-    query: UInt32[Array, "b h g w"]
-    codes: Sequence[UInt32[Array, "b h c"]]
-    position: Int[Array, "b h c"]
-    new_position: Int[Array, " b"]
-    protection: Protection
-    keep: Bool[Array, "b h c"] | None = None
 
     name = "hamming"
     backends = ("pallas_tpu",)
 
     def reference(self, options: Options) -> Int[Array, "b h"]:
-        return reference.hamming(**self.arguments())
+        return reference.hamming(self)
 
     def kernel(self, backend: str, options: Options) -> Int[Array, "b h"]:
-        return self.module(backend).hamming(**self.arguments(), interpret=options.interpret)
+        return self.module(backend).hamming(self, interpret=options.interpret)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         (groups, words), c = self.query.shape[2:], self.position.shape[2]

@@ -2,56 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Int
 
+from pallas_kernels.blocks import block, made, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, tpu_params
-from pallas_kernels.hamming.reference import distances_of_words
-from pallas_kernels.ranking import Protection, victim
+from pallas_kernels.hamming.reference import HammingInputs, distances_of_words
+from pallas_kernels.ranking import victim
 
 
-def hamming(
-    query: UInt32[Array, "b h g w"],
-    codes: Sequence[UInt32[Array, "b h c"]],
-    position: Int[Array, "b h c"],
-    new_position: Int[Array, " b"],
-    *,
-    protection: Protection,
-    keep: Bool[Array, "b h c"] | None,
-    interpret: Any,
-) -> Int[Array, "b h"]:
+def hamming(x: HammingInputs, *, interpret: Any) -> Int[Array, "b h"]:
     """See `api.hamming`."""
-    b, h, c = position.shape
+    b, h, c = x.position.shape
     heads = SUBLANES if h % SUBLANES == 0 else h
 
-    def block(*tail: int) -> pl.BlockSpec:
+    def part(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h: (b, h) + (0,) * len(tail))
 
     inputs = {
-        "new_position": (new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "query": (query.reshape(b, h, -1), block(query.shape[2] * len(codes))),
-        "codes": (list(codes), [block(c)] * len(codes)),
-        "position": (position, block(c)),
-        **{name: (x[..., None], block(1)) for name, x in protection.of_heads()._asdict().items()},
+        "new_position": block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "query": block(x.query.reshape(b, h, -1), part(x.query.shape[2] * len(x.codes))),
+        "codes": [block(code, part(c)) for code in x.codes],
+        "position": block(x.position, part(c)),
+        "bounds": [block(bound[..., None], part(1)) for bound in x.protection.of_heads()],
+        "keep": None if x.keep is None else block(x.keep.astype(jnp.int32), part(c)),
     }
-    if keep is not None:
-        inputs["keep"] = (keep.astype(jnp.int32), block(c))
-    found = pl.pallas_call(
+    found = run(
         _kernel,
+        (inputs,),
+        made((b, h, 1), part(1), jnp.int32),
         grid=(b, pl.cdiv(h, heads)),
-        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
-        out_specs=block(1),
-        out_shape=jax.ShapeDtypeStruct((b, h, 1), jnp.int32),
         compiler_params=tpu_params(2, vmem=VMEM_BYTES),
         interpret=interpret,
         name="hamming",
-    )({name: array for name, (array, _) in inputs.items()})
+    )
     return found[..., 0]
 
 
@@ -60,6 +48,6 @@ def _kernel(refs: dict[str, Any], slot: Any) -> None:
     query = [words[:, i : i + 1] for i in range(words.shape[1])]
     distance = distances_of_words(query, [code[0] for code in refs["codes"]])
     scores = -distance.astype(jnp.float32)
-    bounds = [refs[name][0] for name in Protection._fields]
-    keep = refs["keep"][0] != 0 if "keep" in refs else None
+    bounds = [bound[0] for bound in refs["bounds"]]
+    keep = None if refs["keep"] is None else refs["keep"][0] != 0
     slot[0] = victim(scores, refs["position"][0], refs["new_position"][pl.program_id(0)], *bounds, keep=keep)

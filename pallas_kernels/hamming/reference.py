@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -14,19 +15,23 @@ from jaxtyping import Array, Bool, Int, UInt32
 from pallas_kernels.ranking import Protection, victim
 
 
-def hamming(
-    query: UInt32[Array, "b h g w"],
-    codes: Sequence[UInt32[Array, "b h c"]],
-    position: Int[Array, "b h c"],
-    new_position: Int[Array, " b"],
-    *,
-    protection: Protection,
-    keep: Bool[Array, "b h c"] | None,
-) -> Int[Array, "b h"]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class HammingInputs:
+    """Arguments of a selection; see `api.hamming`."""
+
+    query: UInt32[Array, "b h g w"]
+    codes: Sequence[UInt32[Array, "b h c"]]
+    position: Int[Array, "b h c"]
+    new_position: Int[Array, " b"]
+    protection: Protection
+    keep: Bool[Array, "b h c"] | None = None
+
+
+def hamming(x: HammingInputs) -> Int[Array, "b h"]:
     """See `api.hamming`."""
-    scores = -distances(query, codes).astype(jnp.float32)
-    sinks, recent, limit = (x[..., None] for x in protection)
-    return victim(scores, position, new_position[:, None, None], sinks, recent, limit, keep)[..., 0]
+    scores = -distances(x.query, x.codes).astype(jnp.float32)
+    sinks, recent, limit = (bound[..., None] for bound in x.protection)
+    return victim(scores, x.position, x.new_position[:, None, None], sinks, recent, limit, x.keep)[..., 0]
 
 
 def distances(query: UInt32[Array, "b h g w"], codes: Sequence[UInt32[Array, "b h c"]]) -> Int[Array, "b h c"]:

@@ -3,4 +3,4 @@
 from pallas_kernels.less_kernels.api import phi as phi
 from pallas_kernels.less_kernels.api import psi as psi
 from pallas_kernels.less_kernels.api import remember as remember
-from pallas_kernels.less_kernels.types import Remembered as Remembered
+from pallas_kernels.less_kernels.reference import Remembered as Remembered

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import Partial
 from pallas_kernels.common import LANES, SUBLANES
 from pallas_kernels.less_kernels import reference
-from pallas_kernels.less_kernels.types import Remembered
+from pallas_kernels.less_kernels.reference import Remembered
 from pallas_kernels.op import How, Limit, Op, Options
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
@@ -89,7 +89,6 @@ def remember(
 
     Implementations: `xla` runs everywhere, with the requested form of `phi` and `psi`. `pallas` is for TPU and makes
     one pass over the memory. It takes what `phi` and `psi` take, h a multiple of 8, up to 128 rows, and b g up to 256.
-    It compiles and has run in interpreters, never on a chip.
 
     Args:
         memory: H and z.

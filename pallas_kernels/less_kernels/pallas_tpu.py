@@ -19,9 +19,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import Partial
+from pallas_kernels.blocks import block, made, over, run
 from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, padded, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, matmul
-from pallas_kernels.less_kernels.types import Remembered
+from pallas_kernels.less_kernels.reference import Remembered
 
 BLOCK = 512
 """Maximum tokens of one grid step."""
@@ -32,10 +33,10 @@ FEW = 16
 def phi(
     x: Float[Array, "m t d"], first: Float[Array, "m d r"], second: Float[Array, "m r f"], *, interpret: Any
 ) -> Float[Array, "m t f"]:
-    """See `reference.phi`; compiled for v4 to v6e, interpreted, never run on a chip."""
+    """See `reference.phi`."""
 
-    def kernel(x_ref: Any, first_ref: Any, second_ref: Any, out_ref: Any) -> None:
-        out_ref[0] = jnp.abs(_two_layers(x_ref[0], first_ref[0], second_ref[0]))
+    def kernel(x_ref: Any, weights: Any, out_ref: Any) -> None:
+        out_ref[0] = jnp.abs(_two_layers(x_ref[0], *(ref[0] for ref in weights)))
 
     return _call(kernel, x, (first, _transposed(second)), interpret, "less_phi")
 
@@ -50,10 +51,9 @@ def psi(
     *,
     interpret: Any,
 ) -> Float[Array, "m t f"]:
-    """See `reference.psi`; compiled for v4 to v6e, interpreted, never run on a chip."""
+    """See `reference.psi`."""
 
-    def kernel(x_ref: Any, *refs: Any) -> None:
-        *weights, out_ref = refs
+    def kernel(x_ref: Any, weights: Any, out_ref: Any) -> None:
         first, second, third, *scales = (ref[0] for ref in weights)
         out_ref[0] = _psi(x_ref[0], first, second, lambda outer: matmul(third, outer, (1, 0)), *scales)
 
@@ -76,21 +76,21 @@ def remember(
     (b, h, g, d), (k, v, position), (held, total) = q.shape, evicted, memory
     features, e = held.shape[2:]
 
-    def heads_of_rows(x: Float[Array, "b m w"], heads: int) -> tuple[Array, pl.BlockSpec]:
-        return x, pl.BlockSpec((b, heads, x.shape[2]), lambda block, head: (0, block, 0))
+    def heads_of_rows(x: Float[Array, "b m w"], heads: int) -> Any:
+        return block(x, pl.BlockSpec((b, heads, x.shape[2]), lambda eight, head: (0, eight, 0)))
 
-    def own(x: Array, heads: int = 1) -> tuple[Array, pl.BlockSpec]:
+    def own(x: Array, heads: int = 1) -> Any:
         # Heads are the first axis, and rows, if any, the last.
         shape = heads, *x.shape[1:]
-        return x, pl.BlockSpec(shape, lambda block, head: (block * SUBLANES + head, *(0,) * (len(shape) - 1)))
+        return block(x, pl.BlockSpec(shape, lambda eight, head: (eight * SUBLANES + head, *(0,) * (len(shape) - 1))))
 
-    whole = pl.BlockSpec((b, 1, features, e), lambda block, head: (0, block * SUBLANES + head, 0, 0))
+    whole = pl.BlockSpec((b, 1, features, e), lambda eight, head: (0, eight * SUBLANES + head, 0, 0))
     scales = [of_psi[name] for name in ("outer_scale", "residual_scale") if of_psi.get(name) is not None]
 
-    def of_all_heads(x: Float[Array, "h *f"]) -> tuple[Array, pl.BlockSpec]:
+    def of_all_heads(x: Float[Array, "h *f"]) -> Any:
         # Heads last, as XLA stores arrays with few numbers per head.
         x = jnp.moveaxis(x, 0, -1)
-        return x, pl.BlockSpec(x.shape, lambda block, head: (0,) * x.ndim)
+        return block(x, pl.BlockSpec(x.shape, lambda eight, head: (0,) * x.ndim))
 
     inputs: dict[str, Any] = {
         "q": heads_of_rows(q.reshape(b, h * g, d), SUBLANES * g),
@@ -99,40 +99,34 @@ def remember(
         "out": heads_of_rows(attended.out.reshape(b, h * g, e), SUBLANES * g),
         "lse": heads_of_rows(attended.lse.reshape(b, h * g, 1), SUBLANES * g),
         "position": heads_of_rows(position[..., None], SUBLANES),
-        "h": (held, whole),
+        "h": block(held, whole),
         "z": own(total.transpose(1, 2, 0)),
         "phi_first": own(of_phi["first"].reshape(h * g, d, -1), g),
         "phi_second": own(_transposed(of_phi["second"].reshape(h * g, -1, features)), g),
         "psi_first": own(of_psi["first"]),
         "psi_second": own(_transposed(of_psi["second"])),
         "psi_third": of_all_heads(of_psi["third"]) if features <= FEW else own(_transposed(of_psi["third"])),
-        "psi_scales": tuple(zip(*map(of_all_heads, scales), strict=True)),
+        "psi_scales": [of_all_heads(scale) for scale in scales],
     }
-    went = ("h", "z")  # in place
-    arrays = {name: array for name, (array, _) in inputs.items()}
-    specs = {name: spec for name, (_, spec) in inputs.items()}
-    came = [jax.tree_util.keystr(path[:1], simple=True) for path, _ in jax.tree.leaves_with_path(arrays)]
-    scratch = {name: inputs[name][1].block_shape[1:] for name in ("q", "k", "v", "out", "lse", "position")}
+    scratch = {name: inputs[name].spec.block_shape[1:] for name in ("q", "k", "v", "out", "lse", "position")}
     scratch["merged"] = scratch["out"]
-    shapes = {name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in went}
-    shapes["out"] = jax.ShapeDtypeStruct(arrays["out"].shape, q.dtype)
-    found = pl.pallas_call(
+    outputs = {name: over(inputs[name]) for name in ("h", "z")}
+    outputs["out"] = made(inputs["out"].array.shape, inputs["out"].spec, q.dtype)
+    found = run(
         functools.partial(_remember, groups=g),
+        (inputs,),
+        outputs,
         grid=(h // SUBLANES, SUBLANES),
-        in_specs=[specs],
-        out_specs={name: specs[name] for name in shapes},
-        out_shape=shapes,
         scratch_shapes=[{name: pltpu.VMEM((b * m, width), jnp.float32) for name, (m, width) in scratch.items()}],
-        input_output_aliases={came.index(name): sorted(shapes).index(name) for name in went},
         compiler_params=tpu_params(1, 1, VMEM_BYTES),
         interpret=interpret,
         name="less_remember",
-    )(arrays)
+    )
     return Remembered(found["h"], found["z"].transpose(2, 0, 1), found["out"].reshape(b, h, g, e))
 
 
 def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
-    block, head, rows = pl.program_id(0), pl.program_id(1), refs["h"].shape[0]
+    eight, head, rows = pl.program_id(0), pl.program_id(1), refs["h"].shape[0]
 
     @pl.when(head == 0)
     def _() -> None:
@@ -144,7 +138,7 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
         return scratch[name][pl.ds(which, rows, stride=heads), :]
 
     def weight(x: Float[Array, "*f h"]) -> Float[Array, "*f 1"]:
-        here = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == block * SUBLANES + head
+        here = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == eight * SUBLANES + head
         return jnp.where(here, x, 0.0).sum(-1, keepdims=True)
 
     def mix(outer: Float[Array, "f b"]) -> Float[Array, "f b"]:
@@ -231,17 +225,16 @@ def _call(
     size = padded(t, SUBLANES) if t < LANES else min(BLOCK, padded(t, LANES))
     tokens = padded(t, size)
     x = jnp.pad(x, ((0, 0), (0, tokens - t), (0, 0)))
-    whole = [pl.BlockSpec((1, *weight.shape[1:]), lambda m, i: (m, 0, 0)) for weight in weights]
-    out = pl.pallas_call(
+    whole = [block(weight, pl.BlockSpec((1, *weight.shape[1:]), lambda m, i: (m, 0, 0))) for weight in weights]
+    out = run(
         kernel,
+        (block(x, pl.BlockSpec((1, size, d), lambda m, i: (m, i, 0))), whole),
+        made((m, features, tokens), pl.BlockSpec((1, features, size), lambda m, i: (m, 0, i))),
         grid=(m, tokens // size),
-        in_specs=[pl.BlockSpec((1, size, d), lambda m, i: (m, i, 0)), *whole],
-        out_specs=pl.BlockSpec((1, features, size), lambda m, i: (m, 0, i)),
-        out_shape=jax.ShapeDtypeStruct((m, features, tokens), jnp.float32),
         compiler_params=tpu_params(2),
         interpret=interpret,
         name=name,
-    )(x, *weights)
+    )
     return jnp.swapaxes(out[..., :t], 1, 2)
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
-from pallas_kernels.less_kernels.types import Remembered
+
+
+class Remembered(NamedTuple):
+    """Memory that includes the evicted pairs, and attention that includes the memory."""
+
+    h: Float[Array, "b h R e"]
+    """Sum of psi(k)^T v."""
+    z: Float[Array, "b h R"]
+    """Sum of psi(k)."""
+    out: Float[Array, "b h g e"]
+    """Attention in the queries' dtype."""
 
 
 def phi(x: Float[Array, "m t d"], first: Float[Array, "m d r"], second: Float[Array, "m r f"]) -> Float[Array, "m t f"]:

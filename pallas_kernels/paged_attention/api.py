@@ -51,7 +51,7 @@ def paged_attention(
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` takes queries, keys, values, widths and g as
             `decode_attention` does. On TPU, four bits need d and e of 256, and s is at most 1024. Its steps take at
             most 240,000 scalars: three for each head of each row, and one for each row and for each 128 to 512 slots of
-            the pool. It compiles for TPU and GPU and has run in interpreters, never on a chip.
+            the pool.
 
     Raises:
         ValueError: values are `Turned`.

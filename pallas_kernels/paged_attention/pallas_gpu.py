@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.blocks import block, made
+from pallas_kernels.blocks import block, made, run
 from pallas_kernels.decode_attention.kernel_parts import placed
-from pallas_kernels.decode_attention.pallas_gpu import Span, kernel, launch, padded, parts_of, placed_spec, products
+from pallas_kernels.decode_attention.pallas_gpu import PARAMS, Span, kernel, padded, parts_of, placed_spec, products
 from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, Parts, combined, steps
 from pallas_kernels.decode_attention.types import DecodeInputs
 from pallas_kernels.operands import Operand
@@ -48,7 +48,8 @@ def paged_attention(x: PagedInputs, *, interpret: Any) -> Paged:
     outputs = Parts(*parts_of(b, h, splits, e), logits=made((count, g, size), whole(count, g, size)))
     settings = dict(size=steps(max(d, e) * x.q.dtype.itemsize), split=None, splits=splits, multiply=products(interpret))
     compiled = functools.partial(kernel, **settings)
-    found = launch(compiled, (splits, h, b), (inputs, span), outputs, interpret=interpret, name="paged_attention")
+    call = dict(grid=(splits, h, b), compiler_params=PARAMS, interpret=interpret, name="paged_attention")
+    found = run(compiled, (inputs, span), outputs, **call)
     out, lse = combined(found, g)
     return Paged(out, lse, found.logits)
 

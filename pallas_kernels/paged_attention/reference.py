@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.attention import wide
+from pallas_kernels.attention import log_sum, positive, wide
 from pallas_kernels.operands import cut
 from pallas_kernels.paged_attention.types import Paged, PagedInputs
 from pallas_kernels.quantised import products, weighted
@@ -64,7 +64,5 @@ def paged_attention(x: PagedInputs, platform: str) -> Paged:
     )
     blocks = (pages[1] - pages[0] + block - 1) // block
     highest, total, out, written = jax.lax.fori_loop(0, blocks, look, carry)
-    some = total > 0
-    total = jnp.where(some, total, 1.0)
-    lse = jnp.where(some, highest + jnp.log(total), -jnp.inf)
-    return Paged((out / total[..., None]).reshape(b, h, g, -1), lse.reshape(b, h, g), written)
+    found = out / positive(total)[..., None]
+    return Paged(found.reshape(b, h, g, -1), log_sum(highest, total).reshape(b, h, g), written)

@@ -51,8 +51,7 @@ def prefill_scores(
     float32 or bfloat16, d and e a multiple of 8 up to 256 on TPU and a power of two from 16 to 256 on GPU. On TPU it
     holds the exponentials of one block of queries in VMEM, in the dtype of the keys, until their softmax is known.
     Under bfloat16 each term of a sum is off by up to 2^-8 of itself. On GPU, and if there are too many keys for VMEM
-    (16 MiB on v4: from about 17,000 in bfloat16), a second pass computes the logits again and holds nothing. Both forms
-    compile for their chips and have run in interpreters, never on a chip.
+    (16 MiB on v4: from about 17,000 in bfloat16), a second pass computes the logits again and holds nothing.
 
     Args:
         q: queries of tokens in the order of the text.

@@ -14,20 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec, positive
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
-from pallas_kernels.decode_attention.pallas_gpu import products
+from pallas_kernels.decode_attention.pallas_gpu import PARAMS, products
 from pallas_kernels.decode_attention.partials import ROWS, channels
 from pallas_kernels.prefill_scores.tiles import Tiles, row
 from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
 
 
 def prefill_scores(x: PrefillInputs, *, interpret: Any) -> PromptAttention:
-    """See `pallas_kernels.prefill_scores.api`; compiled for A100 and H100, interpreted, never run on a chip."""
+    """See `api.prefill_scores`."""
     (b, h, g, n, d), c = x.q.shape, x.k.shape[2]
     tiles = Tiles(n, c, *_sizes(max(d, x.v.shape[3]), x.q.dtype), x.spec.window, x.tokens)
     noisy = x.scores and (x.noise is not None or x.tau != 1)
@@ -89,7 +88,7 @@ def _attend(
         out_specs={"out": of_queries} | dict.fromkeys(names, of_rows),
         out_shape={"out": jax.ShapeDtypeStruct((b, heads, n, e), jnp.float32)}
         | dict.fromkeys(names, jax.ShapeDtypeStruct((b, heads, n), jnp.float32)),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=PARAMS,
         interpret=interpret,
         name="prefill_attend",
     )(blocks)
@@ -128,7 +127,7 @@ def _collect(
         in_specs=[_specs(blocks, tiles, by_query=False)],
         out_specs=pl.BlockSpec((None, None, made, tiles.width), lambda j, m, r: (r, m, 0, j)),
         out_shape=jax.ShapeDtypeStruct((b, heads, made, c), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=PARAMS,
         interpret=interpret,
         name="prefill_column_sums",
     )(blocks)[:, :, :rows]

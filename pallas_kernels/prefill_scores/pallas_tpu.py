@@ -47,7 +47,7 @@ class _Common(NamedTuple):
 
 
 def prefill_scores(x: PrefillInputs, *, interpret: Any) -> PromptAttention:
-    """See `pallas_kernels.prefill_scores.api`; compiled for v4 to v6e, interpreted, never run on a chip."""
+    """See `api.prefill_scores`."""
     q, k, v, spec, weights, scores = x.q, x.k, array_of(x.v), x.spec, x.weights, x.scores
     (b, h, g, n, _), c, e = q.shape, k.shape[2], v.shape[3]
     noise, tau = (x.noise, x.tau) if scores else (None, 1.0)

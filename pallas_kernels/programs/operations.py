@@ -174,13 +174,20 @@ def features(
     return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes}, ("tpu",))
 
 
+def _choice(b: int, h: int, c: int, keep: bool) -> dict[str, Any]:
+    """Return the shapes of positions and protections, by which operations choose a slot for a token."""
+    protection = Protection(*(Shape((b, h), jnp.int32) for _ in range(3)))  # type: ignore[arg-type]
+    shapes: dict[str, Any] = {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
+    return shapes | {"protection": protection} | ({"keep": Shape((b, h, c), jnp.bool_)} if keep else {})
+
+
 def eviction(
     label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike, *, words: int = 0, keep: bool = False
 ) -> Program:
     """Return an in-place `evict` workload: a pair, its accumulated score, and `words` a slot; integers have scales."""
 
-    def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Any:
-        return evict(**arrays, scores=arrays["buffers"]["stats"], protection=Protection(sinks, recent, limit))
+    def run(**arrays: Any) -> Any:
+        return evict(**arrays, scores=arrays["buffers"]["stats"])
 
     def held(*slots: int) -> dict[str, Shape]:
         pairs = {name: Shape((b, h, *slots, d), dtype) for name in "kv"}
@@ -190,11 +197,7 @@ def eviction(
             pairs["hashes"] = Shape((b, h, *slots, *(words,) * (words > 1)), jnp.uint32)
         return pairs | {"stats": Shape((b, h, *slots), jnp.float32)}
 
-    shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
-    shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
-    shapes |= {"buffers": held(c), "added": held()}
-    if keep:
-        shapes["keep"] = Shape((b, h, c), jnp.bool_)
+    shapes = _choice(b, h, c, keep) | {"buffers": held(c), "added": held()}
     pairs = 2 * b * h * d * jnp.dtype(dtype).itemsize
     return Program(
         "evict",
@@ -227,7 +230,7 @@ def stepping(
     asks, words = sizes.scores is not None or sizes.noisy, -(-hashed // 32)
 
     def run(
-        protection: tuple[Array, Array, Array],
+        protection: Protection,
         implementation: str,
         platform: str | None = None,
         keep: Array | None = None,
@@ -245,7 +248,7 @@ def stepping(
         done = decode_step(
             Slots(arrays["position"], arrays["k"], arrays["v"], buffers),
             Token(new_position, new_k, new_v, added),
-            Ranking(standing, Protection(*protection), keep),
+            Ranking(standing, protection, keep),
             Query(q, **asked),
             pairs=pairs,
             adds=adds,
@@ -256,8 +259,7 @@ def stepping(
         return done._replace(slots=done.slots._replace(buffers=held))
 
     b, h, g, c, d, dtype = sizes[:6]
-    shapes = sizes.shapes() | {"new_position": Shape((b,), jnp.int32)}
-    shapes["protection"] = Protection(*(Shape((b, h), jnp.int32) for _ in range(3)))  # type: ignore[arg-type]
+    shapes = sizes.shapes() | _choice(b, h, c, keep)
 
     def held(*slots: int) -> Any:
         of_words = (Shape((b, h, *slots), jnp.uint32),) * words
@@ -266,8 +268,6 @@ def stepping(
     shapes |= {"buffers": held(c), "added": (Shape((b, h, d), dtype), Shape((b, h, sizes.width), dtype), held())}
     if words:
         shapes |= {"planes": Shape((h, hashed, d), jnp.float32), "hashed_key": Shape((b, h, d), dtype)}
-    if keep:
-        shapes["keep"] = Shape((b, h, c), jnp.bool_)
     if apart:
         shapes["near"] = Shape((b, h, g, d), dtype)
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
@@ -287,17 +287,10 @@ def stepping(
 
 def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Program:
     """Return a `hamming` workload."""
-
-    def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Array:
-        return hamming(**arrays, protection=Protection(sinks, recent, limit))
-
-    shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
-    shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     words = -(-bits // 32)
+    shapes = _choice(b, h, c, keep)
     shapes |= {"query": Shape((b, h, g, words), jnp.uint32), "codes": (Shape((b, h, c), jnp.uint32),) * words}
-    if keep:
-        shapes["keep"] = Shape((b, h, c), jnp.bool_)
-    return Program("hamming", label, run, shapes, forms=("tpu",))
+    return Program("hamming", label, hamming, shapes, forms=("tpu",))
 
 
 def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Program:

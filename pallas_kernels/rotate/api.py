@@ -33,34 +33,26 @@ def rotate(
         still: values, whose heads are moved without rotation.
         interleaved: rotates pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes float32 and bfloat16, d
-            = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16. It compiles
-            and has run in interpreters, never on a chip. There is no form for GPU.
+            = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16.
     """
     return Rotate(tuple(turned), cos, sin, tuple(still), interleaved)(**how)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rotate(Op[tuple[Float[Array, "b n d"], ...]]):
+class Rotate(reference.RotateInputs, Op[tuple[Float[Array, "b n d"], ...]]):
     """See `rotate`."""
-
-    turned: tuple[Float[Array, "b n d"], ...]
-    cos: Float[Array, "b w"]
-    sin: Float[Array, "b w"]
-    still: tuple[Float[Array, "b n d"], ...] = ()
-    interleaved: bool = False
 
     name = "rotate"
     backends = ("pallas_tpu",)
 
     def reference(self, options: Options) -> tuple[Float[Array, "b n d"], ...]:
-        return reference.rotate(**self.arguments())
+        return reference.rotate(self)
 
     def kernel(self, backend: str, options: Options) -> tuple[Float[Array, "b n d"], ...]:
-        run = self.module(backend).rotate
-        return run(self.turned, self.cos, self.sin, self.still, interpret=options.interpret)
+        return self.module(backend).rotate(self, interpret=options.interpret)
 
     def limits(self, backend: str) -> Iterator[Limit]:
-        given, b = [*self.turned, *self.still], len(self.cos)
+        given, b = self.heads, len(self.cos)
         dtypes, heads, widths = ([x.dtype.name for x in given], *([x.shape[axis] for x in given] for axis in (1, 2)))
         yield (
             len({*dtypes}) == 1 and dtypes[0] in ("float32", "bfloat16") and self.cos.dtype.name == "float32",
@@ -77,9 +69,8 @@ class Rotate(Op[tuple[Float[Array, "b n d"], ...]]):
         yield needed <= kernel.VMEM_BYTES, f"n={_listed(heads)} heads of {rows} rows are too many at once"
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
-        given = [*self.turned, *self.still]
-        heads, widths = (_listed([x.shape[axis] for x in given]) for axis in (1, 2))
-        settings = dict(n=heads, d=widths, w=self.cos.shape[-1], dtype=given[0].dtype.name)
+        heads, widths = (_listed([x.shape[axis] for x in self.heads]) for axis in (1, 2))
+        settings = dict(n=heads, d=widths, w=self.cos.shape[-1], dtype=self.heads[0].dtype.name)
         return dict(b=len(self.cos)), settings | dict(still=len(self.still) > 0, interleaved=self.interleaved)
 
 

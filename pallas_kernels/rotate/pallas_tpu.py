@@ -6,13 +6,14 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.blocks import block, made, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, over_cores, tpu_params
+from pallas_kernels.rotate.reference import RotateInputs
 
 
 def rows_of_block(dtype: Any) -> int:
@@ -26,42 +27,30 @@ def block_bytes(given: Sequence[Array]) -> int:
     return rows_of_block(given[0].dtype) * numbers * (2 * given[0].dtype.itemsize + 3 * 4)
 
 
-def rotate(
-    turned: Sequence[Float[Array, "b n d"]],
-    cos: Float[Array, "b d"],
-    sin: Float[Array, "b d"],
-    still: Sequence[Float[Array, "b n d"]],
-    *,
-    interpret: Any,
-) -> tuple[Float[Array, "b n d"], ...]:
+def rotate(inputs: RotateInputs, *, interpret: Any) -> tuple[Float[Array, "b n d"], ...]:
     """See `api.rotate`."""
-    given = [*turned, *still]
-    b, rows = len(cos), rows_of_block(given[0].dtype)
+    given, angles = inputs.heads, (inputs.cos, inputs.sin)
+    b, rows = len(inputs.cos), rows_of_block(given[0].dtype)
     cores, units = over_cores(b // rows)
 
     def of_rows(heads: int, width: int) -> pl.BlockSpec:
         return pl.BlockSpec((rows * heads, width), lambda core, step: (core * units + step, 0))
 
-    found = pl.pallas_call(
-        functools.partial(_kernel, turned=len(turned)),
+    packed = [x.reshape(b, -1) for x in given]
+    found = run(
+        functools.partial(_kernel, turned=len(inputs.turned)),
+        ([block(x, of_rows(1, x.shape[1])) for x in packed], *(block(x, of_rows(1, x.shape[1])) for x in angles)),
+        [made((b * x.shape[1], x.shape[2]), of_rows(*x.shape[1:]), x.dtype) for x in given],
         grid=(cores, units),
-        in_specs=[
-            [of_rows(1, x.shape[1] * x.shape[2]) for x in given],
-            of_rows(1, cos.shape[1]),
-            of_rows(1, sin.shape[1]),
-        ],
-        out_specs=[of_rows(*x.shape[1:]) for x in given],
-        out_shape=[jax.ShapeDtypeStruct((b * x.shape[1], x.shape[2]), x.dtype) for x in given],
         scratch_shapes=[[pltpu.VMEM((rows * x.shape[1], x.shape[2]), jnp.float32) for x in given]],
         compiler_params=tpu_params(1, 1, VMEM_BYTES),
         interpret=interpret,
         name="rotate",
-    )([x.reshape(b, -1) for x in given], cos, sin)
+    )
     return tuple(x.reshape(like.shape) for x, like in zip(found, given, strict=True))
 
 
-def _kernel(given: Sequence[Any], cos: Any, sin: Any, *results: Any, turned: int) -> None:
-    *found, scratch = results
+def _kernel(given: Sequence[Any], cos: Any, sin: Any, found: Sequence[Any], scratch: Any, *, turned: int) -> None:
     rows = len(cos)
     for i, (heads, out) in enumerate(zip(given, found, strict=True)):
         wide = out if out.dtype == jnp.float32 else scratch[i]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 
 from jaxtyping import Array, Float
 
 from pallas_kernels.operands import turn
 
 
-def rotate(
-    turned: Sequence[Float[Array, "b n d"]],
-    cos: Float[Array, "b w"],
-    sin: Float[Array, "b w"],
-    still: Sequence[Float[Array, "b n d"]],
-    interleaved: bool,
-) -> tuple[Float[Array, "b n d"], ...]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class RotateInputs:
+    """Arguments of a rotation; see `api.rotate`."""
+
+    turned: tuple[Float[Array, "b n d"], ...]
+    cos: Float[Array, "b w"]
+    sin: Float[Array, "b w"]
+    still: tuple[Float[Array, "b n d"], ...] = ()
+    interleaved: bool = False
+
+    @property
+    def heads(self) -> list[Float[Array, "b n d"]]:
+        """Queries, keys and values."""
+        return [*self.turned, *self.still]
+
+
+def rotate(x: RotateInputs) -> tuple[Float[Array, "b n d"], ...]:
     """See `api.rotate`."""
-    return (*(turn(x, cos[:, None], sin[:, None], interleaved) for x in turned), *still)
+    return (*(turn(heads, x.cos[:, None], x.sin[:, None], x.interleaved) for heads in x.turned), *x.still)

@@ -81,6 +81,7 @@ def test_defaults_of_llama4_are_those_of_transformers() -> None:
     assert [rope is None for rope in config.ropes or ()] == [False, False, False, True] * 12
     needed = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     assert read_model_config({name: settings[name] for name in needed})[1] == config
+    assert read_model_config(settings | {"attn_temperature_tuning": 4})[1] == config  # as many checkpoints have it
     longer = settings | {"layer_types": None, "attention_chunk_size": None}
     assert read_model_config(longer)[1] == dataclasses.replace(config, chunked=False, max_positions=131_072)
 
@@ -499,6 +500,17 @@ def test_a_llama_that_is_written_is_read_again(tmp_path: Path) -> None:
     model = random_model(GQA)
     write_checkpoint(model.weights, GQA, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path).weights, model.weights)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_8_bit_weights_of_a_llama_are_written_in_floating_point(tied: bool, tmp_path: Path) -> None:
+    config = dataclasses.replace(GQA, tied=tied, bos=3, eos=(5, 7))
+    write_checkpoint(random_model(config).weights, config, tmp_path / "floats")
+    rounded = load(tmp_path / "floats", weights="int8")
+    write_checkpoint(rounded.weights, config, tmp_path / "rounded")
+    written = load(tmp_path / "rounded")
+    assert written.config == config
+    np.testing.assert_allclose(written.logits([[1, 2, 3]]), rounded.logits([[1, 2, 3]]), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"gqa"}))

@@ -76,7 +76,7 @@ def test_many_splits_give_what_one_gives(monkeypatch, scores, held, way):
 def test_a_tpu_that_multiplies_no_integers_gives_the_same(monkeypatch, bits):
     some = case(1, 2, 3, 128, 64, bits=(bits, bits), scores="sum")
     expected = some.run(*some.arrays, **TPU_WAYS[0].options)
-    monkeypatch.setattr(pallas_tpu, "multiplies_integers", lambda interpret: False)
+    monkeypatch.setattr(kernel_parts, "multiplies_integers", lambda interpret: False)
     found = some.run(*some.arrays, **TPU_WAYS[0].options)
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-6)

@@ -30,15 +30,8 @@ _PLAIN: Mapping[str, np.dtype] = {
 def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     """Read a GGUF file, except for the values of its tensors.
 
-    Args:
-        file: the file.
-
     Returns:
         The settings of a Hugging Face config.json, the metadata of its tokenizer, and the tensors.
-
-    Raises:
-        LoadError: if the file is damaged, its architecture or tokenizer unknown, metadata missing, or `gguf` not
-            installed.
     """
     try:
         importlib.import_module("gguf")
@@ -80,16 +73,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
 
 
 class _Packed(NamedTuple):
-    """A tensor's place in a file.
-
-    Args:
-        file: the file.
-        name: name of the tensor.
-        shape: its shape.
-        offset: its first byte.
-        size: its number of bytes.
-        kind: its type in the format.
-    """
+    """A tensor's place in a file: its bytes begin at `offset`."""
 
     file: Path
     name: str

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from kvjax.models.families import FAMILIES, LoadError
+from kvjax.models.families import LoadError
 from kvjax.rope import Rope, rope_frequencies
 
 Settings = dict[str, Any]
@@ -22,8 +22,6 @@ class Header:
     """Header of a file.
 
     Args:
-        name: name of the architecture.
-        metadata: all metadata.
         shapes: shape of each tensor, [out, in].
         factors: the tensors that contain factors of RoPE's wavelengths [half].
     """
@@ -76,11 +74,6 @@ def _by_kv_head(tensor: Array, settings: Settings) -> Array:
     split = np.cumsum([settings["num_attention_heads"] * width, kv_heads * width])
     parts = [part.reshape(kv_heads, -1, *tensor.shape[1:]) for part in np.split(tensor, split)]
     return np.concatenate(parts, 1).reshape(tensor.shape)
-
-
-def _less_one(tensor: Array, settings: Settings) -> Array:
-    """Restore the norms of Gemma; GGUF adds to their weights the 1 that the model adds."""
-    return tensor - 1
 
 
 def _experts(header: Header) -> Settings:
@@ -195,14 +188,10 @@ def _falcon(settings: Settings, header: Header) -> Settings:
     }
 
 
-def _gpt_neox(settings: Settings, header: Header) -> Settings:
-    return {"use_parallel_residual": header.get("use_parallel_residual", True)}
-
-
 _EXPERTS = ("expert_count", "expert_used_count")
 _PAIRED = {"attn_q": _unpermuted("num_attention_heads"), "attn_k": _unpermuted("num_key_value_heads")}
 _GEMMA_NORMS = ("attn", "attn_q", "attn_k", "post_attention", "ffn", "post_ffw", "output")
-_TABLE: Mapping[str, Architecture] = {
+ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _EXPERTS, _llama, _PAIRED, ("rope_freqs",)),
     "smollm3": Architecture("smollm3", restore=_PAIRED),
     "granite": Architecture(
@@ -218,13 +207,16 @@ _TABLE: Mapping[str, Architecture] = {
         "gemma3_text",
         ("rope.freq_base_swa", "final_logit_softcapping", "attention.sliding_window_pattern"),
         _gemma3,
-        {f"{norm}_norm": _less_one for norm in _GEMMA_NORMS},
+        # GGUF adds to the norms' weights the 1 that the model adds.
+        {f"{norm}_norm": lambda tensor, settings: tensor - 1 for norm in _GEMMA_NORMS},
     ),
     "phi3": Architecture("phi3", adapt=_phi3, factors=("rope_factors_long", "rope_factors_short")),
     "falcon": Architecture("falcon", (), _falcon, {"attn_qkv": _by_kv_head}),
-    "gptneox": Architecture("gpt_neox", ("use_parallel_residual",), _gpt_neox, {"attn_qkv": _by_kv_head}),
-}
-ARCHITECTURES: Mapping[str, Architecture] = {
-    name: architecture for name, architecture in _TABLE.items() if architecture.model_type in FAMILIES
+    "gptneox": Architecture(
+        "gpt_neox",
+        ("use_parallel_residual",),
+        lambda settings, header: {"use_parallel_residual": header.get("use_parallel_residual", True)},
+        {"attn_qkv": _by_kv_head},
+    ),
 }
 """Architecture of each `general.architecture`."""

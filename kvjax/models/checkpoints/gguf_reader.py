@@ -54,11 +54,7 @@ class Reader(GGUFReader):
 
 
 def _strings(data: memoryview, start: int, count: int) -> tuple[list[str], int]:
-    """Return strings that follow each other in a file, each after its length in 8 bytes, and their end.
-
-    Raises:
-        ValueError: if the file ends before the last of them, or one is not UTF-8.
-    """
+    """Return strings that follow each other in a file, each after its length in 8 bytes, and their end."""
     found: list[str] = []
     for _ in range(count):
         first = start + 8

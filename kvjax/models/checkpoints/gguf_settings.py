@@ -51,11 +51,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def _check_keys(header: Header, head_width: int) -> None:
-    """Refuse unsupported metadata of the architecture that may change what the model computes.
-
-    Raises:
-        LoadError: if there is any; the message names it.
-    """
+    """Refuse unsupported metadata of the architecture that may change what the model computes."""
     known = {*_READ, *_DESCRIBES, *ARCHITECTURES[header.name].reads}
     for key, value in header.metadata.items():
         name = key.removeprefix(f"{header.name}.")
@@ -70,11 +66,7 @@ def _check_keys(header: Header, head_width: int) -> None:
 
 
 def _check_factors(header: Header) -> None:
-    """Refuse tensors with factors of RoPE's wavelengths that the architecture does not read.
-
-    Raises:
-        LoadError: if there are any; the message names them.
-    """
+    """Refuse tensors with factors of RoPE's wavelengths that the architecture does not read."""
     known = ARCHITECTURES[header.name].factors
     if header.factors and sorted(header.factors) != sorted(known):
         supported = f"supported are {' and '.join(known)}" if known else "give the model's safetensors"
@@ -84,11 +76,7 @@ def _check_factors(header: Header) -> None:
 
 
 def config_settings(header: Header) -> Settings:
-    """Return the settings that a Hugging Face config.json would have.
-
-    Raises:
-        LoadError: metadata is missing or not supported.
-    """
+    """Return the settings that a Hugging Face config.json would have."""
     settings: Settings = {"model_type": ARCHITECTURES[header.name].model_type}
     for key, setting in {**_NEEDED, **_KNOWN}.items():
         value = header.get(key)
@@ -128,11 +116,7 @@ def config_settings(header: Header) -> Settings:
 
 
 def _rope(header: Header, head_width: int) -> Settings:
-    """Return the settings of RoPE; as in llama.cpp, a factor without a type means linear scaling.
-
-    Raises:
-        LoadError: if the type of scaling has no attention factor but the file sets one.
-    """
+    """Return the settings of RoPE; as in llama.cpp, a factor without a type means linear scaling."""
     width, factor = header.get("rope.dimension_count", head_width), header.get("rope.scaling.factor")
     factor = header.get("rope.scale_linear") if factor is None else factor  # the name in files of 2023
     kind = header.get("rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")

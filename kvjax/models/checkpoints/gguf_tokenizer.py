@@ -82,11 +82,7 @@ _SPLITS: Mapping[str, _Split] = {
 
 
 def check_split(metadata: Mapping[str, Any]) -> None:
-    """Refuse a file with byte-level BPE whose rules for splitting a text are unknown.
-
-    Raises:
-        ValueError: if they are; the message names them.
-    """
+    """Refuse a file with byte-level BPE whose rules for splitting a text are unknown."""
     name = metadata.get(_KEY + "pre", "default")
     if metadata.get(_KEY + "model") == "gpt2" and name not in _SPLITS:
         raise ValueError(f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(_SPLITS)}")
@@ -95,14 +91,8 @@ def check_split(metadata: Mapping[str, Any]) -> None:
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Make the tokenizer of a GGUF file.
 
-    Args:
-        metadata: metadata of the file.
-
     Returns:
         The tokenizer, and arguments for transformers' PreTrainedTokenizerFast: special tokens and the chat template.
-
-    Raises:
-        ValueError: if the file has no tokenizer, or one of an unsupported kind.
     """
     kind, tokens = str(metadata.get(_KEY + "model")), metadata.get(_KEY + "tokens")
     if kind not in _MODELS or not isinstance(tokens, list):

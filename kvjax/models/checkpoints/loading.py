@@ -86,7 +86,8 @@ def read_checkpoint(
     name = str(path_or_hub_id)
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
-        family, config = _read_config(settings, place)
+        with _naming(place):
+            family, config = read_model_config(settings)
         made, config = _read_weights(stored, family, config, wanted, int8, mesh)
         return Checkpoint(made, config, name, settings, place, metadata)
     file = place / "config.json"
@@ -94,7 +95,7 @@ def read_checkpoint(
     given = read_json(file)
     with _naming(file):
         settings = text_half(given)
-    family, config = _read_config(settings, file)
+        family, config = read_model_config(settings)
     if settings is not given:
         warnings.warn(f"{file}: only the text half of {given['model_type']} is loaded.", stacklevel=3)
     generation = place / "generation_config.json"
@@ -128,11 +129,6 @@ def _untied_table(stored: Stored, family: Family, config: ModelConfig, embedding
         return None
     kind = np.dtype(np.float32)
     return None if np.array_equal(one.read(kind), other.read(kind)) else table
-
-
-def _read_config(settings: Settings, file: Path) -> tuple[Family, ModelConfig]:
-    with _naming(file):
-        return read_model_config(settings)
 
 
 @contextlib.contextmanager

@@ -19,9 +19,6 @@ def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
     Args:
         path_or_hub_id: argument of `kvjax.load`.
         revision: branch, tag or commit on the hub; None for the default branch.
-
-    Raises:
-        LoadError: if there is no such checkpoint, or a revision is given for one that is not from the hub.
     """
     if not isinstance(path_or_hub_id, (str, Path)) or not str(path_or_hub_id).strip():
         raise LoadError(f"{path_or_hub_id!r} names no model: give tiny, smollm2, {_GIVE}.")
@@ -52,11 +49,7 @@ _OTHER_KINDS = {
 
 
 def check_kind_of(directory: Path) -> None:
-    """Refuse a directory that contains something other than a model.
-
-    Raises:
-        LoadError: if config.json is missing and another file shows its kind; the message names the kind.
-    """
+    """Refuse a directory that contains something other than a model."""
     if (directory / "config.json").exists():
         return
     for file, what in _OTHER_KINDS.items():

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Shaped
 
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.decoder import Weights
@@ -30,11 +29,7 @@ def write_orbax(weights: Weights, directory: Path) -> None:
 
 
 def read_orbax(directory: Path) -> Stored:
-    """Find the tensors in a directory that `write_orbax` wrote.
-
-    Raises:
-        LoadError: if it is another kind of directory, or files are damaged.
-    """
+    """Find the tensors in a directory that `write_orbax` wrote."""
     import orbax.checkpoint as ocp
 
     try:
@@ -46,7 +41,7 @@ def read_orbax(directory: Path) -> Stored:
                 tuple(array.shape),
                 int(np.prod(array.shape)) * array.dtype.itemsize,
                 functools.partial(_read, directory, name),
-                functools.partial(_place, directory, name),
+                functools.partial(_read, directory, name),
             )
             for name, array in held.items()
         }
@@ -55,21 +50,11 @@ def read_orbax(directory: Path) -> Stored:
     return Stored(directory, "config.json", tensors, ours=True)
 
 
-def _read(directory: Path, name: str, dtype: np.dtype) -> Shaped[np.ndarray, "*shape"]:
+def _read(directory: Path, name: str, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> Any:
     import orbax.checkpoint as ocp
 
-    return _restored(directory, name, ocp.RestoreArgs(restore_type=np.ndarray))
-
-
-def _place(directory: Path, name: str, dtype: np.dtype, sharding: jax.sharding.Sharding) -> Shaped[Array, "*shape"]:
-    import orbax.checkpoint as ocp
-
-    return _restored(directory, name, ocp.ArrayRestoreArgs(sharding=sharding, dtype=dtype))
-
-
-def _restored(directory: Path, name: str, how: Any) -> Any:
-    import orbax.checkpoint as ocp
-
+    placed = ocp.ArrayRestoreArgs(sharding=sharding, dtype=dtype)
+    how = ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else placed
     arguments = ocp.args.PyTreeRestore(item={name: 0}, restore_args={name: how}, partial_restore=True)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:

@@ -23,13 +23,7 @@ ReadBlocks = Callable[[str, Source], Iterator[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Stored tensors of a leaf of `Weights`: one, or one for each expert.
-
-    Args:
-        source: layout of the tensors.
-        names: names in the files.
-        shape: shape of the leaf.
-    """
+    """Stored tensors of a leaf of `Weights`: one, or one for each expert. `names` are those in the files."""
 
     source: Source
     names: tuple[str, ...]

@@ -18,11 +18,7 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def unpacked(stored: Stored, packing: Packing) -> Stored:
-    """Return the tensors of a checkpoint with a `weight` in place of each `qweight`, `qzeros`, `scales` and `g_idx`.
-
-    Raises:
-        LoadError: if a tensor is missing, or if shapes or types do not fit each other.
-    """
+    """Return the tensors of a checkpoint with a `weight` in place of each `qweight`, `qzeros`, `scales` and `g_idx`."""
     tensors = dict(stored.tensors)
     for name in stored.tensors:
         if name.endswith(".qweight"):

@@ -27,9 +27,6 @@ def decoded(stored: Stored, quantization: Quantization) -> Stored:
     """Return the tensors of a checkpoint with each quantized one in place of its codes and scales.
 
     Scales of activations are dropped: kvjax computes products with them in floating point.
-
-    Raises:
-        LoadError: if the shape of scales does not fit.
     """
     tensors = dict(stored.tensors)
     for name, tensor in stored.tensors.items():
@@ -112,10 +109,7 @@ def of_scales(
     """Multiply codes by the scales of their blocks, some rows at a time.
 
     Args:
-        codes: numbers of 8 bits.
-        scales: scales of each block.
         sizes: rows and columns of a block; the last blocks may have fewer.
-        dtype: dtype of the result.
     """
     out, into = codes.shape
     whole, step = np.empty(codes.shape, dtype), max(1, 128 // sizes[0]) * sizes[0]

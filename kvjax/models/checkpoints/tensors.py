@@ -94,11 +94,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_safetensors(directory: Path) -> Stored:
-    """Find the tensors of a Hugging Face directory.
-
-    Raises:
-        LoadError: if files are missing or damaged.
-    """
+    """Find the tensors of a Hugging Face directory."""
     files, indexed = _weight_files(directory)
     tensors: dict[str, Tensor] = {}
     for file in files:

@@ -136,11 +136,7 @@ def _unknown(name: object) -> LoadError:
 
 
 def text_half(settings: Settings) -> Settings:
-    """Return the settings of a multimodal model's text half, and those of any other model unchanged.
-
-    Raises:
-        LoadError: if `text_config` is missing or not an object.
-    """
+    """Return the settings of a multimodal model's text half, and those of any other model unchanged."""
     whole, inner = settings.get("model_type"), settings.get("text_config")
     if not isinstance(whole, str) or whole not in TEXT_HALVES:
         return settings
@@ -184,14 +180,7 @@ LAYERS, MOST_LAYERS = ("num_hidden_layers", "n_layer", "n_layers"), 10_000
 
 
 def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
-    """Return the family and the config of the model that a Hugging Face config.json describes.
-
-    Args:
-        settings: content of the file.
-
-    Raises:
-        LoadError: if the architecture is unknown or a setting is not supported.
-    """
+    """Return the family and the config of the model that a Hugging Face config.json describes."""
     settings = text_half(settings)
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
@@ -206,7 +195,5 @@ def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
     try:
         config = family.config(settings)
         return dataclasses.replace(family, sources={**family.sources, **family.variant(config)}), config
-    except LoadError:
-        raise
     except ValueError as error:
         raise LoadError(str(error)) from None

@@ -18,13 +18,13 @@ from kvjax.models.families.settings import (
     read_rope,
     special_token_ids,
 )
+from kvjax.models.families.sources import module_sources
 
 
-def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
+def llama_config(settings: Settings, *, partial: bool = False, windowed: bool = False) -> ModelConfig:
     """Return the config of a model like Llama; `partial` as in `read_rope`.
 
-    Raises:
-        LoadError: a setting is missing, has the wrong type, or is not supported.
+    Llama has no sliding window, even if its config sets one; `windowed` is True for families that have it.
     """
     width, heads = integer(settings, "hidden_size"), integer(settings, "num_attention_heads")
     if settings.get("head_dim") is None and width % heads:
@@ -33,7 +33,7 @@ def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
         )
     head_width = width // heads if settings.get("head_dim") is None else integer(settings, "head_dim")
     kv_heads = heads if settings.get("num_key_value_heads") is None else integer(settings, "num_key_value_heads")
-    window = settings.get("sliding_window")
+    windowed = windowed and settings.get("sliding_window") is not None
     return ModelConfig(
         vocab_size=integer(settings, "vocab_size"),
         width=width,
@@ -50,7 +50,7 @@ def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
         output_bias=flag(settings, "output_bias" if "output_bias" in settings else "attention_bias"),
         mlp_bias=flag(settings, "mlp_bias"),
         tied=flag(settings, "tie_word_embeddings"),
-        sliding_window=None if window is None else integer(settings, "sliding_window"),
+        sliding_window=integer(settings, "sliding_window") if windowed else None,
         bos=next(iter(special_token_ids(settings, "bos_token_id")), None),
         eos=special_token_ids(settings, "eos_token_id"),
     )
@@ -93,26 +93,23 @@ GPT_NAMES: Mapping[str, str] = {
     "mlp_width": "n_inner",
 }
 """Names of settings in GPT-2 and GPT-J, for `gpt_config`."""
-_LLAMA_LINEARS: Mapping[str, str] = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "output": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-LLAMA_SOURCES: Mapping[str, Source] = {
-    "embedding": Source("model.embed_tokens.weight"),
-    "layers.attention_norm.scale": Source("model.layers.{layer}.input_layernorm.weight"),
-    "layers.mlp_norm.scale": Source("model.layers.{layer}.post_attention_layernorm.weight"),
-    "norm.scale": Source("model.norm.weight"),
-    "unembedding.weight": Source("lm_head.weight"),
-} | {
-    f"layers.{ours}.{part}": Source(f"model.layers.{{layer}}.{theirs}.{part}")
-    for ours, theirs in _LLAMA_LINEARS.items()
-    for part in ("weight", "bias")
-}
+LLAMA_SOURCES: Mapping[str, Source] = module_sources(
+    "model.layers",
+    {
+        "embedding": "model.embed_tokens",
+        "norm": "model.norm",
+        "unembedding": "lm_head",
+        "layers.attention_norm": "input_layernorm",
+        "layers.mlp_norm": "post_attention_layernorm",
+        "layers.query": "self_attn.q_proj",
+        "layers.key": "self_attn.k_proj",
+        "layers.value": "self_attn.v_proj",
+        "layers.output": "self_attn.o_proj",
+        "layers.mlp.gate": "mlp.gate_proj",
+        "layers.mlp.up": "mlp.up_proj",
+        "layers.mlp.down": "mlp.down_proj",
+    },
+)
 LLAMA_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 4096,

@@ -11,7 +11,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import gpt_config
 from kvjax.models.families.family import Family, LoadError, Settings, Source
 from kvjax.models.families.settings import flag, head_width, integer, read_rope
-from kvjax.models.families.sources import fused_by_head, layer_sources
+from kvjax.models.families.sources import fused_by_head, module_sources
 from pallas_kernels.attention import alibi_slopes
 
 _NAMES = {
@@ -64,26 +64,26 @@ def _slopes(heads: int, width: int) -> tuple[float, ...]:
 
 def _variant(config: ModelConfig) -> Mapping[str, Source]:
     two = config.parallel and not config.shared_norm
-    return layer_sources("transformer.h", {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}) if two else {}
+    norms = {"layers.attention_norm": "ln_attn", "layers.mlp_norm": "ln_mlp"}
+    return module_sources("transformer.h", norms) if two else {}
 
 
 _MODULES = {
-    "attention_norm": "input_layernorm",
-    "output": "self_attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.up": "mlp.dense_h_to_4h",
-    "mlp.down": "mlp.dense_4h_to_h",
+    "embedding": "transformer.word_embeddings",
+    "norm": "transformer.ln_f",
+    "unembedding": "lm_head",
+    "layers.attention_norm": "input_layernorm",
+    "layers.output": "self_attention.dense",
+    "layers.mlp_norm": "post_attention_layernorm",
+    "layers.mlp.up": "mlp.dense_h_to_4h",
+    "layers.mlp.down": "mlp.dense_4h_to_h",
 }
 
 FALCON = Family(
     _config,
     {
-        "embedding": Source("transformer.word_embeddings.weight"),
-        **layer_sources("transformer.h", _MODULES),
+        **module_sources("transformer.h", _MODULES),
         **fused_by_head("transformer.h.{layer}.self_attention.query_key_value"),
-        "norm.scale": Source("transformer.ln_f.weight"),
-        "norm.bias": Source("transformer.ln_f.bias"),
-        "unembedding.weight": Source("lm_head.weight"),
     },
     {
         "vocab_size": 65024,

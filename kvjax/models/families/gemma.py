@@ -30,7 +30,7 @@ GEMMA_ONLY: Settings = {"mlp_bias": (False,), "use_bidirectional_attention": (No
 
 def gemma_config(settings: Settings) -> ModelConfig:
     """Return the config that all versions of Gemma have in common."""
-    shape = llama_config({**settings, "sliding_window": None})
+    shape = llama_config(settings)
     return dataclasses.replace(shape, embedding_scale=shape.width**0.5, norm_offset=True)
 
 

@@ -11,16 +11,14 @@ from kvjax.models.families.common import LLAMA_SOURCES
 from kvjax.models.families.family import Family, Settings, Source
 from kvjax.models.families.gemma import GEMMA_DEFAULTS, GEMMA_ONLY, gemma_config
 from kvjax.models.families.settings import LAYER_TYPES, integer, positive_number, read_windows
+from kvjax.models.families.sources import module_sources
 
 _NORMS = {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
+    "layers.attention_post_norm": "post_attention_layernorm",
+    "layers.mlp_norm": "pre_feedforward_layernorm",
+    "layers.mlp_post_norm": "post_feedforward_layernorm",
 }
-_NORM_SOURCES = {
-    f"layers.{ours}.scale": Source(f"model.layers.{{layer}}.{theirs}.weight") for ours, theirs in _NORMS.items()
-}
-GEMMA2_SOURCES: Mapping[str, Source] = {**LLAMA_SOURCES, **_NORM_SOURCES}
+GEMMA2_SOURCES: Mapping[str, Source] = {**LLAMA_SOURCES, **module_sources("model.layers", _NORMS)}
 GEMMA2_DEFAULTS: Mapping[str, Any] = {
     **GEMMA_DEFAULTS,
     "hidden_size": 2304,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import GPT_NAMES, gpt_config
-from kvjax.models.families.family import Family, Settings, Source
+from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.settings import flag, head_width, integer
-from kvjax.models.families.sources import fused_in_turn, layer_sources, transposed
+from kvjax.models.families.sources import fused_in_turn, module_sources, transposed
 
 
 def _config(settings: Settings) -> ModelConfig:
@@ -24,20 +24,20 @@ def _config(settings: Settings) -> ModelConfig:
     )
 
 
-_LINEARS = {"output": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-_SOURCES = {
-    "embedding": Source("transformer.wte.weight"),
-    "positions": Source("transformer.wpe.weight"),
-    **layer_sources("transformer.h", {"attention_norm": "ln_1", "mlp_norm": "ln_2"}),
-    "norm.scale": Source("transformer.ln_f.weight"),
-    "norm.bias": Source("transformer.ln_f.bias"),
-    "unembedding.weight": Source("lm_head.weight"),
+_MODULES = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "unembedding": "lm_head",
+    "layers.attention_norm": "ln_1",
+    "layers.mlp_norm": "ln_2",
 }
-_TRANSPOSED = fused_in_turn("transformer.h.{layer}.attn.c_attn") | layer_sources("transformer.h", _LINEARS)
+_LINEARS = {"layers.output": "attn.c_proj", "layers.mlp.up": "mlp.c_fc", "layers.mlp.down": "mlp.c_proj"}
+_TRANSPOSED = fused_in_turn("transformer.h.{layer}.attn.c_attn") | module_sources("transformer.h", _LINEARS)
 
 GPT2 = Family(
     _config,
-    _SOURCES | {leaf: transposed(source) for leaf, source in _TRANSPOSED.items()},
+    module_sources("transformer.h", _MODULES) | {leaf: transposed(source) for leaf, source in _TRANSPOSED.items()},
     {
         "vocab_size": 50257,
         "n_positions": 1024,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import gpt_config
-from kvjax.models.families.family import Family, Settings, Source
+from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.settings import flag, head_width, read_rope
-from kvjax.models.families.sources import fused_by_head, layer_sources
+from kvjax.models.families.sources import fused_by_head, module_sources
 from kvjax.rope import Rope
 
 
@@ -40,22 +40,21 @@ def _config(settings: Settings) -> ModelConfig:
 
 
 _MODULES = {
-    "attention_norm": "input_layernorm",
-    "output": "attention.dense",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.up": "mlp.dense_h_to_4h",
-    "mlp.down": "mlp.dense_4h_to_h",
+    "embedding": "gpt_neox.embed_in",
+    "norm": "gpt_neox.final_layer_norm",
+    "unembedding": "embed_out",
+    "layers.attention_norm": "input_layernorm",
+    "layers.output": "attention.dense",
+    "layers.mlp_norm": "post_attention_layernorm",
+    "layers.mlp.up": "mlp.dense_h_to_4h",
+    "layers.mlp.down": "mlp.dense_4h_to_h",
 }
 
 GPT_NEOX = Family(
     _config,
     {
-        "embedding": Source("gpt_neox.embed_in.weight"),
-        **layer_sources("gpt_neox.layers", _MODULES),
+        **module_sources("gpt_neox.layers", _MODULES),
         **fused_by_head("gpt_neox.layers.{layer}.attention.query_key_value"),
-        "norm.scale": Source("gpt_neox.final_layer_norm.weight"),
-        "norm.bias": Source("gpt_neox.final_layer_norm.bias"),
-        "unembedding.weight": Source("embed_out.weight"),
     },
     {
         "vocab_size": 50432,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
-from kvjax.models.families.family import Family, Settings, Shape, Source
-from kvjax.models.families.mixture import read_mixture, stored_in_out
+from kvjax.models.families.family import Family, Settings, Source
+from kvjax.models.families.mixture import read_mixture
 from kvjax.models.families.settings import LAYER_TYPES, integer, positive_number, read_windows, with_default_rope
+from kvjax.models.families.sources import gates_and_ups, transposed
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
@@ -21,25 +20,12 @@ def _config(settings: Settings) -> ModelConfig:
     mixture = read_mixture(settings, "intermediate_size", renormalised=True)
     return dataclasses.replace(
         llama_config(settings),
-        sliding_window=None,
         windows=read_windows(settings, types),
         sinks=True,
         mixture=dataclasses.replace(mixture, router_bias=True),
         mlp_bias=True,
         clamped_swiglu=(positive_number(settings, "swiglu_alpha"), positive_number(settings, "swiglu_limit")),
     )
-
-
-def _every_other(first: int, name: str) -> Source:
-    """Return the source of outputs 0, 2, ... or 1, 3, ... of a tensor, in which gates and up projections alternate."""
-
-    def shape(leaf: Shape, config: ModelConfig) -> Shape:
-        return (leaf[0], 2 * leaf[1], *leaf[2:])
-
-    def read(tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
-        return tensor[:, first::2].copy()  # a view would keep the whole tensor in memory
-
-    return Source(name, shape, read)
 
 
 def _or(source: Source, name: str) -> Source:
@@ -50,8 +36,14 @@ def _or(source: Source, name: str) -> Source:
 _SINKS = "model.layers.{layer}.self_attn.sinks"
 _MLP = "model.layers.{layer}.mlp"
 _EXPERTS = f"{_MLP}.experts"
-_GATE, _UP, _DOWN = f"{_EXPERTS}.gate_proj", f"{_EXPERTS}.up_proj", f"{_EXPERTS}.down_proj"
-_GATE_UP = f"{_EXPERTS}.gate_up_proj"
+_WEIGHTS = {
+    **gates_and_ups(f"{_EXPERTS}.gate_up_proj", axis=1, alternating=True),
+    "down": Source(f"{_EXPERTS}.down_proj"),
+}
+_BIASES = {
+    **gates_and_ups(f"{_EXPERTS}.gate_up_proj_bias", axis=1, alternating=True),
+    "down": Source(f"{_EXPERTS}.down_proj_bias"),
+}
 
 GPT_OSS = Family(
     _config,
@@ -60,12 +52,14 @@ GPT_OSS = Family(
         "layers.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
         "layers.mlp.router": Source(f"{_MLP}.router.weight"),
         "layers.mlp.router_bias": Source(f"{_MLP}.router.bias"),
-        "layers.mlp.experts.gate.weight": _or(stored_in_out(_every_other(0, _GATE_UP)), f"{_GATE}.weight"),
-        "layers.mlp.experts.gate.bias": _or(_every_other(0, f"{_GATE_UP}_bias"), f"{_GATE}.bias"),
-        "layers.mlp.experts.up.weight": _or(stored_in_out(_every_other(1, _GATE_UP)), f"{_UP}.weight"),
-        "layers.mlp.experts.up.bias": _or(_every_other(1, f"{_GATE_UP}_bias"), f"{_UP}.bias"),
-        "layers.mlp.experts.down.weight": _or(stored_in_out(Source(_DOWN)), f"{_DOWN}.weight"),
-        "layers.mlp.experts.down.bias": _or(Source(f"{_DOWN}_bias"), f"{_DOWN}.bias"),
+        **{
+            f"layers.mlp.experts.{leaf}.weight": _or(transposed(source), f"{_EXPERTS}.{leaf}_proj.weight")
+            for leaf, source in _WEIGHTS.items()
+        },
+        **{
+            f"layers.mlp.experts.{leaf}.bias": _or(source, f"{_EXPERTS}.{leaf}_proj.bias")
+            for leaf, source in _BIASES.items()
+        },
     },
     {
         **LLAMA_DEFAULTS,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import GPT_NAMES, gpt_config
-from kvjax.models.families.family import Family, Settings, Source
+from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.settings import integer
-from kvjax.models.families.sources import layer_sources
+from kvjax.models.families.sources import module_sources
 from kvjax.rope import Rope
 
 
@@ -23,25 +23,21 @@ def _config(settings: Settings) -> ModelConfig:
 
 
 _MODULES = {
-    "attention_norm": "ln_1",
-    "query": "attn.q_proj",
-    "key": "attn.k_proj",
-    "value": "attn.v_proj",
-    "output": "attn.out_proj",
-    "mlp.up": "mlp.fc_in",
-    "mlp.down": "mlp.fc_out",
+    "embedding": "transformer.wte",
+    "norm": "transformer.ln_f",
+    "unembedding": "lm_head",
+    "layers.attention_norm": "ln_1",
+    "layers.query": "attn.q_proj",
+    "layers.key": "attn.k_proj",
+    "layers.value": "attn.v_proj",
+    "layers.output": "attn.out_proj",
+    "layers.mlp.up": "mlp.fc_in",
+    "layers.mlp.down": "mlp.fc_out",
 }
 
 GPTJ = Family(
     _config,
-    {
-        "embedding": Source("transformer.wte.weight"),
-        **layer_sources("transformer.h", _MODULES),
-        "norm.scale": Source("transformer.ln_f.weight"),
-        "norm.bias": Source("transformer.ln_f.bias"),
-        "unembedding.weight": Source("lm_head.weight"),
-        "unembedding.bias": Source("lm_head.bias"),
-    },
+    module_sources("transformer.h", _MODULES),
     {
         "vocab_size": 50400,
         "n_positions": 2048,

@@ -12,7 +12,7 @@ from kvjax.models.families.settings import positive_number
 
 def _config(settings: Settings) -> ModelConfig:
     return dataclasses.replace(
-        llama_config({**settings, "sliding_window": None}),
+        llama_config(settings),
         embedding_scale=positive_number(settings, "embedding_multiplier"),
         attention_scale=positive_number(settings, "attention_multiplier"),
         residual_scale=positive_number(settings, "residual_multiplier"),

@@ -8,16 +8,17 @@ from collections.abc import Mapping
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, LoadError, Settings, Source
-from kvjax.models.families.mixture import fused_experts, read_mixture, stored_in_out
-from kvjax.models.families.settings import flag, integer, positive_number
+from kvjax.models.families.mixture import fused_experts, read_mixture
+from kvjax.models.families.settings import flag, integer, layer_numbers, positive_number, read_layer_types
 from kvjax.models.families.smollm3 import rotated_layers
+from kvjax.models.families.sources import transposed
 
 _LAYER_TYPES = ("full_attention", "chunked_attention")
 
 
 def _config(settings: Settings) -> ModelConfig:
     settings = {**settings, "no_rope_layers": settings["no_rope_layers"] or None}
-    shape = llama_config({**settings, "sliding_window": None})
+    shape = llama_config(settings)
     assert shape.rope is not None
     rotated = rotated_layers(settings, shape.layers)
     normed, chunked = flag(settings, "use_qk_norm"), _is_chunked(settings, rotated)
@@ -41,25 +42,21 @@ def _config(settings: Settings) -> ModelConfig:
 
 def _is_chunked(settings: Settings, rotated: list[bool]) -> bool:
     """Return whether any layer attends within chunks: by default those with RoPE."""
-    types = settings["layer_types"]
-    if types is None:
-        return settings["attention_chunk_size"] is not None and any(rotated)
-    if not isinstance(types, list) or len(types) != len(rotated) or any(kind not in _LAYER_TYPES for kind in types):
-        raise LoadError(f"layer_types must be {len(rotated)} of {', '.join(_LAYER_TYPES)}, not {types!r}.")
-    return "chunked_attention" in types
+    chunks = settings["attention_chunk_size"] is not None
+    types = [_LAYER_TYPES[chunks and each] for each in rotated]
+    return "chunked_attention" in read_layer_types(settings, types, _LAYER_TYPES)
 
 
 def _growth(settings: Settings) -> QueryGrowth | None:
-    if not flag(settings, "attn_temperature_tuning"):
+    key = "attn_temperature_tuning"
+    if settings[key] != 4 and not flag(settings, key):  # 4 stands for true in many configs of the models
         return None
     slope, length = positive_number(settings, "attn_scale"), integer(settings, "floor_scale")
     return QueryGrowth(slope, length, offset=1, unrotated=True)
 
 
 def _mixture(settings: Settings, layers: int) -> Mixture | None:
-    given, step = settings["moe_layers"], integer(settings, "interleave_moe_layer_step")
-    if given is not None and (not isinstance(given, list) or not all(isinstance(layer, int) for layer in given)):
-        raise LoadError(f"moe_layers must be a list of layers' numbers, not {given!r}.")
+    given, step = layer_numbers(settings, "moe_layers"), integer(settings, "interleave_moe_layer_step")
     dense = tuple(layer for layer in range(layers) if (layer not in given if given is not None else (layer + 1) % step))
     if len(dense) == layers:
         return None
@@ -75,7 +72,7 @@ def _sources() -> Mapping[str, Source]:
     for leaf, fused in fused_experts(block).items():
         weight = f"{leaf}_proj.weight"
         each = Source(f"{block}.experts.{{expert}}.{weight}")  # as quantized checkpoints have them
-        sources[f"layers.mlp.experts.{leaf}.weight"] = dataclasses.replace(stored_in_out(fused), others=(each,))
+        sources[f"layers.mlp.experts.{leaf}.weight"] = dataclasses.replace(transposed(fused), others=(each,))
         sources[f"layers.mlp.shared.{leaf}.weight"] = Source(f"{block}.shared_expert.{weight}")
         sources[f"layers.mlp.{leaf}.weight"] = Source(f"{block}.{weight}")
     return {**LLAMA_SOURCES, **sources}

@@ -26,7 +26,7 @@ _ROPE: Mapping[str, Any] = {
 
 def _config(settings: Settings) -> ModelConfig:
     settings = with_default_rope(settings, _ROPE)
-    shape, rope = llama_config(settings), given_rope(settings)
+    shape, rope = llama_config(settings, windowed=True), given_rope(settings)
     if not rope.get("llama_4_scaling_beta"):
         return shape
     slope, length = positive_number(rope, "llama_4_scaling_beta"), integer(rope, "original_max_position_embeddings")

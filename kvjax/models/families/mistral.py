@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family
 
 MISTRAL = Family(
-    llama_config,
+    functools.partial(llama_config, windowed=True),
     LLAMA_SOURCES,
     {
         **LLAMA_DEFAULTS,

@@ -12,7 +12,7 @@ from kvjax.models.families.mixture import expert_sources, read_mixture
 
 def _config(settings: Settings) -> ModelConfig:
     mixture = read_mixture(settings, "intermediate_size", renormalised=True)
-    return dataclasses.replace(llama_config(settings), mixture=mixture)
+    return dataclasses.replace(llama_config(settings, windowed=True), mixture=mixture)
 
 
 MIXTRAL = Family(

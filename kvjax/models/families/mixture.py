@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import numpy as np
-
-from kvjax.models.config import Mixture, ModelConfig
-from kvjax.models.families.family import LoadError, Settings, Shape, Source
+from kvjax.models.config import Mixture
+from kvjax.models.families.family import LoadError, Settings, Source
 from kvjax.models.families.settings import integer
+from kvjax.models.families.sources import gates_and_ups
 
 
 def read_mixture(settings: Settings, width: str, renormalised: bool, dense_layers: tuple[int, ...] = ()) -> Mixture:
@@ -19,9 +16,6 @@ def read_mixture(settings: Settings, width: str, renormalised: bool, dense_layer
         width: name of the setting of one expert's inner size.
         renormalised: True if the weights of a token's experts sum to 1.
         dense_layers: numbers of the layers without experts.
-
-    Raises:
-        LoadError: a setting of the experts is missing or invalid.
     """
     count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     experts, used = integer(settings, count), integer(settings, "num_experts_per_tok")
@@ -37,7 +31,6 @@ def expert_sources(block: str, maps: tuple[str, str, str] = ("gate_proj", "up_pr
     tensor (transformers 5 in memory), and one tensor for each map (GGUF).
 
     Args:
-        block: name of a layer's module, with `{layer}` in place of its number.
         maps: names of an expert's gate, up and down projection.
     """
     fused = fused_experts(block)
@@ -53,34 +46,5 @@ def expert_sources(block: str, maps: tuple[str, str, str] = ("gate_proj", "up_pr
 
 def fused_experts(block: str) -> dict[str, Source]:
     """Return the sources of gate, up and down of all experts, of which gate and up are concatenated in one tensor."""
-    return {
-        "gate": Source(f"{block}.experts.gate_up_proj", _gate_and_up, _gate),
-        "up": Source(f"{block}.experts.gate_up_proj", _gate_and_up, _up),
-        "down": Source(f"{block}.experts.down_proj"),
-    }
-
-
-def stored_in_out(source: Source) -> Source:
-    """Return the source of maps that are stored as [expert, in, out]."""
-
-    def shape(leaf: Shape, config: ModelConfig) -> Shape:
-        experts, out, into = leaf if source.shape is None else source.shape(leaf, config)
-        return experts, into, out
-
-    def read(tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
-        found = tensor.swapaxes(1, 2)
-        return found.copy() if source.read is None else source.read(found, config)
-
-    return dataclasses.replace(source, shape=shape, read=read)
-
-
-def _gate_and_up(leaf: Shape, config: ModelConfig) -> Shape:
-    return leaf[0], 2 * leaf[1], *leaf[2:]
-
-
-def _gate(tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
-    return tensor[:, : tensor.shape[1] // 2].copy()  # a view would keep the whole tensor in memory
-
-
-def _up(tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
-    return tensor[:, tensor.shape[1] // 2 :].copy()
+    fused = gates_and_ups(f"{block}.experts.gate_up_proj", axis=1)
+    return {**fused, "down": Source(f"{block}.experts.down_proj")}

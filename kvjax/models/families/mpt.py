@@ -7,9 +7,9 @@ from typing import Any
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import gpt_config
-from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.family import Family, LoadError, Settings
 from kvjax.models.families.settings import check_only, integer, positive_number
-from kvjax.models.families.sources import fused_in_turn, layer_sources
+from kvjax.models.families.sources import fused_in_turn, module_sources
 from pallas_kernels.attention import alibi_slopes
 
 _ATTENTION: Mapping[str, Any] = {
@@ -59,21 +59,21 @@ def _config(settings: Settings) -> ModelConfig:
 
 
 _MODULES = {
-    "attention_norm": "norm_1",
-    "output": "attn.out_proj",
-    "mlp_norm": "norm_2",
-    "mlp.up": "ffn.up_proj",
-    "mlp.down": "ffn.down_proj",
+    "embedding": "transformer.wte",
+    "norm": "transformer.norm_f",
+    "unembedding": "lm_head",
+    "layers.attention_norm": "norm_1",
+    "layers.output": "attn.out_proj",
+    "layers.mlp_norm": "norm_2",
+    "layers.mlp.up": "ffn.up_proj",
+    "layers.mlp.down": "ffn.down_proj",
 }
 
 MPT = Family(
     _config,
     {
-        "embedding": Source("transformer.wte.weight"),
-        **layer_sources("transformer.blocks", _MODULES),
+        **module_sources("transformer.blocks", _MODULES),
         **fused_in_turn("transformer.blocks.{layer}.attn.Wqkv"),
-        "norm.scale": Source("transformer.norm_f.weight"),
-        "unembedding.weight": Source("lm_head.weight"),
     },
     {
         "vocab_size": 50368,

@@ -28,7 +28,7 @@ OLMO2_DEFAULTS: Mapping[str, Any] = {
 def olmo2_config(settings: Settings) -> ModelConfig:
     """Return the config that OLMo 2 and 3 have in common."""
     return dataclasses.replace(
-        llama_config({**settings, "sliding_window": None}),
+        llama_config(settings),
         pre_norms=False,
         post_norms=True,
         query_key_norms=True,

@@ -14,7 +14,7 @@ from kvjax.models.families.settings import flag, positive_number
 
 def _config(settings: Settings) -> ModelConfig:
     return dataclasses.replace(
-        llama_config({**settings, "sliding_window": None}),
+        llama_config(settings),
         query_key_norms=True,
         query_key_norm_over="heads",
         qkv_clip=None if settings["clip_qkv"] is None else positive_number(settings, "clip_qkv"),

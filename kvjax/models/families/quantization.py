@@ -48,11 +48,7 @@ class Quantization:
 
 
 def read_quantization(settings: Settings) -> Quantization | None:
-    """Return the quantization that a config declares; None for a checkpoint in floating point.
-
-    Raises:
-        LoadError: if kvjax does not read it; the message names the method and what is read.
-    """
+    """Return the quantization that a config declares; None for a checkpoint in floating point."""
     given = settings.get("quantization_config")
     if not given:
         return None

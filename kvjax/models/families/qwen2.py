@@ -12,7 +12,7 @@ from kvjax.models.families.settings import upper_windows
 
 def _config(settings: Settings) -> ModelConfig:
     # Its configs contain a window even if `use_sliding_window` is off.
-    shape = llama_config({**settings, "attention_bias": True, "sliding_window": None})
+    shape = llama_config({**settings, "attention_bias": True})
     return dataclasses.replace(shape, windows=upper_windows(settings))
 
 

@@ -17,7 +17,7 @@ QUERY_KEY_NORMS: Mapping[str, Source] = {
 
 
 def _config(settings: Settings) -> ModelConfig:
-    shape = llama_config({**settings, "sliding_window": None})
+    shape = llama_config(settings)
     return dataclasses.replace(shape, windows=upper_windows(settings), query_key_norms=True)
 
 

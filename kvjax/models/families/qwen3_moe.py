@@ -6,15 +6,14 @@ import dataclasses
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
-from kvjax.models.families.family import Family, LoadError, Settings
+from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.mixture import expert_sources, read_mixture
 from kvjax.models.families.qwen3 import QUERY_KEY_NORMS
-from kvjax.models.families.settings import flag, integer
+from kvjax.models.families.settings import flag, integer, layer_numbers
 
 
 def _config(settings: Settings) -> ModelConfig:
-    window = settings["sliding_window"] if flag(settings, "use_sliding_window") else None
-    shape = llama_config({**settings, "sliding_window": window})
+    shape = llama_config(settings, windowed=flag(settings, "use_sliding_window"))
     mixture = read_mixture(
         settings, "moe_intermediate_size", flag(settings, "norm_topk_prob"), _dense_layers(settings, shape.layers)
     )
@@ -22,9 +21,7 @@ def _config(settings: Settings) -> ModelConfig:
 
 
 def _dense_layers(settings: Settings, layers: int) -> tuple[int, ...]:
-    step, dense = integer(settings, "decoder_sparse_step"), settings["mlp_only_layers"] or []
-    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
-        raise LoadError(f"mlp_only_layers must be a list of layers' numbers, not {dense!r}.")
+    step, dense = integer(settings, "decoder_sparse_step"), layer_numbers(settings, "mlp_only_layers") or []
     return tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step)
 
 

@@ -1,4 +1,7 @@
-"""Settings of a config.json: numbers, choices, special tokens, RoPE and windows, checked as they are read."""
+"""Settings of a config.json: numbers, choices, special tokens, RoPE and windows, checked as they are read.
+
+A setting that is missing, has the wrong type or is not supported raises a `LoadError` that names it.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def integer(settings: Settings, key: str) -> int:
-    """Return a setting that must be an integer above 0; raise `LoadError` otherwise."""
+    """Return a setting that must be an integer above 0."""
     return _above_zero(settings, key, int, "an integer")
 
 
 def positive_number(settings: Settings, key: str) -> float:
-    """Return a setting that must be a finite number above 0; raise `LoadError` otherwise."""
+    """Return a setting that must be a finite number above 0."""
     return _above_zero(settings, key, int | float, "a number")
 
 
@@ -54,7 +57,7 @@ def _above_zero(settings: Settings, key: str, kind: Any, what: str) -> Any:
 
 
 def flag(settings: Settings, key: str) -> bool:
-    """Return a setting that must be true, false, or null for false; raise `LoadError` otherwise."""
+    """Return a setting that must be true, false, or null for false."""
     value = settings.get(key)
     if not isinstance(value, bool | None):
         raise LoadError(f"{key} must be true or false, not {value!r}.")
@@ -62,7 +65,7 @@ def flag(settings: Settings, key: str) -> bool:
 
 
 def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
-    """Return the entry of `choices` that a setting names; raise `LoadError` if there is none."""
+    """Return the entry of `choices` that a setting names."""
     value = settings.get(key)
     if not isinstance(value, str) or value not in choices:
         raise LoadError(f"{key} {value!r} is not supported; supported are {', '.join(choices)}.")
@@ -70,27 +73,14 @@ def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
 
 
 def check_only(name: str, settings: Settings, only: Settings) -> None:
-    """Refuse unsupported values of settings.
-
-    Args:
-        name: name of the family.
-        settings: settings of a model.
-        only: the supported values of each setting; messages mention the last one.
-
-    Raises:
-        LoadError: if a value is not supported; the message names the setting.
-    """
+    """Refuse unsupported values of settings, given the supported ones; messages mention the last of those."""
     for key, allowed in only.items():
         if settings.get(key) not in allowed:
             raise LoadError(f"{key}={settings[key]!r} is not supported for {name}; only {allowed[-1]!r} is.")
 
 
 def head_width(settings: Settings, width: str, heads: str) -> int:
-    """Return the width of heads that divide the hidden state, given the names of the settings of both.
-
-    Raises:
-        LoadError: the heads do not divide the hidden state, or `head_dim` is another width.
-    """
+    """Return the width of heads that divide the hidden state, given the names of the settings of both."""
     size, parts = integer(settings, width), integer(settings, heads)
     if size % parts:
         raise LoadError(f"{width} {size} is not a multiple of {heads} {parts}.")
@@ -99,11 +89,7 @@ def head_width(settings: Settings, width: str, heads: str) -> int:
 
 
 def special_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
-    """Return the ids of a special token, which a config gives as null, a number or a list.
-
-    Raises:
-        LoadError: the setting has another type.
-    """
+    """Return the ids of a special token, which a config gives as null, a number or a list."""
     value = settings.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) for i in ids):
@@ -112,11 +98,7 @@ def special_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
 
 
 def rope_parts(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return `rope_scaling` and `rope_parameters`, each empty if it is not set.
-
-    Raises:
-        LoadError: one of them is not an object.
-    """
+    """Return `rope_scaling` and `rope_parameters`, each empty if it is not set."""
     scaling, parameters = (settings.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
     if not isinstance(scaling, dict) or not isinstance(parameters, dict):
         raise LoadError(f"rope_scaling and rope_parameters must be objects, not {scaling!r} and {parameters!r}.")
@@ -126,11 +108,7 @@ def rope_parts(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def rope_of_type(parameters: Settings, kind: str, scaling: Settings) -> dict[str, Any]:
-    """Return the RoPE of a type of layer from `rope_parameters`, updated with the entries of `rope_scaling`.
-
-    Raises:
-        LoadError: the type's RoPE is not an object.
-    """
+    """Return the RoPE of a type of layer from `rope_parameters`, updated with the entries of `rope_scaling`."""
     own = parameters.get(kind) or {}
     if not isinstance(own, dict):
         raise LoadError(f"rope_parameters must have an object for {kind}, not {own!r}.")
@@ -147,9 +125,7 @@ def with_default_rope(settings: Settings, rope: Settings) -> Settings:
 def given_rope(settings: Settings) -> dict[str, Any]:
     """Return `rope_scaling` if it is set, and `rope_parameters` otherwise, as transformers does.
 
-    Raises:
-        LoadError: one of them is not an object, or `rope_parameters` has a theta or a share of the width that
-            `rope_scaling` would replace by a default.
+    The latter must have no theta and no share of the width that `rope_scaling` would replace by a default.
     """
     scaling, parameters = rope_parts(settings)
     for key, usual in (("rope_theta", 10_000.0), ("partial_rotary_factor", 1.0)):
@@ -167,12 +143,7 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     A `rope_theta` and a `partial_rotary_factor` that are not there are read from `settings`.
 
     Args:
-        settings: settings of the model.
-        width: width of its heads.
         partial: True if the family may rotate only the fraction `partial_rotary_factor` of the width.
-
-    Raises:
-        LoadError: if a setting is missing, has the wrong type, or is not supported.
     """
     merged = {"rope_theta": settings.get("rope_theta", 10_000.0)} | given_rope(settings)
     # Models with one RoPE per type of layer nest one object per type.
@@ -225,16 +196,19 @@ def _numbers(settings: Settings, key: str) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None, ...] | None:
-    """Return each layer's window from `layer_types`, or else from the family's default; None if no layer has one.
+def read_layer_types(settings: Settings, default: Sequence[str], known: Sequence[str] = LAYER_TYPES) -> Sequence[str]:
+    """Return the type of each layer from `layer_types`, or else the family's default."""
+    types = settings.get("layer_types")
+    if types is None:
+        return default
+    if not isinstance(types, list) or len(types) != len(default) or any(kind not in known for kind in types):
+        raise LoadError(f"layer_types must be {len(default)} of {', '.join(known)}, not {types!r}.")
+    return types
 
-    Raises:
-        LoadError: if a type is not supported, or the number of types is not that of layers.
-    """
-    layers, given = integer(settings, "num_hidden_layers"), settings.get("layer_types")
-    types = list(default) if given is None else given
-    if not isinstance(types, list) or len(types) != layers or any(kind not in LAYER_TYPES for kind in types):
-        raise LoadError(f"layer_types must be {layers} of {', '.join(LAYER_TYPES)}, not {types!r}.")
+
+def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None, ...] | None:
+    """Return each layer's window by `read_layer_types`; None if no layer has one."""
+    types = read_layer_types(settings, default)
     if "sliding_attention" not in types:
         return None
     window = integer(settings, "sliding_window")
@@ -242,14 +216,18 @@ def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None
 
 
 def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
-    """Return the windows of Qwen: with `use_sliding_window`, layers from `max_window_layers` on have one.
-
-    Raises:
-        LoadError: a setting has the wrong type.
-    """
+    """Return the windows of Qwen: with `use_sliding_window`, layers from `max_window_layers` on have one."""
     if not flag(settings, "use_sliding_window") or settings["sliding_window"] is None:
         return None
     layers, first = integer(settings, "num_hidden_layers"), settings["max_window_layers"]
     if not isinstance(first, int) or first < 0:
         raise LoadError(f"max_window_layers must be an integer from 0, not {first!r}.")
     return read_windows(settings, [LAYER_TYPES[index >= first] for index in range(layers)])
+
+
+def layer_numbers(settings: Settings, key: str) -> list[int] | None:
+    """Return a setting that must be a list of layers' numbers, or null."""
+    value = settings.get(key)
+    if value is not None and (not isinstance(value, list) or not all(isinstance(layer, int) for layer in value)):
+        raise LoadError(f"{key} must be a list of layers' numbers, not {value!r}.")
+    return value

@@ -11,7 +11,7 @@ from kvjax.models.families.settings import LAYER_TYPES, flag, integer, read_wind
 
 
 def _config(settings: Settings) -> ModelConfig:
-    shape = llama_config({**settings, "sliding_window": None})
+    shape = llama_config(settings)
     rotated = rotated_layers(settings, shape.layers)
     windowed = flag(settings, "use_sliding_window") and settings["sliding_window"] is not None
     return dataclasses.replace(
@@ -23,11 +23,7 @@ def _config(settings: Settings) -> ModelConfig:
 
 
 def rotated_layers(settings: Settings, layers: int) -> list[bool]:
-    """Return whether each layer has RoPE; `no_rope_layers` has a 1 for layers with it.
-
-    Raises:
-        LoadError: a setting has the wrong type, or not one number for each layer.
-    """
+    """Return whether each layer has RoPE; `no_rope_layers` has a 1 for layers with it."""
     given = settings["no_rope_layers"]
     if given is None:
         period = integer(settings, "no_rope_layer_interval")

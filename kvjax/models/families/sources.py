@@ -1,4 +1,4 @@
-"""Sources of weights: layers by their names, fused queries, keys and values, and transposed matrices."""
+"""Sources of weights: modules by their names, maps fused in one tensor, and transposed matrices."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.families.family import Shape, Source, Tensor
 
 
-def layer_sources(prefix: str, modules: Mapping[str, str]) -> dict[str, Source]:
-    """Return the sources of the norms and linear maps of layers, for weights and biases.
+def module_sources(layers: str, modules: Mapping[str, str]) -> dict[str, Source]:
+    """Return the sources of tables, norms and linear maps, for weights and biases.
 
     Args:
-        prefix: prefix of the layers' names, such as `transformer.h`.
-        modules: from kvjax's name of each norm and linear map to the checkpoint's name of it in a layer.
+        layers: the checkpoint's name of the list of layers, such as `transformer.h`.
+        modules: from kvjax's name of each module to the checkpoint's; those of a layer begin with `layers.` here, and
+            are named within the layer there.
     """
     sources: dict[str, Source] = {}
     for ours, theirs in modules.items():
-        scale = "scale" if ours.endswith("norm") else "weight"
-        for part, name in ((scale, "weight"), ("bias", "bias")):
-            sources[f"layers.{ours}.{part}"] = Source(f"{prefix}.{{layer}}.{theirs}.{name}")
+        module = f"{layers}.{{layer}}.{theirs}" if ours.startswith("layers.") else theirs
+        if ours in ("embedding", "positions"):
+            sources[ours] = Source(f"{module}.weight")
+            continue
+        sources[f"{ours}.{'scale' if ours.endswith('norm') else 'weight'}"] = Source(f"{module}.weight")
+        sources[f"{ours}.bias"] = Source(f"{module}.bias")
     return sources
 
 
 def fused_by_head(name: str) -> dict[str, Source]:
-    """Return the sources of queries, keys and values in one linear map: for each KV head its queries, key and value.
-
-    Args:
-        name: name of the map, with `{layer}` in place of the layer's number.
-    """
+    """Return the sources of queries, keys and values in one linear map: for each KV head its queries, key and value."""
     slices = {"query": slice(None, -2), "key": slice(-2, -1), "value": slice(-1, None)}
 
     def read(rows: slice, tensor: Tensor, config: ModelConfig) -> Tensor:
@@ -43,11 +43,7 @@ def fused_by_head(name: str) -> dict[str, Source]:
 
 
 def fused_in_turn(name: str) -> dict[str, Source]:
-    """Return the sources of queries, keys and values in one linear map: all queries, then all keys, then all values.
-
-    Args:
-        name: name of the map, with `{layer}` in place of the layer's number.
-    """
+    """Return the sources of queries, keys and values in one linear map: all queries, then all keys, then all values."""
 
     def read(index: int, tensor: Tensor, config: ModelConfig) -> Tensor:
         heads = np.cumsum([config.heads, config.kv_heads])
@@ -67,13 +63,34 @@ def _fused(name: str, reads: Mapping[str, Callable[[Tensor, ModelConfig], Tensor
     }
 
 
-def transposed(source: Source) -> Source:
-    """Return the source of a tensor stored as [in, out]."""
+def gates_and_ups(name: str, *, axis: int, alternating: bool = False) -> dict[str, Source]:
+    """Return the sources of gates and up projections in one tensor: all gates first, or gates and ups in turn.
+
+    Args:
+        axis: axis of their outputs; an axis 0 before it is that of experts.
+        alternating: True if outputs 0, 2, ... are those of gates.
+    """
 
     def shape(leaf: Shape, config: ModelConfig) -> Shape:
-        return (leaf if source.shape is None else source.shape(leaf, config))[::-1]
+        return (*leaf[:axis], 2 * leaf[axis], *leaf[axis + 1 :])
+
+    def read(half: int, tensor: Tensor, config: ModelConfig) -> Tensor:
+        pairs = (-1, 2) if alternating else (2, -1)
+        parted = tensor.reshape(*tensor.shape[:axis], *pairs, *tensor.shape[axis + 1 :])
+        return parted.take(half, axis + alternating)  # a copy: a view would keep the whole tensor in memory
+
+    return {leaf: Source(name, shape, functools.partial(read, half)) for half, leaf in enumerate(("gate", "up"))}
+
+
+def transposed(source: Source) -> Source:
+    """Return the source of maps stored as [in, out], or [expert, in, out]; biases stay as they are."""
+
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        found = leaf if source.shape is None else source.shape(leaf, config)
+        return (*found[:-2], *found[-2:][::-1])
 
     def read(tensor: Tensor, config: ModelConfig) -> Tensor:
-        return tensor.T if source.read is None else source.read(tensor.T, config)
+        turned = tensor.swapaxes(-1, -2) if tensor.ndim > 1 else tensor
+        return turned.copy() if source.read is None else source.read(turned, config)
 
     return dataclasses.replace(source, shape=shape, read=read)

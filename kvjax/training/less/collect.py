@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from kvjax.inference.budget import lines_of, plan_slots
 from kvjax.inference.prepare import ready
@@ -23,12 +23,7 @@ from kvjax.utils.files import read_text, written_aside
 
 
 def check_policy(policy: Policy, mask: str) -> None:
-    """Refuse a policy that kernels cannot be trained for.
-
-    Raises:
-        ValueError: the policy evicts nothing or several tokens per step, has a residual or a selection already, or
-            does not fit the mask.
-    """
+    """Refuse a policy that kernels cannot be trained for."""
     name = name_of(policy)
     check_mask(policy, mask)
     if policy.plan.sizing.mode == "unbounded":
@@ -57,19 +52,12 @@ def collect(
     """Collect features of texts in memory-mapped arrays [L, s, ...]; a new call resumes an interrupted one.
 
     Args:
-        model: the frozen model.
-        policy: the policy that evicts.
         budget: slots per head.
         tokens: ids of the texts, all of one length.
         directory: directory of the arrays, about 6 n (heads + KV heads) d floats per text and layer.
-        plan: allocation of the budget to the layers.
         mask: see `record`.
         seed: seed of random policies; each text gets its own seed from it.
-        rows: maximal batch size in texts.
         show: called with the number of texts done.
-
-    Raises:
-        ValueError: the policy, the plan or the budget is unsuitable, or the model cannot read the texts.
     """
     check_policy(policy, mask)
     bound, config = ready(model, policy, budget, plan), model.config
@@ -84,7 +72,7 @@ def collect(
     if min(int(limit.min()) for layer, limit in shapes if not layer.bounds(n)) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
     slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
-    seeds = text_seeds(seed, total)
+    seeds = jax.random.bits(jax.random.key(seed), (total,), jnp.uint32)
 
     def of(first: int) -> Features:
         chosen = slice(first, first + rows)
@@ -116,24 +104,8 @@ def collect(
     return arrays
 
 
-def text_seeds(seed: int, texts: int) -> Array:
-    """Return the policy's seed for each text, uint32 [texts]."""
-    return jax.random.bits(jax.random.key(seed), (texts,), jnp.uint32)
-
-
 def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed: int = 0) -> Int[np.ndarray, "s n"]:
-    """Sample passages from random places of text files, as token ids; the files take turns.
-
-    Args:
-        model: the model with the tokenizer.
-        files: UTF-8 texts.
-        texts: number of passages.
-        length: tokens per passage.
-        seed: seed of the random places.
-
-    Raises:
-        ValueError: a file is missing, not text, or shorter than a passage.
-    """
+    """Sample passages of `length` tokens from random places of text files, as token ids; the files take turns."""
     contents = [read_text(file) for file in files]
     rng = np.random.default_rng(seed)
     made = np.zeros((texts, length), np.int32)

@@ -30,16 +30,7 @@ def held_out_errors(
     *,
     mesh: Mesh | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure each layer's error on held-out texts, for the policy alone and with the stored kernels.
-
-    Args:
-        model: the frozen model.
-        features: features of all texts.
-        training: the completed training.
-        recipe: settings of the training.
-        dtype: dtype of the stored kernels.
-        mesh: mesh of the training, see `training_mesh`.
-    """
+    """Measure each layer's error on held-out texts, for the policy alone and with the kernels as stored in `dtype`."""
     held = split_texts(features.q.shape[1], recipe)[1]
     mesh = training_mesh(model.config, mesh)
     projection = jax.device_put(output_projections(model), NamedSharding(mesh, OF_LAYERS))

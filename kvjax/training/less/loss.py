@@ -29,9 +29,6 @@ def memory_attention(
     The memory at a position contains all pairs evicted up to that step. This is causal linear attention, in chunks.
 
     Args:
-        params: one layer's kernels.
-        recipe: the shape of the kernels.
-        seen: one layer's features.
         dropout: random key in training; None for no dropout.
     """
     phi, psi = kernel_features(params, recipe, seen, dropout)
@@ -55,8 +52,7 @@ def kernel_features(
     """Compute phi of the queries and psi of the evicted keys."""
     shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
     train = dropout is not None
-    keys = jax.random.split(dropout) if dropout is not None else (None, None)
-    rngs = [{} if key is None else {"dropout": key} for key in keys]
+    rngs = [{"dropout": key} for key in jax.random.split(dropout)] if train else [{}, {}]
     phi = Phi(**shape).apply({"params": params["phi"]}, seen.q, train=train, rngs=rngs[0])
     of_keys = Psi(**shape, literal=recipe.literal)
     psi = of_keys.apply({"params": params["psi"]}, seen.k, train=train, rngs=rngs[1])

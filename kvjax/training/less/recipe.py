@@ -23,9 +23,6 @@ class Recipe:
         halve_every: epochs after which the rate is halved.
         held_out: fraction of the texts that are held out to choose the best epoch of each layer.
         seed: seed of kernels, order and dropout.
-
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     features: int = 8

@@ -20,7 +20,7 @@ from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, Weights, block, embed, sink_logits_of
+from kvjax.models.decoder import Weights, embed, finish_block, project, sink_logits_of
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, wide
@@ -34,11 +34,7 @@ MASKS = ("decode", "full-softmax")
 
 
 def check_mask(policy: Policy, mask: str) -> None:
-    """Refuse a mask that is unknown or does not fit the policy.
-
-    Raises:
-        ValueError: the mask is unknown or does not fit.
-    """
+    """Refuse a mask that is unknown or does not fit the policy."""
     name = name_of(policy)
     if mask not in MASKS:
         raise ValueError(f"mask={mask!r} is not one of {', '.join(MASKS)}.")
@@ -116,13 +112,10 @@ def record(
     """Run the frozen model over texts, and replay eviction on its queries, keys and values token by token.
 
     Args:
-        weights: weights of the model.
         policy: the policy that evicts, bound to the model.
         tokens: ids [b, n] without padding.
         seed: seeds of the policy, uint32 [b].
         limits: slots that each head may use, for each layer.
-        config: the model's shape.
-        capacities: slots of each layer's buffers.
         mask: with `decode` the policy sees the probabilities of decoding; with `full-softmax` the same slots'
             probabilities in the full softmax, as in the code published with LESS.
 
@@ -196,11 +189,6 @@ def replay(
     """Replay one layer of a decode step on given queries, keys and values.
 
     Args:
-        config: configuration of the layer.
-        policy: the layer's policy.
-        mask: see `record`.
-        storage: before the step.
-        new: the token.
         full_lse: log-sum-exp of the token's attention in the full text.
 
     Returns:
@@ -245,22 +233,11 @@ def read_full(
     outputs: list[Array] = []
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-
-        def attention(
-            q: Float[Array, "b h g n d"],
-            k: Float[Array, "b h n d"],
-            v: Float[Array, "b h n e"],
-            shape: LayerConfig = shape,
-            layer: LayerWeights = layer,
-            x: Array = x,
-        ) -> Float[Array, "b h g n e"]:
-            found = attend_fully(shape, q, k, v, positions)
-            reads.append(_Read(x, q, k, v, found.lse))
-            out = with_sink(found, sink_logits_of(layer, shape)).out
-            outputs.append(out)
-            return out
-
-        x = block(layer, config, shape, x, positions, attention)
+        normed, q, k, v = project(layer, config, shape, x, positions)
+        found = attend_fully(shape, q, k, v, positions)
+        reads.append(_Read(x, q, k, v, found.lse))
+        outputs.append(with_sink(found, sink_logits_of(layer, shape)).out)
+        x = finish_block(layer, config, shape, x, normed, outputs[-1])
     return reads, outputs
 
 

@@ -45,23 +45,15 @@ def train_kernels(
     """Train kernels, write them with their losses, and print the errors without and with them.
 
     Args:
-        model: the frozen model.
-        policy: the policy that evicts.
         slots: per head.
         texts: UTF-8 files to train on.
         out: directory for the kernels; the run is in its `training`. An interrupted run continues there, and so does a
             run that ended with fewer epochs than the recipe's.
-        recipe: the training settings.
         sequences: number of passages from the texts.
         length: tokens per passage.
-        plan: allocation of the budget to the layers.
         mask: attention that the policy sees, see `record`.
         save_dtype: dtype of the kernels on disk.
-        keep_features: keep the collected features on disk.
         mesh: devices that train, see `training_mesh`; a run may continue on others. Texts are read on one device.
-
-    Raises:
-        ValueError: `out` has another run, or kernels without a run; or an argument is invalid.
     """
     check_policy(policy, mask)
     split_texts(sequences, recipe)

@@ -49,11 +49,7 @@ class Training(struct.PyTreeNode):
 
 
 def check_batch(batch: int, mesh: Mesh | None) -> None:
-    """Refuse a batch that the mesh's `data` axis cannot shard evenly.
-
-    Raises:
-        ValueError: the batch is not a multiple of `data`.
-    """
+    """Refuse a batch that the mesh's `data` axis cannot shard evenly."""
     along = 1 if mesh is None else mesh.shape.get(DATA, 1)
     if batch % along:
         raise ValueError(
@@ -65,12 +61,8 @@ def training_mesh(config: ModelConfig, mesh: Mesh | None = None) -> Mesh:
     """Return the mesh of the training, with layers sharded over `model` and texts of a batch over `data`.
 
     Args:
-        config: the model's shape.
         mesh: a mesh with the axes `MESH_AXES`; None for all devices along `model`. The `model` axis is reduced to the
             largest size that divides the number of layers.
-
-    Raises:
-        ValueError: the mesh has other axes.
     """
     devices = np.array(jax.devices())[None]
     if mesh is not None:
@@ -149,16 +141,7 @@ def _errors(
 def mean_error(
     params: Params | None, features: Features, texts: range, projection: Projections, recipe: Recipe, mesh: Mesh
 ) -> Float[np.ndarray, " L"]:
-    """Return the mean squared error of each layer on some of the texts.
-
-    Args:
-        params: stacked kernels; None for the policy alone.
-        features: features of all texts.
-        texts: indices of the texts to use.
-        projection: see `output_projections`.
-        recipe: the kernels' shape.
-        mesh: see `training_mesh`.
-    """
+    """Return the mean squared error of each layer on some of the texts; `params` is None for the policy alone."""
     total = np.zeros(len(projection))
     numbers = np.zeros(len(projection))
     for seen in batches(features, np.asarray(texts), recipe.batch, mesh, whole=False):
@@ -218,11 +201,7 @@ def train(
     if the recipe has more epochs.
 
     Args:
-        model: the frozen model.
-        features: from `collect`.
         directory: directory of the run's checkpoints.
-        recipe: the training settings.
-        mesh: devices, see `training_mesh`.
         epochs: stop after this many; the run can be resumed later. None for the recipe's.
         show: called with the epochs done and the losses of the last one.
 
