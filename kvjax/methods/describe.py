@@ -66,7 +66,6 @@ def describe_policy(name: str, own: bool = False) -> Description:
     """Describe a registered policy.
 
     Args:
-        name: a key of `REGISTRY`.
         own: omit settings that nearly all policies take, if the default is the usual one.
     """
     method = REGISTRY[name]
@@ -84,8 +83,9 @@ def describe_policy(name: str, own: bool = False) -> Description:
         for setting, default in settings_of(name).items()
         if not own or usual.get(setting, ...) != default
     ]
-    sources = [type(part) for part in parts if part is not None and type(part) not in (Protection, Uniform, Codec)]
-    return Description(name, _summary(method), paper, settings, _said("When", method), [method, *sources])
+    of_parts = [type(part) for part in parts if part is not None and type(part) not in (Protection, Uniform, Codec)]
+    sources = [inspect.unwrap(method), *of_parts]  # the class of a registered score stands for its function
+    return Description(name, _summary(method), paper, settings, _said("When", method), list(dict.fromkeys(sources)))
 
 
 def common() -> list[Setting]:

@@ -95,10 +95,6 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
 def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
     """Return the base policy of a policy over another one.
 
-    Args:
-        base: name of the policy, or a `Policy`.
-        settings: settings of a named policy.
-
     Raises:
         ValueError: `base` is neither a name nor a `Policy`, or there are settings for a `Policy`.
     """
@@ -159,11 +155,10 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
                 stacklevel=4,
             )
     elif isinstance(made, Policy) and common:
-        positions = common.pop("positions", made.codec.positions)
+        codec = dataclasses.replace(made.codec, positions=common.pop("positions", made.codec.positions))
+        every = common.pop("evict_every", made.evict_every)
         protection = dataclasses.replace(made.protection, **common)
-        made = dataclasses.replace(
-            made, protection=protection, codec=dataclasses.replace(made.codec, positions=positions)
-        )
+        made = dataclasses.replace(made, protection=protection, codec=codec, evict_every=every)
     if not isinstance(made, Policy):
         raise ValueError(f"{attribute} in {file} is not a kvjax.Policy or Score and does not return one: {made!r}.")
     return made

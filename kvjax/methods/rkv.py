@@ -1,4 +1,4 @@
-"""R-KV: tokens that the last queries attend to and whose keys are unlike the other keys."""
+"""R-KV (Cai et al. 2025, arXiv 2505.24133): tokens that the last queries attend to, with keys unlike the others."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class Redundancy(WindowAttention):
         importance: lambda; 0.1 in the paper, 0.07 in its code.
         threshold: cosine above which keys are similar.
     """
-
-    paper = "R-KV, Cai et al. 2025, arXiv 2505.24133"
 
     importance: float = number(0.1)
     threshold: float = setting(0.5)

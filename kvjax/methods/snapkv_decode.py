@@ -1,4 +1,4 @@
-"""SnapKV during decoding: attention of the newest queries, pooled over neighbors, at every eviction."""
+"""SnapKV (Li et al. 2024, Listing 1) during decoding: attention of the newest queries, at every eviction."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ class NewestWindow(WindowAttention):
     with the attention averaged over the query heads of a KV head and the last w queries of the text so far. Before each
     eviction, these queries attend again to the cached tokens of the head. Their own tokens stay.
     """
-
-    paper = "SnapKV, Li et al. 2024, Listing 1, at every eviction"
 
     def _looking(self, queries: Again, new: New) -> Again:
         return queries.replace(weights=queries.weights / new.q.shape[2])

@@ -1,4 +1,4 @@
-"""VaSE: tokens with the largest value ranges, and a random sample of the others in proportion to their attention."""
+"""VaSE (arXiv 2606.03928): tokens with the largest value ranges, and a random sample by attention of the others."""
 
 from __future__ import annotations
 
@@ -47,8 +47,6 @@ class ValueSpread(Score):
         sinks: number of first tokens, which rank with the largest ranges; among equal ranks the newest are kept.
         kernel: number of neighbors that are pooled, odd.
     """
-
-    paper = "VaSE, arXiv 2606.03928"
 
     every: int = setting(64)
     large: int | float = number(0.5)
