@@ -35,8 +35,6 @@ def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[
     """Assign pages to all heads.
 
     Args:
-        limits: slots that each head may use.
-        page_size: slots in a page.
         devices: numbers of devices that shard rows and heads.
     """
     parts = [of_head for of_row in np.split(limits, devices[0], 1) for of_head in np.split(of_row, devices[1], 2)]
