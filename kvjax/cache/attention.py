@@ -11,17 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.query_shards import Share
 from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
-from kvjax.cache.stats import (
-    answer,
-    answered,
-    drawn,
-    normalised,
-    over_heads,
-    seen_slots,
-    summed,
-    tempered,
-    weighed,
-)
+from kvjax.cache.stats import answer, answered, drawn, normalised, over_heads, seen_slots, summed, tempered, weighed
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Sums, questions

@@ -50,6 +50,6 @@ def rewritten(policy: Policy, before: View, after: View, queries: Queries, new: 
     found = residual.rewrite(before, after, queries, new) if isinstance(residual, SlotResidual) else None
     if found is None:
         return after
-    changed = policy.codec.encode_values(found.values), found.bias
+    changed = policy.codec.stored(found.values), found.bias
     values, states = slots.where_read(new, changed, (after.kv.v, after.slots.residual))
     return after.replace(kv=after.kv.replace(v=values), slots=after.slots.replace(residual=states))

@@ -130,7 +130,8 @@ def evicted_pairs(state: Parts, new: New, kv: KV | None, left: Int[Array, "b h"]
         left: position of the evicted token, -1 if the slot was empty.
     """
     if kv is None:
-        return slots.nothing_evicted(new)
+        nowhere = jnp.full(new.k.shape[:3], -1, jnp.int32)
+        return Evicted(jnp.zeros_like(new.k), jnp.zeros_like(new.v), nowhere, new.layer, new.kernels)
     stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
     pair = restored(new.config.rope, stored, left[..., None], state.codec, wide(new.k.dtype))
     remembered = slots.remembered_positions(left, new)

@@ -182,10 +182,7 @@ def narrowed(
 
 
 def near_sums(
-    new: New,
-    lse: Float[Array, "b h g t"],
-    width: Int[Array, "b t"] | None = None,
-    most: int = 1,
+    new: New, lse: Float[Array, "b h g t"], width: Int[Array, "b t"] | None = None, most: int = 1
 ) -> Float[Array, "b h t"]:
     """Sum the attention that each token of a whole prompt gets from queries soon after it.
 

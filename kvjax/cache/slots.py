@@ -238,12 +238,6 @@ def fold_evicted(residual: Residual, view: View, new: New, leaving: Bool[Array, 
     return jax.lax.scan(add, view.state.residual, parts)[0]
 
 
-def nothing_evicted(new: New) -> Evicted:
-    """Return an `Evicted` without tokens, for callers that do not need evicted pairs."""
-    nowhere = jnp.full(new.k.shape[:3], -1, jnp.int32)
-    return Evicted(jnp.zeros_like(new.k), jnp.zeros_like(new.v), nowhere, new.layer, new.kernels)
-
-
 def where_read(new: New, after: PyTree, before: PyTree) -> PyTree:
     """Return `after` for rows that have read tokens, and `before` for the others, even if a score changes them."""
     reads = new.valid.any(1)

@@ -41,7 +41,6 @@ class Capacity(MomentScore):
         check(not written(self.tau) or self.tau >= 0, "tau", self.tau, "a number from 0")
 
     def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         keys, values, mean, counts = of.keys, of.values, of.mean, of.counts[:, :, None]
         match = jnp.where(counts, jnp.einsum("bhcd,bhgd->bhgc", _unit(keys), _unit(mean)), -jnp.inf)
         most = match.max(-1, keepdims=True)

@@ -70,7 +70,6 @@ class ChunkSum(ScoreOver):
         return jnp.take_along_axis(of_heads(scores, number), jnp.argsort(order, axis=-1), axis=-1)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         return view.slots.score[1]
 
 

@@ -48,7 +48,6 @@ class LeverageProduct(Score):
         return Requirements(whole_heads=True)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         position = new.spread.all_slots(view.position)
         shares = [self._share(x, view, position, new) for x in (view.keys(new), view.values(new))]
         return coarse(new.spread.own_slots(shares[0] * shares[1]))

@@ -8,17 +8,8 @@ import re
 from typing import Any, NamedTuple
 
 from kvjax.methods.combine import combine
-from kvjax.methods.registry import (
-    CODECS,
-    PAPERS,
-    PLANS,
-    REGISTRY,
-    RESIDUALS,
-    SELECTIONS,
-    annotations_of,
-    policy,
-    settings_of,
-)
+from kvjax.methods.register import PAPERS, REGISTRY, TABLES
+from kvjax.methods.registry import annotations_of, policy, settings_of
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protection
@@ -97,13 +88,12 @@ def common() -> list[Setting]:
 
 def parts() -> dict[str, list[Description]]:
     """Return the plans, residuals, codecs and selections, with settings named as on the command line."""
-    tables: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "codec": CODECS, "selection": SELECTIONS}
     return {
         part: [
             Description(name, _summary(kind), _said("From", kind), _fields(part, kind), _said("When", kind), [kind])
             for name, kind in table.items()
         ]
-        for part, table in tables.items()
+        for part, table in TABLES.items()
     }
 
 

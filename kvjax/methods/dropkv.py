@@ -56,5 +56,4 @@ class DropDamage(Score):
         return before + added[0], current + added[1]
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         return view.slots.score[0] + view.slots.score[1]

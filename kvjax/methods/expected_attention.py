@@ -41,7 +41,6 @@ class ExpectedAttention(MomentScore):
         check(not written(self.epsilon) or self.epsilon >= 0, "epsilon", self.epsilon, "a number from 0")
 
     def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         assert of.spread is not None
         keys = of.keys
         scale = new.config.scale

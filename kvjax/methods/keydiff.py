@@ -39,7 +39,6 @@ class KeyDifference(Score):
         return Requirements(prompt_chunk=self.block, whole_heads=True)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         keys = view.keys(new).astype(wide(new.k.dtype))
         length = jnp.linalg.norm(keys, axis=-1)
         # Keys of unit length would be an array of the cache's size, which a GPU would write and read.

@@ -42,7 +42,6 @@ class LagRelative(PromptScore):
         check(self.lag >= 2, "lag", self.lag, "a number of tokens from 2")
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         kind, capacity = wide(new.k.dtype), view.capacity
         order = text_order(view.position)
         chunks = max(capacity - self.sinks, 0) // self.lag

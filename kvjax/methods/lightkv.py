@@ -270,7 +270,6 @@ class RunningQueries(_Observed):
         return self._windows(heads, new)[0]
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return s."""
         return view.slots.score[0] + view.slots.score[1]
 
 

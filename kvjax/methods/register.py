@@ -37,6 +37,8 @@ PAPERS: dict[str, dict[str, str]] = {group: {} for group in get_args(Group)}
 PLANS: dict[str, type[Plan]] = {"uniform": Uniform}
 RESIDUALS: dict[str, type[Residual]] = {}
 SELECTIONS: dict[str, type[Selection]] = {}
+TABLES: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "codec": CODECS, "selection": SELECTIONS}
+BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "codec": Quantizer, "selection": Selection}
 
 _M = TypeVar("_M", bound=Method)
 _S = TypeVar("_S", bound="type[Score]")
@@ -132,18 +134,12 @@ def register_part(name: str) -> Callable[[_P], _P]:
     """
 
     def registered(kind: _P) -> _P:
-        if issubclass(kind, Plan):
-            _insert("plan", PLANS, name, kind)
-        elif issubclass(kind, Residual):
-            _insert("residual", RESIDUALS, name, kind)
-        elif issubclass(kind, Quantizer):
-            _insert("codec", CODECS, name, kind)
-        elif issubclass(kind, Selection):
-            _insert("selection", SELECTIONS, name, kind)
-        else:
-            kinds = "Plan, Residual, Quantizer or Selection"
-            raise TypeError(f"{kind.__name__} is no {kinds}; derive it from one of these.")
-        return kind
+        for part, base in BASES.items():
+            if issubclass(kind, base):
+                _insert(part, TABLES[part], name, kind)
+                return kind
+        kinds = "Plan, Residual, Quantizer or Selection"
+        raise TypeError(f"{kind.__name__} is no {kinds}; derive it from one of these.")
 
     return registered
 

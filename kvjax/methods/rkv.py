@@ -45,7 +45,6 @@ class Redundancy(WindowAttention):
         return queries.replace(newest=new.newest - self.window, group="max")
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         keys = view.keys(new).astype(wide(new.k.dtype))
         length = jnp.linalg.norm(keys, axis=-1, keepdims=True)
         unit = jnp.where(view.live[..., None], keys / jnp.where(length > 0, length, 1.0), 0.0)

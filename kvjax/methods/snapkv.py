@@ -8,9 +8,10 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.methods.register import register_score
+from kvjax.policies.protection import recent_slots
 from kvjax.policies.score import Score
 from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, PyTree, View, check, is_share, nothing, number, setting, wide
+from kvjax.types import Heads, New, PyTree, View, check, nothing, number, setting, wide
 
 
 @register_score("snapkv", paper="SnapKV, Listing 1", group="ranked once for each prompt or turn")
@@ -51,9 +52,8 @@ class PromptWindow(Score):
 
     def _begin(self, heads: Heads, new: New) -> Float[Array, "b h 1"]:
         # The position from which queries are in the window.
-        share = is_share(self.recent)
-        width = jnp.floor(self.recent * heads.limit + 1e-6).astype(jnp.int32) if share else self.recent
-        return (new.read[:, None] - jnp.broadcast_to(width, heads.limit.shape))[..., None]
+        width = jnp.broadcast_to(recent_slots(self.recent, heads.limit), heads.limit.shape)
+        return (new.read[:, None] - width)[..., None]
 
     def asks(self, heads: Heads, new: New) -> Sums | None:
         """Request the attention of the last w queries of a prompt or turn; nothing for a generated token."""
@@ -80,5 +80,4 @@ class PromptWindow(Score):
         return jnp.where(before, scores, 0.0)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         return view.slots.score[1]

@@ -29,7 +29,6 @@ class NewestWindow(WindowAttention):
         return queries.replace(weights=queries.weights / new.q.shape[2])
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         return self.with_window(new.spread.own_slots(self.attention(view, new)), view, new)
 
 

@@ -87,7 +87,6 @@ class TriAttention(Score):
         return jnp.full(new.k.shape[:3], new.given) if self.keep_prompt else None
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         found = standardized(self._logits(view, new), view.live[:, :, None], new.spread).max(2)
         if not self.keep_prompt:
             return found

@@ -174,19 +174,16 @@ class Codec:
     def encode(self, new: New, state: CodecState | None) -> KV:
         """Encode the pairs of new tokens in the form that slots store."""
         pair = self.numbers(new, state)
-        return KV(self._coded(pair.k), self._coded(pair.v))
+        return KV(self.stored(pair.k), self.stored(pair.v))
 
     def numbers(self, new: New, state: CodecState | None) -> KV:
         """Return the pairs of new tokens as the quantizer receives them."""
         return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
 
-    def encode_values(self, values: Float[Array, "b h c e"]) -> Operand:
-        """Encode values in the form that slots store."""
-        return self._coded(values)
-
-    def _coded(self, x: Any) -> Operand:
-        stored = self.quantizer.encode(x)
-        return stored if not self.quantized or isinstance(stored, Quantised) else Encoded(stored, self.quantizer)
+    def stored(self, x: Any) -> Operand:
+        """Encode keys or values in the form that slots store."""
+        found = self.quantizer.encode(x)
+        return found if not self.quantized or isinstance(found, Quantised) else Encoded(found, self.quantizer)
 
     def _levelled(self, keys: Float[Array, "b h t d"], state: CodecState | None) -> Float[Array, "b h t d"]:
         if state is None or state.factor is None:
@@ -248,12 +245,7 @@ class Codec:
         return Operands(q * factor[:, :, None, None].astype(q.dtype), k, v, seen, factor, sinks)
 
     def earlier(
-        self,
-        view: View,
-        given: Operands,
-        new: New,
-        raw_q: Float[Array, "b h g a d"],
-        position: Int[Array, "b a"],
+        self, view: View, given: Operands, new: New, raw_q: Float[Array, "b h g a d"], position: Int[Array, "b a"]
     ) -> tuple[Float[Array, "b h g a d"], Int[Array, "b h a"]]:
         """Rotate stored queries for attention over the keys of `given`; return them and their positions.
 
@@ -341,7 +333,7 @@ class Codec:
             keys = operands.values(first, new.k.dtype)
         else:
             keys = operands.values(first, state.factor.dtype) * state.factor[:, :, None]
-        near = self._coded(self._levelled(rotate(turned, keys, gap, new.end), state))
+        near = self.stored(self._levelled(rotate(turned, keys, gap, new.end), state))
 
         def write(leaf: Array, old: Array, value: Array) -> Array:
             kept = held.reshape(*held.shape, *(1,) * (leaf.ndim - 3))

@@ -52,7 +52,8 @@ class Paged(Pages):
     def _shrunk(self, policy: Policy, layer: int, new: New) -> tuple[Paged, Candidates]:
         """Evict tokens until each head must evict at most one more, and return the candidates for it."""
 
-        known = self._of_slots(policy, layer, new, slots.rank), self._of_slots(policy, layer, new, _standing)
+        standing = self._of_slots(policy, layer, new, lambda policy, view, new: policy.standing(view, new)[0])
+        known = self._of_slots(policy, layer, new, slots.rank), standing
         start = self._contest(policy, layer, new, *known)
         if not policy.may_shrink:
             return self, start
@@ -313,10 +314,6 @@ class Taken(NamedTuple):
     """Position of the token; -1 if there is none."""
     place: Int[Array, "b h"] | None
     """Place in the order of slots, if the codec tracks it."""
-
-
-def _standing(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
-    return policy.standing(view, new)[0]
 
 
 def write_pages(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:
