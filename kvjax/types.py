@@ -144,6 +144,8 @@ class New(struct.PyTreeNode):
     """Planned length of the whole text in tokens, set when its prompt was read."""
     seed: UInt32[Array, " b"]
     """Random seed of the row; numbers drawn from it depend only on layer, head and position."""
+    config: LayerConfig = struct.field(pytree_node=False)
+    """Attention of the layer."""
     head: Int[Array, "b h"] | None = None
     """Indices of these KV heads; None for all of them in order."""
     layer: int | Int[Array, ""] = 0
@@ -151,8 +153,6 @@ class New(struct.PyTreeNode):
     sink_logits: Float[Array, "h g"] | None = None
     """Logit of each query head's learned sink, in the denominator of the softmax alone; None for a layer without
     sinks, and for a block of pages."""
-    config: LayerConfig | None = setting(None)
-    """Attention of the layer; None stands for a layer without a window."""
     given: bool = setting(True)
     """True if the tokens are given text (a prompt, a turn), False if the model generated them."""
     replayed: bool = setting(False)
@@ -162,7 +162,7 @@ class New(struct.PyTreeNode):
     @property
     def spread(self) -> Spread:
         """Sharding of the layer over devices."""
-        return ALONE if self.config is None else self.config.spread
+        return self.config.spread
 
     @property
     def valid(self) -> Bool[Array, "b t"]:
@@ -306,8 +306,7 @@ class View(Heads):
         return self._pairs(new).v
 
     def _pairs(self, new: New) -> Pairs:
-        rope = None if new.config is None else new.config.rope
-        return restored(rope, self.kv, self.position, self.state.codec, new.k.dtype)
+        return restored(new.config.rope, self.kv, self.position, self.state.codec, new.k.dtype)
 
 
 def nothing(new: New) -> Float[Array, "b h t"]:

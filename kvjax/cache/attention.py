@@ -11,26 +11,14 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.query_shards import Share
 from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
-from kvjax.cache.stats import (
-    answered,
-    damage,
-    drawn,
-    highest,
-    normalised,
-    over_heads,
-    seen_slots,
-    summed,
-    tempered,
-    weighed,
-)
+from kvjax.cache.stats import answer, answered, drawn, normalised, over_heads, seen_slots, summed, tempered, weighed
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
-from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Seen, Sums, questions
-from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide
+from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Sums, questions
+from kvjax.types import SLOTS, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
 from pallas_kernels.noise import layer_seed
-from pallas_kernels.operands import values
 from pallas_kernels.prefill_scores import prefill_scores
 
 
@@ -42,7 +30,6 @@ class Question(NamedTuple):
 
 
 def attend_token(
-    config: LayerConfig,
     given: Operands,
     view: View,
     new: New,
@@ -55,12 +42,8 @@ def attend_token(
     Statistics are those of the softmax over the slots: neither evicted pairs nor a learned sink are in it.
 
     Args:
-        config: configuration of the layer.
-        given: queries, keys and values.
         view: the slots, one of which holds the new token.
-        new: the token.
-        asks: tree of requested statistics.
-        remembered: attention over evicted tokens; kernels take one of low rank. None without a residual.
+        remembered: attention over evicted tokens, of which kernels take one of low rank.
         selection: chooses the tokens that the query attends to; None for all.
     """
     alone = selection is None and new.spread.slots == 1
@@ -71,7 +54,7 @@ def attend_token(
         *given.stored,
         view.position,
         new.position[:, 0],
-        config.spec,
+        new.config.spec,
         places=given.token_places,
         low_rank=None if low_rank is None else low_rank._replace(features=low_rank.features[:, :, :, 0]),
         sinks=given.sinks,
@@ -86,7 +69,7 @@ def attend_token(
     assert found.scores is not None
     probs = found.scores[:, :, :, None]
     partial = with_evicted(narrowed(selection, probs, given.v, view.position, new, found.lse[..., None]), remembered)
-    return partial, answered(asks, probs, lambda: values(given.v, probs.dtype), view.position, new)
+    return partial, answered(asks, probs, given.v, view.position, new)
 
 
 def kernel_scores(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
@@ -116,7 +99,7 @@ def requested_stats(
     assert scores is not None
     if summed:
         return tree.unflatten(over_heads(ask, weighed(ask, scores), new) for ask in leaves)
-    return answered(asks, scores[:, :, :, None], lambda: values(given.v, scores.dtype), position, new)
+    return answered(asks, scores[:, :, :, None], given.v, position, new)
 
 
 def _shared(
@@ -167,23 +150,16 @@ def _shared(
         out, lse = new.spread.over_slots(out), lse[..., 0]
     partial = with_evicted(Partial(out, lse[..., None]), remembered)  # which is replicated on these devices
 
-    def answer(i: int, ask: Ask) -> Any:
+    def of_here(i: int, ask: Ask) -> Any:
         assert probs is not None
-        if isinstance(ask, Probs):
-            visible = every[..., sums].sum(0)[..., :1].astype(jnp.int32)
-            return Seen(probs, new.position, visible, seen_slots(position, new))
-        if isinstance(ask, Damage):
-            return damage(ask, probs, values(given.v, probs.dtype), new)
-        if isinstance(ask, Peak):
-            return highest(ask, probs)
-        assert isinstance(ask, Sums)
         if i not in powers:
-            return over_heads(ask, summed(ask, probs), new)
-        of_here = normalised(powers[i], powers[i].sum(-1, keepdims=True))
+            visible = every[..., sums].sum(0)[..., :1].astype(jnp.int32) if isinstance(ask, Probs) else None
+            return answer(ask, probs, given.v, position, new, visible)
+        assert isinstance(ask, Sums)
         own = shares[..., 1 + list(powers).index(i), None, None]
-        return over_heads(ask, summed(ask, of_here * own), new)
+        return over_heads(ask, summed(ask, own * normalised(powers[i], powers[i].sum(-1, keepdims=True))), new)
 
-    return partial, tree.unflatten(answer(i, ask) for i, ask in enumerate(leaves))
+    return partial, tree.unflatten(of_here(i, ask) for i, ask in enumerate(leaves))
 
 
 def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -197,7 +173,6 @@ def with_evicted(attended: Partial, remembered: LowRank | Partial | None) -> Par
 
 
 def attend_block(
-    config: LayerConfig,
     given: Operands,
     view: View,
     new: New,
@@ -219,7 +194,7 @@ def attend_block(
         given.v,
         share.new.position,
         view.position,
-        config.spec,
+        new.config.spec,
         places=share.given.places,
         scores=fused is not None,
         weights=weights,
@@ -237,7 +212,7 @@ def attend_block(
         answers[i] = over_heads(leaves[i], sums[:, :, row], new)
     rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums | Damage | Peak) and i not in answers]
     if rest:
-        more = by_blocks(config, share.given, view, share.new, [share.weighed(leaves[i]) for i in rest], partial.lse)
+        more = by_blocks(share.given, view, share.new, [share.weighed(leaves[i]) for i in rest], partial.lse)
         for i, part in zip(rest, more, strict=True):
             together = new.spread.most_of_queries if isinstance(leaves[i], Peak) else new.spread.over_queries
             answers[i] = over_heads(leaves[i], together(part), new)
@@ -245,11 +220,11 @@ def attend_block(
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:
                 raise ValueError("Near statistics need a prompt that is read as a whole, not a part of it.")
-            answers[i] = near_sums(config, new, lse, ask.width, ask.most)
+            answers[i] = near_sums(new, lse, ask.width, ask.most)
         elif isinstance(ask, Probs):
-            answers[i] = newest_attention(config, given, view, new, ask, lse)
+            answers[i] = newest_attention(given, view, new, ask, lse)
     if selection is not None:
-        partial = select_by_blocks(config, share.given, view, share.new, selection, partial)
+        partial = select_by_blocks(share.given, view, share.new, selection, partial)
         lse = share.whole(partial.lse, 3)
     partial = with_evicted(Partial(share.whole(partial.out, 3), lse), remembered)
     return partial, tree.unflatten(answers[i] for i in range(len(leaves)))

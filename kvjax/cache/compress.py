@@ -19,10 +19,6 @@ def best_slots(
     Rows without new tokens keep their slots in place.
 
     Args:
-        policy: ranks the slots, and bounds their number.
-        view: the slots.
-        new: the new tokens.
-        capacity: slots of the buffers.
         coming: number of new tokens that have no slot yet, and need one.
 
     Returns:
@@ -49,19 +45,11 @@ def best_slots(
 
 
 def rewritten(policy: Policy, before: View, after: View, queries: Queries, new: New) -> View:
-    """Return the slots that stay, as a residual of slots changes them for what has left.
-
-    Args:
-        policy: the policy.
-        before: the slots before eviction.
-        after: the slots that stay.
-        queries: that stand for later ones.
-        new: the tokens that are being read; rows that read nothing keep their slots.
-    """
+    """Return the slots that stay, as a residual of slots changes them for what has left."""
     residual = policy.residual
     found = residual.rewrite(before, after, queries, new) if isinstance(residual, SlotResidual) else None
     if found is None:
         return after
-    changed = policy.codec.encode_values(found.values), found.bias
+    changed = policy.codec.stored(found.values), found.bias
     values, states = slots.where_read(new, changed, (after.kv.v, after.slots.residual))
     return after.replace(kv=after.kv.replace(v=values), slots=after.slots.replace(residual=states))

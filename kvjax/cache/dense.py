@@ -82,29 +82,17 @@ class Dense(struct.PyTreeNode):
 
         return Dense(tuple(map(changed, self.layers)))
 
-    def exchange(
-        self,
-        policy: Policy,
-        config: LayerConfig,
-        layer: int,
-        new: New,
-        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
-    ) -> tuple[Dense, Evicted]:
+    def exchange(self, policy: Policy, layer: int, new: New, *, pairs: bool = False) -> tuple[Dense, Evicted]:
         """Write one new token per row into the lowest-ranked slot of each head, and return the evicted pairs.
 
         Args:
-            policy: ranks the slots, and bounds their number.
-            config: configuration of the layer.
-            layer: its index.
             new: one token per row; a row of padding changes nothing.
-            absorb: a residual's `absorb`, which has already received every evicted pair except the returned ones. None
-                if there is no residual; then no pairs are returned.
+            pairs: False to return no pairs. A residual has already absorbed every evicted pair but the returned ones.
         """
         if policy.may_shrink:
-            self = self._shrunk(policy, config, layer, new, absorb)
+            self = self._shrunk(policy, layer, new)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
-        pairs = absorb is not None
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(policy, view, new))
         held = (view.position, new.position[:, 0], {"kv": view.kv, "slots": view.slots}, added)
         if new.spread.slots > 1:
@@ -117,36 +105,25 @@ class Dense(struct.PyTreeNode):
         if policy.codec.ordered:
             written = policy.codec.exchanged(written, new, taken["slots"].codec, left)
         kv = taken["kv"] if pairs else None
-        return self.replace_layer(layer, written), evicted_pairs(policy, config, view.state, new, kv, left)
+        return self.replace_layer(layer, written), evicted_pairs(view.state, new, kv, left)
 
     def exchange_and_attend(
-        self,
-        policy: Policy,
-        config: LayerConfig,
-        layer: int,
-        new: New,
-        asks: Callable[[Heads], PyTree],
-        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
+        self, policy: Policy, layer: int, new: New, asks: Callable[[Heads], PyTree]
     ) -> tuple[Dense, PyTree, Stepped] | None:
         """Run `exchange` and `attend` in one kernel that reads keys and values once; return None if impossible.
 
         Args:
-            policy: ranks the slots, and bounds their number.
-            config: configuration of the layer.
-            layer: its index.
-            new: one token per row; a row of padding changes nothing.
             asks: returns the requested attention statistics, given limits and states of the heads.
-            absorb: a residual's `absorb`, as in `exchange`.
 
         Returns:
             The storage, the requests, and attention with statistics and evicted pairs.
         """
         view = self.layers[layer]
-        spec = config.spec
+        spec = new.config.spec
 
         def one_pass(scores: Any) -> bool:
             def given() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
-                _, found = policy.codec.operands(config, view, new).with_bias(config, policy.slot_bias(view))
+                _, found = policy.codec.operands(view, new).with_bias(new, policy.slot_bias(view))
                 if found.places is not None:
                     return None
                 hashed = hashed_codes(policy.ranking(view, new), view)
@@ -168,7 +145,7 @@ class Dense(struct.PyTreeNode):
         if not one_pass(scores):
             return None
         if policy.may_shrink:
-            self = self._shrunk(policy, config, layer, new, absorb)
+            self = self._shrunk(policy, layer, new)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
         added = {"kv": policy.codec.numbers(new, view.state.codec), "slots": policy.slots(new, view.state)}
@@ -179,15 +156,15 @@ class Dense(struct.PyTreeNode):
         held = view.slots, entry["slots"]
         apart = adds or hashed is not None
         remembered, begun = (each.replace(score=None) for each in held) if apart else held
-        given = policy.codec.operands(config, view, new, room=bounds.limit)
+        given = policy.codec.operands(view, new, room=bounds.limit)
         done = decode_step(
             Slots(view.position, *given.stored, remembered),
             Token(new.position[:, 0], entry["kv"].k, entry["kv"].v, begun),
             Choice(standing if hashed is None else hashed, bounds, keep, policy.may_shrink),
             Query(given.q[:, :, :, 0], spec, given.sinks, scores),
-            pairs=absorb is not None,
+            pairs=policy.residual is not None,
             adds=adds,
-            rounds=absorb is None,
+            rounds=policy.residual is None,
             **new.kernels._asdict(),
         )
         position, k, v, buffers = done.slots
@@ -199,14 +176,14 @@ class Dense(struct.PyTreeNode):
         else:
             given = given._replace(k=k, v=v)
             answers = attention.requested_stats(own, done.attended, given, written.position, new, summed=summed)
-            earlier = functools.partial(policy.codec.earlier, config, written, given, new)
-            answers = with_again(wanted, answers, config, given, written, earlier)
+            earlier = functools.partial(policy.codec.earlier, written, given, new)
+            answers = with_again(wanted, answers, given, written, new, earlier)
         evicted = None
         if done.pair is not None:
-            evicted = evicted_pairs(policy, config, view.state, new, KV(*done.pair), done.left)
+            evicted = evicted_pairs(view.state, new, KV(*done.pair), done.left)
         return self.replace_layer(layer, written), wanted, Stepped(done.attended.partial, answers, evicted)
 
-    def append(self, policy: Policy, config: LayerConfig, layer: int, new: New) -> Dense:
+    def append(self, policy: Policy, layer: int, new: New) -> Dense:
         """Append slots for a block of text; no token is evicted."""
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
@@ -219,7 +196,6 @@ class Dense(struct.PyTreeNode):
     def attend(
         self,
         policy: Policy,
-        config: LayerConfig,
         layer: int,
         new: New,
         asks: PyTree,
@@ -230,14 +206,14 @@ class Dense(struct.PyTreeNode):
     ) -> tuple[Dense, Attended]:
         """Attend from new tokens, which have slots already, to all slots of a layer."""
         view = self.layers[layer]
-        given = policy.codec.operands(config, view, new, block=block)
+        given = policy.codec.operands(view, new, block=block)
         if given.k is not new.k:  # a whole text has no slots with a bias yet
-            config, given = given.with_bias(config, policy.slot_bias(view))
+            new, given = given.with_bias(new, policy.slot_bias(view))
         attend = attention.attend_block if block else attention.attend_token
         own = without_again(asks)
-        partial, answers = attend(config, given, view, new, own, remembered, selection)
-        earlier = functools.partial(policy.codec.earlier, config, view, given, new)
-        return self, Attended(partial, with_again(asks, answers, config, given, view, earlier))
+        partial, answers = attend(given, view, new, own, remembered, selection)
+        earlier = functools.partial(policy.codec.earlier, view, given, new)
+        return self, Attended(partial, with_again(asks, answers, given, view, new, earlier))
 
     def fold(self, policy: Policy, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
         """Update scores with the requested statistics. If there are none, the kernel has already added them."""
@@ -256,9 +232,7 @@ class Dense(struct.PyTreeNode):
         score, out = jax.lax.optimization_barrier((view.slots.score, out))
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score))), out
 
-    def compress(
-        self, policy: Policy, config: LayerConfig, layer: int, new: New, capacity: int
-    ) -> tuple[Dense, Bool[Array, "b h c"]]:
+    def compress(self, policy: Policy, layer: int, new: New, capacity: int) -> tuple[Dense, Bool[Array, "b h c"]]:
         """Keep the best slots of each head, as many as it may use, in buffers of `capacity` slots.
 
         Rows without new tokens keep their slots in place.
@@ -273,18 +247,9 @@ class Dense(struct.PyTreeNode):
             slots=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.slots),
             position=jnp.where(kept, slots.gather(view.position, best), -1),
         )
-        if policy.codec.ordered:
-            smaller = policy.codec.settle(smaller, new)
-        return self.replace_layer(layer, smaller), leaving
+        return self.replace_layer(layer, policy.codec.settle(smaller, new)), leaving
 
-    def _shrunk(
-        self,
-        policy: Policy,
-        config: LayerConfig,
-        layer: int,
-        new: New,
-        absorb: Callable[[PyTree, Evicted], PyTree] | None,
-    ) -> Dense:
+    def _shrunk(self, policy: Policy, layer: int, new: New) -> Dense:
         """Evict the lowest-ranked slots of rows whose slot limit has just fallen; the new token finds an empty slot."""
         view = self.layers[layer]
         before = jnp.maximum(new.read - 1, new.prompt_length)
@@ -292,26 +257,19 @@ class Dense(struct.PyTreeNode):
         fewer &= new.valid[:, :1]
 
         # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
-        def losing(self: Dense) -> Any:
+        def losing() -> Any:
             leaving = best_slots(policy, view, new, view.capacity * new.spread.slots, coming=1)[2] & fewer[..., None]
-            after = view.replace(position=jnp.where(leaving, -1, view.position))
-            after = policy.codec.settle(after, new) if policy.codec.ordered else after
+            after = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
             return leaving, after.slots.codec, after.state.codec
 
-        def same(self: Dense) -> Any:
+        def same() -> Any:
             return jnp.zeros(view.position.shape, bool), view.slots.codec, view.state.codec
 
-        leaving, queue, known = jax.lax.cond(fewer.any(), losing, same, self)
+        leaving, queue, known = jax.lax.cond(fewer.any(), losing, same)
         state = view.state.replace(codec=known)
-        if absorb is not None:
-            state = state.replace(
-                residual=jax.lax.cond(
-                    fewer.any(),
-                    lambda kept: slots.fold_evicted(absorb, kept, policy, config, view, new, leaving),
-                    lambda kept: kept,
-                    state.residual,
-                )
-            )
+        if (residual := policy.residual) is not None:
+            folded = functools.partial(slots.fold_evicted, residual, view, new, leaving)
+            state = state.replace(residual=jax.lax.cond(fewer.any(), folded, lambda: state.residual))
         position = jnp.where(leaving, -1, view.position)
         return self.replace_layer(
             layer, view.replace(position=position, slots=view.slots.replace(codec=queue), state=state)
@@ -321,8 +279,6 @@ class Dense(struct.PyTreeNode):
         """Prepare steps over all layers; find all victims if devices shard the slots and no layer has to run first.
 
         Args:
-            policy: ranks the slots.
-            configs: configurations of the layers.
             ahead: returns the tokens for a layer, with valid positions and shapes but without contents.
         """
         if configs[0].spread.slots == 1 or policy.may_shrink or policy.score.requires.host_memory:

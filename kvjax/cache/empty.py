@@ -25,10 +25,7 @@ def empty_layers(
 
     Args:
         policy: the policy, after `Policy.sized` if its states depend on the number of slots.
-        configs: configurations of the layers.
-        limits: slots that each head may use, for each layer.
         slots: number of slots in the buffers of each layer.
-        dtype: dtype of keys and values.
     """
     layers = enumerate(zip(configs, limits, slots, strict=True))
     return tuple(
@@ -46,16 +43,7 @@ def empty(
     slots: int,
     dtype: DTypeLike,
 ) -> View:
-    """Create empty slots for a layer.
-
-    Args:
-        policy: the policy, whose `init` creates the states of its parts.
-        config: configuration of the layer.
-        layer: its index.
-        limit: slots that each head may use.
-        slots: number of slots in the buffers.
-        dtype: dtype of keys and values.
-    """
+    """Create empty slots for a layer."""
     rows, heads = limit.shape
     each = jnp.zeros(rows, jnp.int32)
     keys = jnp.zeros((rows, heads, 0, config.key_width), dtype)
@@ -74,6 +62,7 @@ def empty(
         horizon=each,
         end=each,
         seed=each.astype(jnp.uint32),
+        config=config,
         head=config.numbers(rows),
         layer=layer,
     )

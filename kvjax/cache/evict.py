@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache import slots
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking
-from kvjax.types import KV, Evicted, LayerConfig, New, Parts, PyTree, View, restored, wide
+from kvjax.types import KV, Evicted, New, Parts, PyTree, View, restored, wide
 from kvjax.utils.dependence import depends_on
 from pallas_kernels.decode_step import Hashed
 from pallas_kernels.evict import evict
@@ -68,9 +68,6 @@ def replace_slot(policy: Policy, view: View, new: New, held: tuple[Any, ...], *,
     """Write one token per row into the lowest-ranked slot of each head.
 
     Args:
-        policy: the policy.
-        view: the slots.
-        new: the token.
         held: positions of the slots, position of the token [b], buffers, and the token's entries in them.
         pairs: whether to return the former content of the slot.
     """
@@ -125,22 +122,17 @@ def replace_slot_sharded(
     return left, {"kv": kv, "slots": remembered}, position, buffers
 
 
-def evicted_pairs(
-    policy: Policy, config: LayerConfig, state: Parts, new: New, kv: KV | None, left: Int[Array, "b h"]
-) -> Evicted:
+def evicted_pairs(state: Parts, new: New, kv: KV | None, left: Int[Array, "b h"]) -> Evicted:
     """Return the pairs that one token per row evicts, in at least 32 bits, for a residual.
 
     Args:
-        policy: the policy.
-        config: configuration of the layer.
-        state: states of the policy's parts for the layer's heads.
-        new: the token.
         kv: former content of the token's slot, leaves [b h ...]; None if not requested, then no pairs are returned.
         left: position of the evicted token, -1 if the slot was empty.
     """
     if kv is None:
-        return slots.nothing_evicted(new)
+        nowhere = jnp.full(new.k.shape[:3], -1, jnp.int32)
+        return Evicted(jnp.zeros_like(new.k), jnp.zeros_like(new.v), nowhere, new.layer, new.kernels)
     stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
-    pair = restored(config.rope, stored, left[..., None], state.codec, wide(new.k.dtype))
+    pair = restored(new.config.rope, stored, left[..., None], state.codec, wide(new.k.dtype))
     remembered = slots.remembered_positions(left, new)
     return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)

@@ -14,21 +14,21 @@ from kvjax.cache.stats import damage, highest, normalised, reduced, seen_slots
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Again, Ask, Damage, Peak, Probs, Seen, is_ask
-from kvjax.types import LayerConfig, New, PyTree, View, wide
+from kvjax.types import New, PyTree, View, wide
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
 from pallas_kernels.operands import Joined, Operand, values
 
 
 def _probabilities(
-    config: LayerConfig,
     given: Operands,
     view: View,
+    new: New,
     q: Float[Array, "b h g t d"],
     lse: Float[Array, "b h g t"],
     position: Int[Array, "b t"],
     place: Int[Array, "b h t"] | None,
 ) -> Float[Array, "b h g t c"]:
-    spec = config.spec
+    spec = new.config.spec
     keys = values(given.k, q.dtype)
     x = spec.capped(jnp.einsum("bhgtd,bhcd->bhgtc", q, keys, preferred_element_type=lse.dtype))
     places = (position[:, None], view.position) if place is None or given.places is None else (place, given.places[1])
@@ -47,7 +47,7 @@ def _blocks(given: Operands, new: New, lse: Float[Array, "b h g t"]) -> tuple[in
 
 
 def by_blocks(
-    config: LayerConfig, given: Operands, view: View, new: New, asks: Sequence[Any], lse: Float[Array, "b h g t"]
+    given: Operands, view: View, new: New, asks: Sequence[Any], lse: Float[Array, "b h g t"]
 ) -> list[Float[Array, "b h *g c"]]:
     """Compute statistics that kernels do not, by recomputing logits one block of queries at a time."""
     tokens = new.position.shape[1]
@@ -68,7 +68,7 @@ def by_blocks(
         part = new.replace(position=position)
 
         def look() -> list[Array]:
-            probs = _probabilities(config, given, view, q, lse, position, place)
+            probs = _probabilities(given, view, new, q, lse, position, place)
             return [
                 (jnp.maximum if isinstance(ask, Peak) else jnp.add)(total, found(ask, probs, w, tau, part))
                 for total, ask, w, tau in zip(sums, asks, weights, taus, strict=True)
@@ -94,30 +94,18 @@ def without_again(asks: PyTree) -> PyTree:
     return jax.tree.map(lambda ask: () if isinstance(ask, Again) else ask, asks, is_leaf=is_ask)
 
 
-def with_again(
-    asks: PyTree, answers: PyTree, config: LayerConfig, given: Operands, view: View, earlier: Earlier
-) -> PyTree:
+def with_again(asks: PyTree, answers: PyTree, given: Operands, view: View, new: New, earlier: Earlier) -> PyTree:
     """Add the statistics of replayed queries to those of the requests from `without_again`."""
 
     def answer(ask: Ask, found: PyTree) -> PyTree:
-        return asked_again(config, given, view, ask, earlier) if isinstance(ask, Again) else found
+        return asked_again(given, view, new, ask, earlier) if isinstance(ask, Again) else found
 
     return jax.tree.map(answer, asks, answers, is_leaf=is_ask)
 
 
-def asked_again(
-    config: LayerConfig, given: Operands, view: View, ask: Again, earlier: Earlier
-) -> Float[Array, "b h c"]:
-    """Sum the attention that replayed queries give to each slot, a few queries at a time.
-
-    Args:
-        config: configuration of the layer.
-        given: keys as attention takes them.
-        view: the slots.
-        ask: the replayed queries.
-        earlier: converts them to queries for attention.
-    """
-    spec, kind = config.spec, wide(ask.raw_q.dtype)
+def asked_again(given: Operands, view: View, new: New, ask: Again, earlier: Earlier) -> Float[Array, "b h c"]:
+    """Sum the attention that replayed queries give to each slot, a few queries at a time."""
+    spec, kind = new.config.spec, wide(ask.raw_q.dtype)
     _, _, count, groups, width = ask.raw_q.shape
     # Blocks limit the logits to about a sixteenth of the keys' size; logits of all queries would exceed the cache.
     size = math.gcd(count, 1 << max(0, (width // (16 * groups)).bit_length() - 1))
@@ -139,9 +127,9 @@ def asked_again(
         seen = seen if ask.newest is None else seen & (view.position <= ask.newest[:, None, None])[:, :, None]
         x = x.max(2, keepdims=True) if ask.group == "max" else x
         x = jnp.where(seen[:, :, None], x, jnp.finfo(kind).min)
-        highest = jnp.maximum(config.spread.most_of_slots(x.max(-1, keepdims=True)), jnp.finfo(kind).min / 2)
+        highest = jnp.maximum(new.spread.most_of_slots(x.max(-1, keepdims=True)), jnp.finfo(kind).min / 2)
         shares = jnp.exp(x - highest)
-        total = config.spread.over_slots(shares.sum(-1, keepdims=True))
+        total = new.spread.over_slots(shares.sum(-1, keepdims=True))
         share = normalised(weights.astype(kind)[:, :, None, :, None], total)
         return sums + jnp.einsum("bhgac,bhga->bhc", shares, share[..., 0])
 
@@ -150,26 +138,22 @@ def asked_again(
     return jax.lax.cond((ask.weights > 0).any(), lambda: jax.lax.fori_loop(0, count // size, add, none), lambda: none)
 
 
-def newest_attention(
-    config: LayerConfig, given: Operands, view: View, new: New, ask: Probs, lse: Float[Array, "b h g t"]
-) -> Seen:
+def newest_attention(given: Operands, view: View, new: New, ask: Probs, lse: Float[Array, "b h g t"]) -> Seen:
     count = min(ask.newest, new.position.shape[1])
     index = new.valid.sum(1, dtype=jnp.int32)[:, None] - count + jnp.arange(count)
     at = jnp.maximum(index, 0)
     position = jnp.where(index >= 0, jnp.take_along_axis(new.position, at, 1), -1)
     q = jnp.take_along_axis(given.q, at[:, None, None, :, None], 3)
     place = None if given.places is None else jnp.take_along_axis(given.places[0], at[:, None], 2)
-    probs = _probabilities(config, given, view, q, jnp.take_along_axis(lse, at[:, None, None], 3), position, place)
-    seen = config.spec.mask(position, view.position)
+    probs = _probabilities(given, view, new, q, jnp.take_along_axis(lse, at[:, None, None], 3), position, place)
+    seen = new.config.spec.mask(position, view.position)
     return Seen(probs, position, seen.sum(-1), seen)
 
 
-def select_by_blocks(
-    config: LayerConfig, given: Operands, view: View, new: New, selection: Selection, partial: Partial
-) -> Partial:
+def select_by_blocks(given: Operands, view: View, new: New, selection: Selection, partial: Partial) -> Partial:
     def look(_: None, block: Any) -> tuple[None, Partial]:
         q, lse, position, place = block
-        probs = _probabilities(config, given, view, q, lse, position, place)
+        probs = _probabilities(given, view, new, q, lse, position, place)
         return None, narrowed(selection, probs, given.v, view.position, new.replace(position=position), lse)
 
     found = jax.lax.scan(look, None, _blocks(given, new, partial.lse)[1])[1]
@@ -188,7 +172,7 @@ def narrowed(
     seen = seen_slots(position, new)[:, :, None]
     probs = jnp.where(seen, jnp.maximum(probs, jnp.finfo(probs.dtype).tiny), 0.0)
     picked = new.spread.own_slots(selection.pick(new.spread.all_slots(probs, -1), new), -1)
-    if new.config is not None and new.config.local:
+    if new.config.local:
         picked |= new.config.bounds(new.end)[:, None, None, None, None]
     kept = jnp.where(picked, probs, 0.0)
     mass = new.spread.over_slots(kept.sum(-1, keepdims=True))
@@ -198,24 +182,17 @@ def narrowed(
 
 
 def near_sums(
-    config: LayerConfig,
-    new: New,
-    lse: Float[Array, "b h g t"],
-    width: Int[Array, "b t"] | None = None,
-    most: int = 1,
+    new: New, lse: Float[Array, "b h g t"], width: Int[Array, "b t"] | None = None, most: int = 1
 ) -> Float[Array, "b h t"]:
     """Sum the attention that each token of a whole prompt gets from queries soon after it.
 
     The sums are computed in blocks along the diagonal.
 
     Args:
-        config: configuration of the layer.
-        new: the prompt.
-        lse: log-sum-exp of its queries.
         width: number of newest tokens that count for each query, itself included; None for itself alone.
         most: upper bound on `width`.
     """
-    (b, h, _, t, _), kind, spec = new.q.shape, lse.dtype, config.spec
+    (b, h, _, t, _), kind, spec = new.q.shape, lse.dtype, new.config.spec
     if width is None:
         x = spec.capped(jnp.einsum("bhgtd,bhtd->bhgt", new.q, new.k, preferred_element_type=kind))
         return jnp.where(new.position[:, None, None] >= 0, jnp.exp(x - lse), 0.0).sum(2)

@@ -16,7 +16,7 @@ MORE_ROOM = "read the state with a larger budget, or more max_new_tokens if its 
 
 def select_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Any:
     """Select rows of all arrays, in any order."""
-    return jax.tree.map(lambda leaf: _in_its_memory(leaf, _on_device(leaf)[index]), cache)
+    return jax.tree.map(lambda leaf: _moved(_on_device(leaf)[index], _space(leaf)), cache)
 
 
 def with_empty_slots(view: View, capacity: int) -> View:
@@ -46,24 +46,22 @@ def replace_rows(layers: tuple[View, ...], index: Int[np.ndarray, " m"], rows: t
 
         padded = with_empty_slots(theirs, room).replace(state=jax.tree.map(_widened, mine.state, theirs.state))
         replaced.append(
-            jax.tree.map(lambda old, row: _in_its_memory(old, _on_device(old).at[index].set(row)), mine, padded)
+            jax.tree.map(lambda old, row: _moved(_on_device(old).at[index].set(row), _space(old)), mine, padded)
         )
     return tuple(replaced)
 
 
 def _on_device(leaf: Array) -> Array:
     """Return an array in device memory: rows can be gathered and scattered only there."""
-    return (
-        leaf
-        if jax.typeof(leaf).memory_space == jax.memory.Space.Device
-        else jax.device_put(leaf, jax.memory.Space.Device)
-    )
+    return _moved(leaf, jax.memory.Space.Device)
 
 
-def _in_its_memory(like: Array, leaf: Array) -> Array:
-    """Return an array in the same memory space as another array."""
-    space = jax.typeof(like).memory_space
-    return leaf if space == jax.memory.Space.Device else jax.device_put(leaf, space)
+def _moved(leaf: Array, space: Any) -> Array:
+    return leaf if _space(leaf) == space else jax.device_put(leaf, space)
+
+
+def _space(leaf: Array) -> Any:
+    return jax.typeof(leaf).memory_space
 
 
 def _widened(mine: Array, theirs: Array) -> Array:

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protected
 from kvjax.policies.rankings import Ranking, as_numbers
-from kvjax.types import SLOTS, Evicted, LayerConfig, New, PyTree, View, restored
+from kvjax.policies.residual import Residual
+from kvjax.types import SLOTS, Evicted, New, PyTree, View, restored
 from pallas_kernels import ranking
 from pallas_kernels.attention import Partial
 from pallas_kernels.ranking import Protection
@@ -48,9 +49,6 @@ def scores(
     whose number of slots per head equals its window therefore holds exactly that window, under any policy.
 
     Args:
-        policy: the policy.
-        view: the slots.
-        new: the new tokens.
         numbers: converts the ranking to scores.
         ranking: a ranking instead of the policy's own.
     """
@@ -66,12 +64,12 @@ def scores(
 
 def windowed(new: New) -> bool:
     """Return whether the layer has its own sliding window."""
-    return new.config is not None and new.config.window is not None
+    return new.config.window is not None
 
 
 def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]:
     """Return a mask of the positions that the newest token still sees: all of them in a layer without a window."""
-    if new.config is None or new.config.window is None:
+    if new.config.window is None:
         return jnp.ones(position.shape, bool)
     newest = new.newest.reshape(-1, *(1,) * (position.ndim - 1))
     return position > newest - new.config.window
@@ -90,9 +88,7 @@ def slots_at(
     Heads may use all slots in `limit` if the layer's window bounds the text.
     """
     found = policy.slots_at(limit, new.length if length is None else length)
-    if new.config is None or not new.config.local:
-        return found
-    return jnp.where(new.config.bounds(new.end)[:, None], limit, found)
+    return jnp.where(new.config.bounds(new.end)[:, None], limit, found) if new.config.local else found
 
 
 def rank(policy: Policy, view: View, new: New, numbers: Numbers = as_numbers) -> Float[Array, "b h c"]:
@@ -129,10 +125,6 @@ def claim(
 
     Args:
         scores: score of each slot on this device; None if the oldest is evicted first.
-        position: position of the token in each slot.
-        new: one token per row.
-        bounds: protection and limit of whole heads.
-        keep: mask of slots that are never evicted, or None.
         shrinks: as for `pallas_kernels.ranking.victim`.
 
     Returns:
@@ -155,12 +147,7 @@ def claim(
 
 
 def victims_of_all(claims: Int[Array, "m 3 b h"], capacities: Sequence[int]) -> tuple[Victim, ...]:
-    """Return the result of `pallas_kernels.ranking.victim` over the slots of all devices, for several layers together.
-
-    Args:
-        claims: results of `claim` on this device, for each layer.
-        capacities: slots per head on this device, for each layer.
-    """
+    """Return the victims of several layers over the slots of all devices, from the `claim` of each layer."""
     last = jnp.iinfo(jnp.int32).max
     least, age, place = jnp.moveaxis(jax.lax.all_gather(claims, SLOTS), 2, 0)
     least = jax.lax.bitcast_convert_type(least, jnp.dtype(f"float{jnp.iinfo(least.dtype).bits}"))
@@ -194,9 +181,6 @@ def chosen(policy: Policy, view: View, new: New, coming: int = 0) -> tuple[Int[A
     """Return the slots of whole heads from the most to the least important one, and how many of them stay.
 
     Args:
-        policy: ranks the slots, and bounds their number.
-        view: the slots.
-        new: the new tokens.
         coming: number of new tokens that have no slot yet.
     """
     score, guard = policy.standing(view, new)
@@ -231,24 +215,10 @@ def gather(leaf: Array, slots: Int[Array, "b h m"]) -> Array:
     return jnp.take_along_axis(leaf, slots.reshape(*slots.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
 
-def fold_evicted(
-    absorb: Callable[[PyTree, Evicted], PyTree],
-    remembered: PyTree,
-    policy: Policy,
-    config: LayerConfig,
-    view: View,
-    new: New,
-    leaving: Bool[Array, "b h c"],
-) -> PyTree:
-    """Add evicted slots of a layer to a residual's state, decoding one block of slots at a time.
+def fold_evicted(residual: Residual, view: View, new: New, leaving: Bool[Array, "b h c"]) -> PyTree:
+    """Return a residual's state with evicted slots of a layer added, decoding one block of slots at a time.
 
     Args:
-        absorb: the residual's `absorb`.
-        remembered: the residual's state.
-        policy: the policy.
-        config: configuration of the layer.
-        view: the slots before eviction.
-        new: the tokens that are being read.
         leaving: mask of the evicted slots; tokens outside the layer's window are not added.
     """
     position = remembered_positions(jnp.where(leaving, view.position, -1), new)
@@ -261,17 +231,11 @@ def fold_evicted(
 
     def add(remembered: PyTree, block: Any) -> tuple[PyTree, None]:
         kv, position = block
-        pair = restored(config.rope, kv, position, view.state.codec, new.k.dtype)
-        return absorb(remembered, Evicted(pair.k, pair.v, position, new.layer, new.kernels)), None
+        pair = restored(new.config.rope, kv, position, view.state.codec, new.k.dtype)
+        return residual.absorb(remembered, Evicted(pair.k, pair.v, position, new.layer, new.kernels)), None
 
     parts = jax.tree.map(blocks, view.kv), blocks(position, -1)
-    return jax.lax.scan(add, remembered, parts)[0]
-
-
-def nothing_evicted(new: New) -> Evicted:
-    """Return an `Evicted` without tokens, for callers that do not need evicted pairs."""
-    nowhere = jnp.full(new.k.shape[:3], -1, jnp.int32)
-    return Evicted(jnp.zeros_like(new.k), jnp.zeros_like(new.v), nowhere, new.layer, new.kernels)
+    return jax.lax.scan(add, view.state.residual, parts)[0]
 
 
 def where_read(new: New, after: PyTree, before: PyTree) -> PyTree:

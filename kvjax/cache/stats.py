@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,43 +14,41 @@ from kvjax.types import New, PyTree
 from pallas_kernels import noise as hashed
 from pallas_kernels.attention import causal_mask
 from pallas_kernels.attention import tempered as numerators
+from pallas_kernels.operands import Joined, Operand
+from pallas_kernels.operands import values as numbers
 
 
 def answered(
-    asks: PyTree,
+    asks: PyTree, probs: Float[Array, "b h g 1 c"], v: Operand | Joined, position: Int[Array, "b h c"], new: New
+) -> PyTree:
+    """Compute the requested statistics of one token per row from its attention over whole heads."""
+    leaves, tree = questions(asks)
+    return tree.unflatten(answer(ask, probs, v, position, new) for ask in leaves)
+
+
+def answer(
+    ask: Ask,
     probs: Float[Array, "b h g 1 c"],
-    values: Callable[[], Float[Array, "b h c e"]],
+    v: Operand | Joined,
     position: Int[Array, "b h c"],
     new: New,
-) -> PyTree:
-    """Compute the requested statistics of one token per row from its attention over whole heads.
-
-    Args:
-        asks: tree of requested statistics.
-        probs: attention of the token.
-        values: returns the values of the slots as numbers.
-        position: position of the token in each slot.
-        new: the token.
-    """
-    leaves, tree = questions(asks)
-
-    def answer(ask: Ask) -> Any:
-        if isinstance(ask, Probs):
-            seen = seen_slots(position, new)
-            return Seen(probs, new.position, seen.sum(-1), seen)
-        if isinstance(ask, Damage):
-            return damage(ask, probs, values(), new)
-        if isinstance(ask, Peak):
-            return highest(ask, probs)
-        assert isinstance(ask, Sums)
-        return over_heads(ask, reduced(ask, probs, position, new), new)
-
-    return tree.unflatten(map(answer, leaves))
+    visible: Int[Array, "b h 1"] | None = None,
+) -> Any:
+    """Compute a requested statistic of one token per row; `visible` counts slots on other devices, too."""
+    if isinstance(ask, Probs):
+        seen = seen_slots(position, new)
+        return Seen(probs, new.position, seen.sum(-1) if visible is None else visible, seen)
+    if isinstance(ask, Damage):
+        return damage(ask, probs, numbers(v, probs.dtype), new)
+    if isinstance(ask, Peak):
+        return highest(ask, probs)
+    assert isinstance(ask, Sums)
+    return over_heads(ask, reduced(ask, probs, position, new), new)
 
 
 def seen_slots(position: Int[Array, "b h c"], new: New) -> Bool[Array, "b h t c"]:
     """Return which slots each of the new tokens sees."""
-    return causal_mask(new.position, position, None if new.config is None else new.config.window)
+    return causal_mask(new.position, position, new.config.window)
 
 
 def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:

@@ -14,7 +14,7 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.paged.storage import Paged
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
-from kvjax.types import Evicted, Heads, LayerConfig, New, PyTree
+from kvjax.types import Evicted, Heads, New, PyTree
 from pallas_kernels.attention import LowRank, Partial, with_sink
 
 Storage = Dense | Paged
@@ -36,15 +36,12 @@ class _Attended(NamedTuple):
 
 
 def step(
-    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, *, alone: bool = False
+    policy: Policy, storage: Any, layer: int, new: New, *, alone: bool = False
 ) -> tuple[Storage, Float[Array, "b h g 1 e"], list[Pending]]:
     """Give the new tokens slots, attend from them, and update the score: a decode step in the cache of one layer.
 
     Args:
-        config: configuration of the layer.
         policy: as the layer uses it.
-        storage: the cache before the step.
-        layer: index of the layer in the storage.
         new: one token per row; a row of padding changes nothing.
         alone: True if the caller combines no statistics of devices, so that they need a collective of their own.
 
@@ -60,8 +57,8 @@ def step(
         # If output weights also sum over slots, statistics of heads need a collective of their own.
         return of_own_heads(asks) if not alone and new.spread.heads > 1 and new.spread.outputs == 1 else asks
 
-    done = _in_one_pass(config, policy, storage, layer, new, asked)
-    storage, asks, out, answers = done or _in_two_passes(config, policy, storage, layer, new, asked)
+    done = _in_one_pass(policy, storage, layer, new, asked)
+    storage, asks, out, answers = done or _in_two_passes(policy, storage, layer, new, asked)
     if of_all_layers(asks) or of_devices(asks):
         return storage, out, [Pending(asks, answers, new)]
     storage = update_score(policy, storage, layer, asks, answers, new)
@@ -73,14 +70,13 @@ def step(
 
 
 def _in_one_pass(
-    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]
+    policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]
 ) -> _Attended | None:
     # A kernel that reads keys and values once for both; None if there is none for this storage, policy or platform.
-    if policy.selection is not None:
+    if policy.selection is not None or not isinstance(storage, Dense):
         return None
-    absorb = None if policy.residual is None else policy.residual.absorb
     with jax.named_scope("attention"):
-        done = storage.exchange_and_attend(policy, config, layer, new, asked, absorb)
+        done = storage.exchange_and_attend(policy, layer, new, asked)
     if done is None:
         return None
     storage, asks, (partial, answers, evicted) = done
@@ -94,27 +90,20 @@ def _in_one_pass(
         return _Attended(storage.put_state(layer, residual=state), asks, out, answers)
 
 
-def _in_two_passes(
-    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]
-) -> _Attended:
-    storage, _ = exchange(config, policy, storage, layer, new)
+def _in_two_passes(policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]) -> _Attended:
+    storage, _ = exchange(policy, storage, layer, new)
     asks, remembered = asked(storage.heads(layer)), share_of_residual(policy, storage, layer, new)
     with jax.named_scope("attention"):
-        storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
+        storage, found = storage.attend(policy, layer, new, asks, remembered, policy.selection)
         out = with_sink(found.partial, new.sink_logits).out
     return _Attended(storage, asks, out, found.answers)
 
 
-def steps(
-    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New
-) -> tuple[Storage, Float[Array, "b h g t e"]]:
+def steps(policy: Policy, storage: Any, layer: int, new: New) -> tuple[Storage, Float[Array, "b h g t e"]]:
     """Run a `step` for each of some known tokens, one after another, in the cache of one layer.
 
     Args:
-        config: configuration of the layer.
         policy: as the layer uses it; no statistics that it requests are sums over layers.
-        storage: the cache before the steps.
-        layer: index of the layer in the storage.
         new: tokens [b t], padded on the right.
     """
     counts = new.valid.sum(1, dtype=jnp.int32)
@@ -125,33 +114,25 @@ def steps(
         storage, out = carry
         here = {name: jax.lax.dynamic_slice_in_dim(getattr(new, name), i, 1, axis) for name, axis in axes.items()}
         token = new.replace(read=jnp.minimum(new.read, before + i + 1), **here)
-        storage, attended, _ = step(config, policy, storage, layer, token, alone=True)
+        storage, attended, _ = step(policy, storage, layer, token, alone=True)
         return storage, jax.lax.dynamic_update_slice_in_dim(out, attended.astype(out.dtype), i, axis=3)
 
     out = jnp.zeros((*new.q.shape[:4], new.v.shape[-1]), new.v.dtype)
     return jax.lax.fori_loop(0, counts.max(), one, (storage, out))
 
 
-def exchange(
-    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool = False
-) -> tuple[Any, Evicted]:
+def exchange(policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool = False) -> tuple[Any, Evicted]:
     """Write one token per row into a slot of each head, and let the residual absorb the evicted pairs.
 
     Return the evicted pairs, too. Without a residual they are empty, unless `pairs` is True.
     """
-    told = _unchanged if pairs else None
-    absorb = told if policy.residual is None else policy.residual.absorb
     with jax.named_scope("eviction"):
-        storage, evicted = storage.exchange(policy, config, layer, new, absorb)
-    if absorb is None:
+        storage, evicted = storage.exchange(policy, layer, new, pairs=pairs or policy.residual is not None)
+    if policy.residual is None:
         return storage, evicted
     with jax.named_scope("residual"):
-        remembered = absorb(storage.heads(layer).state.residual, evicted)
+        remembered = policy.residual.absorb(storage.heads(layer).state.residual, evicted)
         return storage.put_state(layer, residual=remembered), evicted
-
-
-def _unchanged(remembered: PyTree, evicted: Evicted) -> PyTree:
-    return remembered
 
 
 def update_score(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:

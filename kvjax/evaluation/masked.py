@@ -130,7 +130,7 @@ def replayed(
             position = jnp.broadcast_to(t, (rows, 1))
             reading = state.cache.reading(token[:, None], position, position[:, 0] + 1)
             new = reading.new(shape, index, hidden, q, k, v, sink_logits=sink_logits)
-            storage, told, found = replay(shape, own, mask, storage, new, lse)
+            storage, told, found = replay(own, mask, storage, new, lse)
             storage = update_score(own, storage, index, told.asks, told.answers, new)
             return (storage, look(sums, storage.layers[index], new, own, found)), found.partial.out
 

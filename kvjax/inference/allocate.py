@@ -64,17 +64,16 @@ def _ranks(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
 
 def _apart(new: New) -> Bool[Array, " b"] | None:
     # Rows whose text exceeds the layer's window, which then overrides the budget.
-    config = new.config
-    return None if config is None or config.window is None else config.bounds(new.end)
+    return None if new.config.window is None else new.config.bounds(new.end)
 
 
 def _within_window(settled: Settled, before: Settled, new: New) -> Settled:
     # No head has more slots than its layer's window, and rows whose text exceeds it keep what they had.
-    apart, config = _apart(new), new.config
-    if apart is None or config is None or config.window is None:
+    apart, window = _apart(new), new.config.window
+    if apart is None or window is None:
         return settled
 
     def kept(after: Array, old: Array) -> Array:
         return jnp.where(apart.reshape(-1, *(1,) * (old.ndim - 1)), old, after)
 
-    return jax.tree.map(kept, (jnp.minimum(settled[0], config.window), settled[1]), before)
+    return jax.tree.map(kept, (jnp.minimum(settled[0], window), settled[1]), before)

@@ -221,8 +221,7 @@ def _renew(
 ) -> Pressed:
     def here(decoder: Decoder, cache: Cache, limits: tuple[Array, ...], asking: Asking | None) -> Pressed:
         policies, views, new = _renewed_layers(decoder, cache, limits)
-        shapes = on_device(decoder.config, decoder.mesh).layer_configs
-        return kept_of_all(policies, shapes, views, new, capacities, decoder.mesh, asking)
+        return kept_of_all(policies, views, new, capacities, decoder.mesh, asking)
 
     given = decoder_specs(decoder), cache_specs(cache), (OF_HEADS,) * len(limits), asking_specs(asking)
     made = pressed_specs(decoder.policy, len(limits))
@@ -276,7 +275,7 @@ def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[
     def read(**unknown: Array) -> View:
         known = tokens.replace(**unknown)
         made = empty(policy, shape, new.layer, limit=view.limit, slots=0, dtype=keys.dtype)
-        storage = Dense((made,)).append(policy, shape, 0, known)
+        storage = Dense((made,)).append(policy, 0, known)
         asks = policy.score.asks(storage.heads(0), known)
         if questions(asks)[0]:
             raise ValueError(

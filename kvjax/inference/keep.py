@@ -16,7 +16,7 @@ from kvjax.cache.step import Pending, update_score
 from kvjax.inference.allocate import allocated
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Queries
-from kvjax.types import LayerConfig, New
+from kvjax.types import New
 
 
 class Kept(NamedTuple):
@@ -29,19 +29,18 @@ class Kept(NamedTuple):
 
 
 def keep_after(
-    policy: Policy, shape: LayerConfig, storage: Dense, index: int, told: Pending, capacity: int, first: bool
+    policy: Policy, storage: Dense, index: int, told: Pending, capacity: int, first: bool
 ) -> tuple[Dense, Kept]:
     """Update the score of a layer after attention, and evict the lowest-ranked tokens; see `keep_best`."""
     asks, answers, new = told
     storage = update_score(policy, storage, index, asks["score"], answers["score"], new)
     if first:
         storage = storage.replace_layer(index, allocated(policy, storage.layers[index], answers["plan"], new))
-    return keep_best(policy, shape, storage, index, new, capacity, first=first)
+    return keep_best(policy, storage, index, new, capacity, first=first)
 
 
 def keep_best(
     policy: Policy,
-    shape: LayerConfig,
     storage: Dense,
     index: int,
     new: New,
@@ -54,7 +53,6 @@ def keep_best(
 
     Args:
         policy: as the layer uses it.
-        shape: configuration of the layer.
         storage: the cache before, with updated scores.
         index: index of the layer in the storage.
         new: the tokens just read.
@@ -67,12 +65,11 @@ def keep_best(
     undefined = (jnp.isnan(ranking) & view.live).any((1, 2)) if isinstance(ranking, jax.Array) else None
     selected = None
     if first and policy.plan.sizing.per_head:
-        selected, leaving = select(policy, shape, view, new)
+        selected, leaving = select(policy, view, new)
     else:
-        storage, leaving = storage.compress(policy, shape, index, new, capacity)
+        storage, leaving = storage.compress(policy, index, new, capacity)
     if policy.residual is not None:
-        absorb, before = policy.residual.absorb, view.state.residual
-        remembered = slots.fold_evicted(absorb, before, policy, shape, view, new, leaving)
+        remembered = slots.fold_evicted(policy.residual, view, new, leaving)
         storage = storage.put_state(index, residual=remembered)
         if selected is not None:
             state = selected.view.state.replace(residual=remembered)

@@ -255,9 +255,9 @@ def _through_layer(
         normed, q, k, v = project(layer, config, kind, x, reading.position)
         new = reading.new(kind, number, x, q, k, v, turns, sink_logits_of(layer, kind))
         if x.shape[1] == 1:
-            storage, out, told = step(kind, policy, storage, place, new)
+            storage, out, told = step(policy, storage, place, new)
         else:
-            storage, out = steps(kind, policy, storage, place, new)
+            storage, out = steps(policy, storage, place, new)
             told = []
         for each in told:
             (of_heads if of_devices(each.asks) else pending).append(each)
@@ -385,10 +385,10 @@ def read_layers(
             pending.append(told)
         else:
             with layer_numbered(policy, numbers[index]):
-                storage, of_layer = keep_after(policy, shape, storage, index, told, capacities[index], first)
+                storage, of_layer = keep_after(policy, storage, index, told, capacities[index], first)
             kept.append(of_layer)
     for index, told in enumerate(sum_over_layers(pending)):
-        storage, of_layer = keep_after(policies[index], shapes[index], storage, index, told, capacities[index], first)
+        storage, of_layer = keep_after(policies[index], storage, index, told, capacities[index], first)
         kept.append(of_layer)
     for each in kept:
         if each.undefined is not None:  # NaN scores make the kept slots and the logits meaningless
@@ -430,10 +430,10 @@ def append_and_attend(
         new = reading.new(shape, number, x, q, k, v, sink_logits=sink_logits_of(layer, shape))
         if policy.score.requires.host_memory:
             storage = storage.moved(index, jax.memory.Space.Device)
-        storage = storage.append(policy, shape, index, new)
+        storage = storage.append(policy, index, new)
         heads = storage.heads(index)
         asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
         remembered = share_of_residual(policy, storage, index, new)
-        storage, found = storage.attend(policy, shape, index, new, asks, remembered, policy.selection, block=True)
+        storage, found = storage.attend(policy, index, new, asks, remembered, policy.selection, block=True)
         x = finish_block(layer, config, shape, x, normed, with_sink(found.partial, new.sink_logits).out)
     return storage, Pending(asks, found.answers, new), x

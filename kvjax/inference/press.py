@@ -43,7 +43,7 @@ from kvjax.policies.allocation import Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Queries
 from kvjax.policies.stats import questions
-from kvjax.types import HEADS, ROWS, Kernels, LayerConfig, New, View
+from kvjax.types import HEADS, ROWS, Kernels, New, View
 from kvjax.utils.dependence import depends_on
 from kvjax.utils.processes import on_host
 
@@ -143,7 +143,7 @@ def press(
                 f"{named(policy)} ranks slots by the token that needs one, so it has no ranking before that token."
             )
         views = [view.replace(limit=limit) for view, limit in zip(views, limits, strict=True)]
-        return kept_of_all(policies, here.layer_configs, views, new, capacities, mesh, asking)
+        return kept_of_all(policies, views, new, capacities, mesh, asking)
 
     given = policy_specs(policy), cache_specs(cache), (OF_HEADS,) * len(limits), asking_specs(asking)
     return on_mesh(here, mesh, given, pressed_specs(policy, len(limits)))(policy, cache, limits, asking)
@@ -156,7 +156,6 @@ def pressed_specs(policy: Policy, layers: int) -> Any:
 
 def kept_of_all(
     policies: Sequence[Policy],
-    shapes: Sequence[LayerConfig],
     views: Sequence[View],
     new: Sequence[New],
     capacities: tuple[int, ...],
@@ -167,7 +166,6 @@ def kept_of_all(
 
     Args:
         policies: as each layer uses the policy.
-        shapes: configurations of the layers.
         views: all slots of this device's heads.
         new: the tokens by which slots are ranked.
         capacities: slots of the buffers.
@@ -186,9 +184,9 @@ def kept_of_all(
         given = zip(policies, views, new, strict=True)
         views = [allocated(policy, view, (), tokens) for policy, view, tokens in given]
     layers, found = list[View](), list[Kept]()
-    layer = zip(policies, shapes, views, new, capacities, strict=True)
-    for index, (policy, shape, view, tokens, capacity) in enumerate(layer):
-        keep = functools.partial(keep_best, policy, shape, Dense((view,)), 0, tokens, capacity, first=True)
+    layer = zip(policies, views, new, capacities, strict=True)
+    for index, (policy, view, tokens, capacity) in enumerate(layer):
+        keep = functools.partial(keep_best, policy, Dense((view,)), 0, tokens, capacity, first=True)
         queries = None if asking is None else Queries(asking[0][index], asking[1])
         if queries is None:
             check_no_queries(policy, keep, Queries(tokens.q, tokens.valid))

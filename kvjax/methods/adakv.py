@@ -64,8 +64,6 @@ class AdaKV(Uniform, interface=True):
         """Return the slots of each KV head.
 
         Args:
-            ranks: ranks of the prompt's slots.
-            budget: slots per head on average.
             most: tokens of the whole text, an upper bound on the slots of a head.
         """
         rows, heads, slots = ranks.shape

@@ -61,7 +61,6 @@ class Matching(SlotResidual):
 
     def rewrite(self, before: View, after: View, queries: Queries, new: New) -> Rewritten | None:
         """Return values and biases of the slots that stay, fitted to the attention over the slots before eviction."""
-        assert new.config is not None
         if new.spread.slots > 1:
             raise ValueError("attention_matching fits all slots of a head together; use a mesh without slots.")
         spec = new.config.spec
@@ -92,7 +91,6 @@ def slot_logits(q: Float[Array, "b h r d"], view: View, new: New) -> Float[Array
 
     They include the biases of slots that stand for evicted ones, if there are any.
     """
-    assert new.config is not None
     products = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(q.dtype), precision="highest")
     logits, bias = new.config.spec.capped(products), view.slots.residual
     return jnp.where(view.live[:, :, None], logits if bias is None else logits + bias[:, :, None], -jnp.inf)
@@ -111,7 +109,6 @@ def matched_factors(
     Args:
         kept: M, zero for empty slots.
         mass: of all keys, for each query.
-        ridge: see `Matching`.
         bound: largest absolute logarithm of B.
     """
     box = math.exp(-bound), math.exp(bound)
@@ -147,9 +144,7 @@ def sampled(queries: Queries, most: int, kind: DTypeLike) -> tuple[Float[Array, 
     """Return queries at even distances, those of a group one after the other, and 1 for each that counts.
 
     Args:
-        queries: of a text.
         most: largest number of queries of a query head.
-        kind: dtype of the results.
     """
     b, h, g, t, d = queries.q.shape
     count = queries.valid.sum(1, dtype=jnp.int32)[:, None]

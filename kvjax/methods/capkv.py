@@ -1,21 +1,18 @@
-"""CapKV: tokens whose values span directions that other tokens near the expected query do not."""
+"""CapKV (arXiv 2604.25975): values that span directions which other tokens near the expected query do not."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.queries import Expected, MomentScore
 from kvjax.types import New, View, check, number, written
 
 
+@register_score("capkv", paper="CapKV, 2026", group="ranked once for each prompt or turn", recent=32)
 @struct.dataclass
 class Capacity(MomentScore):
     r"""Leverage of a value among all values, weighted by how well keys match the mean query.
@@ -28,13 +25,12 @@ class Capacity(MomentScore):
     per query head, before rotation and without the first positions, multiplied by the mean rotation of the next 512
     positions.
 
-    Args:
-        sinks: number of first positions, which are excluded from queries and keys.
-        tau: sharpness of the weights.
-        future: number of next positions over which rotations are averaged.
-    """
+    When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
+    evicts nothing after the prompt. Here generated tokens are evicted first, except the newest `recent` ones.
 
-    paper = "CapKV, arXiv 2604.25975"
+    Args:
+        tau: sharpness of the weights.
+    """
 
     covariance = False
 
@@ -45,7 +41,6 @@ class Capacity(MomentScore):
         check(not written(self.tau) or self.tau >= 0, "tau", self.tau, "a number from 0")
 
     def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         keys, values, mean, counts = of.keys, of.values, of.mean, of.counts[:, :, None]
         match = jnp.where(counts, jnp.einsum("bhcd,bhgd->bhgc", _unit(keys), _unit(mean)), -jnp.inf)
         most = match.max(-1, keepdims=True)
@@ -63,20 +58,3 @@ class Capacity(MomentScore):
 
 def _unit(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
-
-
-@register(paper="CapKV, 2026", group="ranked once for each prompt or turn")
-def capkv(
-    *,
-    sinks: int = Capacity.sinks,
-    recent: int | float = 32,
-    tau: float = Capacity.tau,
-    future: int = Capacity.future,
-    **common: Any,
-) -> Policy:
-    """Leverage of values, weighted by how well keys match the mean query.
-
-    When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
-    evicts nothing after the prompt. Here generated tokens are evicted first, except the newest `recent` ones.
-    """
-    return combine(Capacity(sinks, future, tau), sinks=sinks, recent=recent, **common)

@@ -1,4 +1,4 @@
-"""ChunkKV: prompt tokens are kept or evicted in chunks of consecutive tokens, by the scores of any other policy."""
+"""ChunkKV (arXiv 2502.00299): prompt tokens are kept or evicted in chunks, by the scores of any other policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
 
 @struct.dataclass
 class ChunkSum(ScoreOver):
-    r"""Sum of another score over the cached tokens of a chunk.
+    r"""Sum of another score s over the cached tokens of a chunk.
 
     .. math:: F(i) = \sum_{j: \lfloor j / L \rfloor = \lfloor i / L \rfloor} s(j)
 
@@ -29,12 +29,8 @@ class ChunkSum(ScoreOver):
     the others. If the budget is not a multiple of L, the newest tokens of one chunk are kept.
 
     Args:
-        base_score: the other score s.
-        base: name of the policy that it belongs to.
         length: L, number of tokens in a chunk.
     """
-
-    paper = "ChunkKV, arXiv 2502.00299"
 
     length: int = setting(20)
 
@@ -74,7 +70,6 @@ class ChunkSum(ScoreOver):
         return jnp.take_along_axis(of_heads(scores, number), jnp.argsort(order, axis=-1), axis=-1)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         return view.slots.score[1]
 
 

@@ -8,19 +8,22 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from kvjax.methods.combine import combine
 from kvjax.methods.leverage import Leverage
-from kvjax.methods.noncausal import NonCausal, noncausal_attention
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.noncausal import noncausal_attention
+from kvjax.methods.register import register_score
 from kvjax.types import New, View, check, setting
 
 
+@register_score("compactor", paper="Compactor, 2025", group="ranked once for each prompt or turn", sinks=8, recent=32)
 @struct.dataclass
 class Compacted(Leverage):
-    r"""Weighted sum of leverage and non-causal attention, both in z-scores.
+    r"""Weighted sum of the leverage of keys and of attention without a causal mask, both in z-scores.
 
     .. math:: F(i) = \lambda \, \mathrm{leverage}(i) + \mathrm{noncausal}(i)
+
+    When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
+    keeps the last 4 tokens and evicts nothing after the prompt. Here generated tokens are evicted first, except the
+    newest `recent` ones.
 
     Args:
         chunk: number of tokens in a chunk of non-causal attention.
@@ -40,24 +43,3 @@ class Compacted(Leverage):
             held = jnp.maximum(view.live.sum(-1), 1)
             share = jnp.maximum(1 - view.limit / held, 0.0)[..., None]
         return share * super()._of_text(view, new, counts) + noncausal_attention(new, counts, self.sinks, self.chunk)
-
-
-@register(paper="Compactor, 2025", group="ranked once for each prompt or turn")
-def compactor(
-    *,
-    sinks: int = 8,
-    recent: int | float = 32,
-    sketch: int = Leverage.sketch,
-    seed: int = Leverage.seed,
-    chunk: int = NonCausal.chunk,
-    blending: float | None = Compacted.blending,
-    **common: Any,
-) -> Policy:
-    """Leverage of keys and attention without a causal mask, in z-scores.
-
-    When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
-    keeps the last 4 tokens and evicts nothing after the prompt. Here generated tokens are evicted first, except the
-    newest `recent` ones.
-    """
-    score = Compacted(sinks, recent, sketch, seed, chunk=chunk, blending=blending)
-    return combine(score, sinks=sinks, recent=recent, **common)

@@ -1,4 +1,4 @@
-"""CriticalKV: half of a budget by another method's score, the rest by that score times the projected value's norm."""
+"""CriticalKV (Feng et al. 2025, arXiv 2502.03805): scores of another method and norms of projected values."""
 
 from __future__ import annotations
 
@@ -38,15 +38,12 @@ class Critical(ScoreOver):
     s, as in the authors' code, and each then ranks by the F of its own C.
 
     Args:
-        base_score: the score s.
-        base: name of the policy that it belongs to.
         sinks: first tokens, which are protected.
         recent: newest tokens, which are protected.
         epsilon: added to s.
         outputs: output weights of each layer, set by `bind`; after `layer`, those of one layer.
     """
 
-    paper = "CriticalKV, Feng et al. 2025, arXiv 2502.03805, Algorithm 1"
     of_heads = ("outputs",)
 
     sinks: int = number(0)
@@ -62,11 +59,6 @@ class Critical(ScoreOver):
     def bind(self, model: LanguageModel) -> Critical:
         """Return a copy with the output weights of a model."""
         return dataclasses.replace(super().bind(model), outputs=output_weights(model))
-
-    def layer(self, index: int) -> Critical:
-        """Return a copy with the output weights of one layer."""
-        outputs = None if self.outputs is None else self.outputs[index]
-        return dataclasses.replace(super().layer(index), outputs=outputs)
 
     def slot(self, new: New, state: Any) -> tuple[PyTree, Float[Array, "b h t"]]:
         """Return the base's state of each token, and the norm of its projected value."""

@@ -1,40 +1,38 @@
-"""CUR: tokens whose keys and values have large norms compared with those of their neighbors."""
+"""CurDKV (Sengupta et al. 2025, arXiv 2509.15038): keys and values with large norms among their neighbors."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
 from jax.lax import erf_inv
 from jaxtyping import Array, Float, Int
 
-from kvjax.methods.combine import combine
 from kvjax.methods.neighbors import in_text_order
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.rankings import coarse
 from kvjax.policies.score import Requirements, Score
 from kvjax.types import New, View, check, setting, wide
 from pallas_kernels.noise import uniform_at
 
 
+@register_score("cur", paper="CurDKV, 3.2", group="ranked by keys, values or chance, without attention", sinks=4)
 @struct.dataclass
 class LeverageProduct(Score):
-    r"""Product of the leverages of a key and a value, approximated by norms in groups of neighbors.
+    r"""Tokens whose keys and values have large norms compared with those of their neighbors.
 
     .. math:: F(i) = \frac{\lVert k_i \rVert^2}{\sum_{j \in N(i)} \lVert k_j \rVert^2}
         \cdot \frac{\lVert v_i \rVert^2}{\sum_{j \in N(i)} \lVert v_j \rVert^2}
 
-    The cached tokens of a head form groups N of consecutive tokens, beginning with the first. With `projections` the
-    norms are those of k G and v G, with a Gaussian matrix G for each row, layer and head.
+    The fractions approximate leverages. The cached tokens of a head form groups N of consecutive tokens, beginning with
+    the first. With `projections` the norms are those of k G and v G, with a Gaussian matrix G for each row, layer and
+    head.
+
+    When: if attention probabilities are not available. It has not been measured on many models yet.
 
     Args:
         neighbors: number of tokens in a group.
         projections: columns of G, 20 in the paper's random form; None for the norms themselves.
     """
-
-    paper = "CurDKV, Sengupta et al. 2025, arXiv 2509.15038"
 
     neighbors: int = setting(16)
     projections: int | None = setting(None)
@@ -50,7 +48,6 @@ class LeverageProduct(Score):
         return Requirements(whole_heads=True)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         position = new.spread.all_slots(view.position)
         shares = [self._share(x, view, position, new) for x in (view.keys(new), view.values(new))]
         return coarse(new.spread.own_slots(shares[0] * shares[1]))
@@ -77,9 +74,6 @@ def projected(
     """Multiply keys or values by a standard Gaussian matrix [d, columns], a separate one for each row, layer and head.
 
     Args:
-        x: keys or values.
-        columns: number of columns of the matrix.
-        new: tokens being read, with the rows' seeds.
         draw: index of the matrix, if several are drawn; None for a single one.
     """
     rows, heads, _, width = x.shape
@@ -87,18 +81,3 @@ def projected(
     uniform = uniform_at(new.seed, new.layer, index, draw, new.head).astype(wide(x.dtype))
     gaussian = erf_inv(2 * uniform - 1).reshape(rows, heads, width, columns) * 2**0.5
     return jnp.einsum("bhcd,bhdm->bhcm", x.astype(gaussian.dtype), gaussian)
-
-
-@register(paper="CurDKV, 3.2", group="ranked by keys, values or chance, without attention")
-def cur(
-    *,
-    neighbors: int = LeverageProduct.neighbors,
-    projections: int | None = LeverageProduct.projections,
-    sinks: int = 4,
-    **common: Any,
-) -> Policy:
-    """Tokens whose keys and values have large norms compared with those of their neighbors.
-
-    When: if attention probabilities are not available. It has not been measured on many models yet.
-    """
-    return combine(LeverageProduct(neighbors, projections), sinks=sinks, **common)

@@ -8,17 +8,8 @@ import re
 from typing import Any, NamedTuple
 
 from kvjax.methods.combine import combine
-from kvjax.methods.registry import (
-    CODECS,
-    PAPERS,
-    PLANS,
-    REGISTRY,
-    RESIDUALS,
-    SELECTIONS,
-    annotations_of,
-    policy,
-    settings_of,
-)
+from kvjax.methods.register import PAPERS, REGISTRY, TABLES
+from kvjax.methods.registry import annotations_of, policy, settings_of
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protection
@@ -66,7 +57,6 @@ def describe_policy(name: str, own: bool = False) -> Description:
     """Describe a registered policy.
 
     Args:
-        name: a key of `REGISTRY`.
         own: omit settings that nearly all policies take, if the default is the usual one.
     """
     method = REGISTRY[name]
@@ -84,8 +74,9 @@ def describe_policy(name: str, own: bool = False) -> Description:
         for setting, default in settings_of(name).items()
         if not own or usual.get(setting, ...) != default
     ]
-    sources = [type(part) for part in parts if part is not None and type(part) not in (Protection, Uniform, Codec)]
-    return Description(name, _summary(method), paper, settings, _said("When", method), [method, *sources])
+    of_parts = [type(part) for part in parts if part is not None and type(part) not in (Protection, Uniform, Codec)]
+    sources = [inspect.unwrap(method), *of_parts]  # the class of a registered score stands for its function
+    return Description(name, _summary(method), paper, settings, _said("When", method), list(dict.fromkeys(sources)))
 
 
 def common() -> list[Setting]:
@@ -97,13 +88,12 @@ def common() -> list[Setting]:
 
 def parts() -> dict[str, list[Description]]:
     """Return the plans, residuals, codecs and selections, with settings named as on the command line."""
-    tables: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "codec": CODECS, "selection": SELECTIONS}
     return {
         part: [
             Description(name, _summary(kind), _said("From", kind), _fields(part, kind), _said("When", kind), [kind])
             for name, kind in table.items()
         ]
-        for part, table in tables.items()
+        for part, table in TABLES.items()
     }
 
 

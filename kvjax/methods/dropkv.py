@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flax import struct
 from jaxtyping import Array, Float
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
+from kvjax.methods.register import register_score
 from kvjax.methods.step_windows import begin, ended, shifted, weights
-from kvjax.policies.policy import Policy
 from kvjax.policies.score import Score
 from kvjax.policies.stats import Damage
 from kvjax.types import Heads, New, View, check, nothing, setting
@@ -18,9 +14,10 @@ from kvjax.types import Heads, New, View, check, nothing, setting
 Windows = tuple[Float[Array, "b h c"], Float[Array, "b h c"]]
 
 
+@register_score("dropkv", paper="DropKV", group="ranked by attention at every token", recent=32)
 @struct.dataclass
 class DropDamage(Score):
-    r"""Change of the outputs of recent queries if a token were evicted.
+    r"""Tokens whose eviction would change the outputs of recent queries most.
 
     .. math:: F(i) = \sum_{t} \sum_g \left( \frac{p_{gt}(i)}{1 - p_{gt}(i)} \right)^2 \lVert v_i - o_{gt} \rVert^2
 
@@ -28,11 +25,12 @@ class DropDamage(Score):
     a slot, these are the last w + 1 to 2w queries. It is a distance in the space of values, so scores of different
     heads are comparable.
 
+    When: with the plan `adakv`, because its scores are comparable between heads. It has not been measured on many
+    models yet.
+
     Args:
         window: w, in queries.
     """
-
-    paper = "DropKV"
 
     window: int = setting(32)
 
@@ -58,15 +56,4 @@ class DropDamage(Score):
         return before + added[0], current + added[1]
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         return view.slots.score[0] + view.slots.score[1]
-
-
-@register(paper="DropKV", group="ranked by attention at every token")
-def dropkv(*, window: int = DropDamage.window, recent: int | float = 32, **common: Any) -> Policy:
-    """Tokens whose eviction would change the outputs of recent queries most.
-
-    When: with the plan `adakv`, because its scores are comparable between heads. It has not been measured on many
-    models yet.
-    """
-    return combine(DropDamage(window), recent=recent, **common)

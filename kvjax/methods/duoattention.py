@@ -91,10 +91,6 @@ class RetrievalHeads(EndsOrAll):
             found.append(np.asarray(score))
         return found
 
-    def layer(self, index: int) -> RetrievalHeads:
-        """Return a copy with the mask of one layer."""
-        return self if self.full is None else dataclasses.replace(self, full=self.full[index])
-
     def head_budgets(
         self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:

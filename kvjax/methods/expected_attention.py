@@ -1,21 +1,20 @@
-"""ExpectedAttention: expected attention of queries at the next positions, times the norm of the value."""
+"""ExpectedAttention (Devoto et al. 2025): attention of queries at the next positions, times the value's norm."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.queries import Expected, MomentScore
 from kvjax.types import New, View, check, number, written
 
 
+@register_score(
+    "expected_attention", paper="Devoto et al. 2025", group="ranked once for each prompt or turn", recent=32
+)
 @struct.dataclass
 class ExpectedAttention(MomentScore):
     r"""Expected attention to a key by Gaussian queries at the next positions, times the norm of its value.
@@ -28,13 +27,12 @@ class ExpectedAttention(MomentScore):
     m and S are the mean and the covariance of a query head's queries in the prompt and turns, before rotation and
     without the first positions. R is the mean rotation of the next 512 positions.
 
+    When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
+    evicts nothing after the prompt. Here generated tokens are evicted first, except the newest `recent` ones.
+
     Args:
-        sinks: number of first positions, which are excluded from m, S and the softmax.
-        future: number of next positions over which rotations are averaged.
         epsilon: constant added to the attention; 0.01 with the plan `adakv` in the published results.
     """
-
-    paper = "ExpectedAttention, Devoto et al. 2025"
 
     epsilon: float = number(0.0)
 
@@ -43,29 +41,11 @@ class ExpectedAttention(MomentScore):
         check(not written(self.epsilon) or self.epsilon >= 0, "epsilon", self.epsilon, "a number from 0")
 
     def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         assert of.spread is not None
         keys = of.keys
-        scale = keys.shape[-1] ** -0.5 if new.config is None else new.config.scale
+        scale = new.config.scale
         logits = scale * jnp.einsum("bhcd,bhgd->bhgc", keys, of.mean)
         logits += scale**2 / 2 * jnp.einsum("bhcd,bhgde,bhce->bhgc", keys, of.spread, keys)
         ranked = of.counts[:, :, None]
         attention = jax.nn.softmax(jnp.where(ranked, logits, -jnp.inf), axis=-1, where=ranked).mean(2)
         return (attention + self.epsilon) * jnp.linalg.norm(of.values, axis=-1)
-
-
-@register(paper="Devoto et al. 2025", group="ranked once for each prompt or turn")
-def expected_attention(
-    *,
-    sinks: int = ExpectedAttention.sinks,
-    recent: int | float = 32,
-    future: int = ExpectedAttention.future,
-    epsilon: float = ExpectedAttention.epsilon,
-    **common: Any,
-) -> Policy:
-    """Attention expected from queries at the next positions, times the norm of the value.
-
-    When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
-    evicts nothing after the prompt. Here generated tokens are evicted first, except the newest `recent` ones.
-    """
-    return combine(ExpectedAttention(sinks, future, epsilon), sinks=sinks, recent=recent, **common)

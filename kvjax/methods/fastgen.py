@@ -177,14 +177,11 @@ class Profiled(Uniform):
     Args:
         threshold: T, fraction of the attention to recover, in (0, 1]; 1 is the full cache.
         local: r_l, width of the local window as a fraction of the current length, in [0, 1].
-        frequent: r_f, number of most attended tokens as a fraction of the current length, in [0, 1].
+        frequent, frequent_among, recent: as in `TokenClasses`.
         order: token classes in the order in which choices add them: some of `special`, `punctuation`, `frequent`,
             `local`.
         spare_special: slots for generated special tokens in heads that keep them, at least 0.
         spare_punctuation: slots for generated punctuation, as a fraction of `max_new_tokens`.
-        recent: number of newest tokens that every head keeps, the one being read included; at least 0.
-        frequent_among: `all` for section 3.2's union; `others` for floor(frequent L) tokens besides those that are kept
-            for other reasons, which differs from the paper.
     """
 
     threshold: float = number(0.95)

@@ -1,4 +1,4 @@
-"""FINCH: tokens to which the question at the end of the prompt attends."""
+"""FINCH (Corallo and Papotti 2024): tokens to which the question at the end of the prompt attends."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ class Question(PromptWindow):
 
     with the attention averaged over the query heads of a KV head, and at position t_0 the last delimiter that is
     followed by other tokens of the prompt or turn. The question is evicted last. In a text without a delimiter, the
-    last `window` tokens are the question. Generated tokens score 0 and are evicted first, as under `snapkv`.
+    last `recent` tokens are the question. Generated tokens score 0 and are evicted first, as under `snapkv`.
 
     Args:
         delimiter: token id before the question; None for no delimiter.
     """
-
-    paper = "FINCH, Corallo and Papotti 2024"
 
     delimiter: int | None = setting(None)
 
@@ -69,7 +67,7 @@ class Question(PromptWindow):
 
 @register(paper="FINCH, 2024", group="ranked once for each prompt or turn")
 def finch(
-    *, delimiter: int | None = Question.delimiter, recent: int | float = PromptWindow.window, **common: Any
+    *, delimiter: int | None = Question.delimiter, recent: int | float = PromptWindow.recent, **common: Any
 ) -> Policy:
     """Attention of the question after the token `delimiter`, or of the last `recent` tokens without one.
 

@@ -1,19 +1,16 @@
-"""H2O: tokens with the most accumulated attention."""
+"""H2O (Zhang et al. 2023, Algorithm 1): tokens with the most accumulated attention."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from flax import struct
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.score import AccumulatedScore
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New
 
 
+@register_score("h2o", paper="H2O, Algorithm 1", group="ranked by attention at every token", recent=0.5)
 @struct.dataclass
 class Accumulated(AccumulatedScore):
     r"""Heavy hitters by accumulated attention.
@@ -22,21 +19,12 @@ class Accumulated(AccumulatedScore):
 
     summed over all queries j of prompt and generation that attended to token i, and over the g query heads of the KV
     head.
-    """
-
-    paper = "H2O, Zhang et al. 2023, Algorithm 1"
-
-    def asks(self, heads: Heads, new: New) -> Sums:
-        """Request a_t, summed over queries and query heads."""
-        return Sums()
-
-
-@register(paper="H2O, Algorithm 1", group="ranked by attention at every token")
-def h2o(*, recent: int | float = 0.5, **common: Any) -> Policy:
-    """Heavy hitters by accumulated attention.
 
     When: by default, for continuing text. Among policies that only evict it has the lowest perplexity on WikiText-2 at
     every budget (SmolLM2, perplexity 12.6 with the full cache): 13.2 with half of the slots, 14.9 with a quarter, 18.0
     with a tenth.
     """
-    return combine(Accumulated(), recent=recent, **common)
+
+    def asks(self, heads: Heads, new: New) -> Sums:
+        """Request a_t, summed over queries and query heads."""
+        return Sums()

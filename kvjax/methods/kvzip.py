@@ -1,20 +1,18 @@
-"""KVzip: tokens with the most attention in a second reading of the text, ranked over all layers and heads together."""
+"""KVzip (arXiv 2505.23416): tokens with the most attention in a second reading of the text."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.adakv import AdaKV
-from kvjax.methods.combine import combine
 from kvjax.methods.outputs import output_weights
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
-from kvjax.policies.score import UNRANKED, Replay, Requirements, Score
+from kvjax.methods.register import register_score
+from kvjax.policies.score import UNRANKED, Replay, Requirements, StoredScore
 from kvjax.policies.stats import Peak
 from kvjax.types import Heads, New, View, nothing, setting, wide
 
@@ -25,18 +23,29 @@ REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
+@register_score(
+    "kvzip",
+    paper="KVzip, 2025",
+    group="ranked once for each prompt or turn",
+    recent=32,
+    plan=AdaKV(floor=0.0, over="model"),
+)
 @struct.dataclass
-class Reconstruction(Score):
-    r"""Largest attention that a token receives when the text is read again, after a request to repeat it.
+class Reconstruction(StoredScore):
+    r"""Largest attention to a token in a second reading of the text, with one ranking for all layers and heads.
 
     .. math:: F(i) = \max_{t, g} a_{tg}(i), \quad
         F^+(i) = \max_{t, g} a_{tg}(i) \frac{\lVert W^O_g v_i \rVert_2}{\lVert h_t \rVert_2}
 
-    over the tokens t of the request and of the text that is read again, and the query heads g of a KV head; h is the
-    input of the layer, and W^O_g are the columns of the output weights that belong to a query head. Nothing is evicted
-    before the second reading, so the cache temporarily holds the whole text. A chunk attends to the whole cache; the
-    authors' code normalizes only over the same chunk of the cache. Generated tokens and later turns are not read again
-    and are evicted first, the oldest before the others.
+    over the tokens t of a request to repeat the text and of the text itself, and the query heads g of a KV head; h is
+    the input of the layer, and W^O_g are the columns of the output weights that belong to a query head. Nothing is
+    evicted before the second reading, so the cache temporarily holds the whole text. A chunk attends to the whole
+    cache; the authors' code normalizes only over the same chunk of the cache. Generated tokens and later turns are not
+    read again and are evicted first, the oldest before the others.
+
+    When: if a prompt is compressed once and used often, because the second reading takes more than twice the time of
+    the first. It has not been measured on many models yet. The paper evicts nothing after the prompt. Here generated
+    tokens are evicted first, except the newest `recent` ones.
 
     Args:
         prompt: the request, a text or its token ids.
@@ -44,11 +53,10 @@ class Reconstruction(Score):
             model's positions.
         later: the request before all chunks but the first.
         overlap: number of tokens before such a chunk that end its request.
-        normalized: True for F+.
+        normalized: True for KVzip+, whose F+ scales attention by the norm of the value's contribution to the output.
         gram: products of the columns of W^O of each layer, set by `bind`; after `layer`, those of one layer.
     """
 
-    paper = "KVzip, arXiv 2505.23416"
     of_heads = ("gram",)
 
     prompt: str | tuple[int, ...] = setting(REPEAT)
@@ -74,10 +82,6 @@ class Reconstruction(Score):
             gram = output_weights(model, lambda columns: jnp.einsum("hgew,hgfw->hgef", columns, columns))
         return dataclasses.replace(self, prompt=prompt, later=later, gram=gram)
 
-    def layer(self, index: int) -> Reconstruction:
-        """Return a copy with the output weights of one layer."""
-        return self if self.gram is None else dataclasses.replace(self, gram=self.gram[index])
-
     def slot(self, new: New, state: object) -> Float[Array, "b h t"]:
         """Return the lowest score, that of tokens that have not been read again."""
         return jnp.full_like(nothing(new), UNRANKED)
@@ -99,10 +103,6 @@ class Reconstruction(Score):
             answers = answers * jnp.sqrt(jnp.maximum(squares, 0.0))
         return jnp.maximum(view.slots.score, answers.max(2))
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
-        return view.slots.score
-
 
 def _ids(name: str, request: str | tuple[int, ...], model: LanguageModel) -> tuple[int, ...]:
     if not isinstance(request, str):
@@ -114,28 +114,3 @@ def _ids(name: str, request: str | tuple[int, ...], model: LanguageModel) -> tup
             f"kvzip needs the token ids of {request.strip()!r} here, because the model {model.name!r} comes without a "
             f"tokenizer; give {name}=[...]."
         ) from None
-
-
-@register(paper="KVzip, 2025", group="ranked once for each prompt or turn")
-def kvzip(
-    *,
-    prompt: str | tuple[int, ...] = Reconstruction.prompt,
-    chunk: int = Reconstruction.chunk,
-    later: str | tuple[int, ...] = Reconstruction.later,
-    overlap: int = Reconstruction.overlap,
-    normalized: bool = Reconstruction.normalized,
-    recent: int | float = 32,
-    **common: Any,
-) -> Policy:
-    """Attention in a second reading of the prompt, with one ranking for the slots of all layers and heads.
-
-    When: if a prompt is compressed once and used often, because the second reading takes more than twice the time of
-    the first. It has not been measured on many models yet. The paper evicts nothing after the prompt. Here generated
-    tokens are evicted first, except the newest `recent` ones.
-
-    Args:
-        normalized: True for KVzip+, which scales attention by the norm of the value's contribution to the layer's
-            output.
-    """
-    plan = AdaKV(floor=0.0, over="model")
-    return combine(Reconstruction(prompt, chunk, later, overlap, normalized), recent=recent, plan=plan, **common)

@@ -1,22 +1,19 @@
-"""LagKV: tokens whose keys and values vary most, normalized by the range of the next chunk of text."""
+"""LagKV (arXiv 2504.04704): keys and values that vary most, relative to the next chunk of text."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from kvjax.methods.combine import combine
 from kvjax.methods.neighbors import text_order
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.score import PromptScore
 from kvjax.types import New, View, check, setting, wide
 
 
+@register_score("lagkv", paper="LagKV, 2025", group="ranked once for each prompt or turn", recent=32)
 @struct.dataclass
 class LagRelative(PromptScore):
     r"""Rank of a token within its chunk, by the standard deviation of its channels, scaled by the next chunk's range.
@@ -29,12 +26,14 @@ class LagRelative(PromptScore):
     Chunks p consist of L cached tokens of the head, in the order of the text and after the first `sinks`. Tokens of the
     last whole chunk and later ones score 1, as do all tokens of a text with fewer than two chunks.
 
+    When: if attention probabilities are not available and prompts have thousands of tokens; a text below `sinks` + 2
+    `lag` tokens keeps its newest ones. It has not been measured on many models yet. Generated tokens are evicted first,
+    except the newest `recent` ones.
+
     Args:
         sinks: number of first cached tokens, which belong to no chunk.
         lag: L, number of tokens in a chunk.
     """
-
-    paper = "LagKV, arXiv 2504.04704"
 
     sinks: int = setting(4)
     lag: int = setting(128)
@@ -43,7 +42,6 @@ class LagRelative(PromptScore):
         check(self.lag >= 2, "lag", self.lag, "a number of tokens from 2")
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         kind, capacity = wide(new.k.dtype), view.capacity
         order = text_order(view.position)
         chunks = max(capacity - self.sinks, 0) // self.lag
@@ -66,20 +64,3 @@ class LagRelative(PromptScore):
         after = capacity - self.sinks - ranks.shape[-1]
         ranks = jnp.pad(ranks, ((0, 0), (0, 0), (self.sinks, after)), constant_values=1.0)
         return jnp.take_along_axis(ranks, jnp.argsort(order, axis=-1), axis=-1)
-
-
-@register(paper="LagKV, 2025", group="ranked once for each prompt or turn")
-def lagkv(
-    *,
-    sinks: int = LagRelative.sinks,
-    recent: int | float = 32,
-    lag: int = LagRelative.lag,
-    **common: Any,
-) -> Policy:
-    """Rank of a token within its chunk of `lag` tokens, by the variation of key and value relative to the next chunk.
-
-    When: if attention probabilities are not available and prompts have thousands of tokens; a text below `sinks` + 2
-    `lag` tokens keeps its newest ones. It has not been measured on many models yet. Generated tokens are evicted first,
-    except the newest `recent` ones.
-    """
-    return combine(LagRelative(sinks, lag), sinks=sinks, recent=recent, **common)

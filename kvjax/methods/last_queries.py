@@ -23,13 +23,7 @@ def no_queries(shape: New, count: int) -> Float[Array, "b h a g d"]:
 def with_newest_queries(
     kept: Float[Array, "b h a g d"], new: New, window: Int[Array, "b #h"]
 ) -> Float[Array, "b h a g d"]:
-    """Return stored queries with the oldest ones replaced by new ones.
-
-    Args:
-        kept: the stored queries.
-        new: the new tokens.
-        window: number of queries to use.
-    """
+    """Return stored queries with the oldest ones replaced by new ones."""
     rows, number, room = kept.shape[:3]
     # Of a block that is longer than the window only its end: no two queries have the same place.
     last = new.valid & (new.position > new.newest[:, None] - window)

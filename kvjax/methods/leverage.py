@@ -1,19 +1,17 @@
-"""Leverage: tokens whose keys point in directions that few other keys of the text share."""
+"""Leverage of keys (Compactor, Chari and Van Durme 2025): directions that few other keys of the text share."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.protection import recent_slots
 from kvjax.policies.rankings import standardized
 from kvjax.policies.score import UNRANKED, PromptScore
@@ -53,6 +51,7 @@ class TextScore(PromptScore):
         """Return the score of new tokens, computed over those in the mask `counts`."""
 
 
+@register_score("leverage", paper="Compactor, 2025", group="ranked once for each prompt or turn", recent=32)
 @struct.dataclass
 class Leverage(TextScore):
     r"""Statistical leverage of a key before rotation among the keys of the text, after a random projection.
@@ -60,13 +59,15 @@ class Leverage(TextScore):
     .. math:: F(i) = z(x_i^\top (X^\top X + 0.01 I)^{-1} x_i), \quad
         X = (K - \bar K) \Phi, \quad \Phi \sim \mathcal N(0, 1/m)^{d \times m}
 
+    When: to study one half of `compactor` alone. It has not been measured on many models yet. Generated tokens are
+    evicted first, except the newest `recent` ones.
+
     Args:
         sketch: m, width of the projected keys.
         seed: seed of the matrices Phi.
         projections: Phi of each layer, set by `bind`; after `layer`, that of one layer.
     """
 
-    paper = "Compactor, Chari and Van Durme 2025"
     of_heads = ("projections",)
 
     sketch: int = setting(48)
@@ -84,10 +85,6 @@ class Leverage(TextScore):
         drawn = (jax.random.normal(key, shape, jnp.float32) for key, shape in zip(keys, shapes, strict=True))
         return dataclasses.replace(self, projections=tuple(each * self.sketch**-0.5 for each in drawn))
 
-    def layer(self, index: int) -> Leverage:
-        """Return a copy with Phi of one layer."""
-        return self if self.projections is None else dataclasses.replace(self, projections=self.projections[index])
-
     def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
         keys, weight = new.raw_k.astype(wide(new.k.dtype)), counts[..., None]
         mean = jnp.where(weight, keys, 0.0).sum(2, keepdims=True) / jnp.maximum(weight.sum(2, keepdims=True), 1)
@@ -98,15 +95,3 @@ class Leverage(TextScore):
         gram += jnp.maximum(0.01, least)[..., None, None] * jnp.eye(self.sketch, dtype=x.dtype)
         solved = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), jnp.swapaxes(x, 2, 3), lower=True)
         return standardized((solved**2).sum(2), counts, new.spread)
-
-
-@register(paper="Compactor, 2025", group="ranked once for each prompt or turn")
-def leverage(
-    *, sinks: int = 0, recent: int | float = 32, sketch: int = Leverage.sketch, seed: int = Leverage.seed, **common: Any
-) -> Policy:
-    """Statistical leverage of keys before rotation: keys unlike the others of the text are kept.
-
-    When: to study one half of `compactor` alone. It has not been measured on many models yet. Generated tokens are
-    evicted first, except the newest `recent` ones.
-    """
-    return combine(Leverage(sinks, recent, sketch, seed), sinks=sinks, recent=recent, **common)

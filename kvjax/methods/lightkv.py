@@ -18,7 +18,7 @@ from kvjax.methods.step_windows import shifted
 from kvjax.policies.allocation import Plan, Sizing
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection, one_slot_in
-from kvjax.policies.score import Requirements, Score
+from kvjax.policies.score import Requirements, Score, StoredScore
 from kvjax.policies.stats import Again, Sums
 from kvjax.types import Heads, New, PyTree, View, check, nothing, number, setting, wide, written
 
@@ -125,7 +125,6 @@ class AfterLimit(Plan):
 @struct.dataclass
 class _Observed(Score):
     # What both forms of the observation window share.
-    paper = "LightKV, equations 1 to 6"
 
     alpha: int | None = setting(None)
     offload: bool = setting(False)
@@ -156,7 +155,7 @@ class _Observed(Score):
 
 
 @struct.dataclass
-class LastQueries(_Observed):
+class LastQueries(_Observed, StoredScore):
     r"""Attention of exactly the last alpha queries, recomputed before each possible eviction.
 
     .. math:: s_i = \sum_{j = n - \alpha + 1}^{n} A_{ij}, \quad
@@ -202,10 +201,6 @@ class LastQueries(_Observed):
             raise ValueError("alpha=None is as many queries as a layer has slots: call `Policy.sized` first.")
         return no_queries(shape, self.lines[0] if self.alpha is None else self.alpha)
 
-    def slot(self, new: New, state: PyTree) -> PyTree:
-        """Return s = 0."""
-        return nothing(new)
-
     def asks(self, heads: Heads, new: New) -> PyTree:
         """Request equation 4 for the last queries, including the new ones."""
         kept = self.advance(heads, new)
@@ -213,17 +208,9 @@ class LastQueries(_Observed):
         counts = jnp.broadcast_to(position[:, None] >= 0, kept.shape[:3])
         return Again(kept, position, counts.astype(wide(new.q.dtype)))
 
-    def fold(self, answers: Any, view: View, new: New) -> PyTree:
-        """Return the new s."""
-        return answers
-
     def advance(self, heads: Heads, new: New) -> PyTree:
         """Return the stored queries with the oldest ones replaced by the new ones."""
         return with_newest_queries(heads.state.score, new, self._alpha(heads)[:, :1])
-
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return s."""
-        return view.slots.score
 
 
 class Windows(NamedTuple):
@@ -283,7 +270,6 @@ class RunningQueries(_Observed):
         return self._windows(heads, new)[0]
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return s."""
         return view.slots.score[0] + view.slots.score[1]
 
 

@@ -1,4 +1,4 @@
-"""LSH-E: before attention, evict the token whose hashed key has the largest Hamming distance to the hashed query."""
+"""LSH-E (arXiv 2412.16187, Algorithm 1): evict the key whose hash differs most from the query's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, UInt32
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.rankings import HammingDistance
 from kvjax.policies.score import Requirements, Score
 from kvjax.types import New, PyTree, View, check, setting
@@ -22,6 +20,9 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 
+@register_score(
+    "lsh_e", paper="LSH-E, eq. 2, 5, 6", group="ranked by keys, values or chance, without attention", sinks=4, recent=10
+)
 @struct.dataclass
 class Hamming(Score):
     r"""Hamming distance between hashes of the newest query and of the keys, computed at every step (eq. 2, 5, 6).
@@ -35,6 +36,9 @@ class Hamming(Score):
     specify ties: here the oldest token is evicted. With 16 bits more than half of all evictions are ties, so results
     depend on this rule.
 
+    When: if attention probabilities are not available and the content of tokens matters. At a quarter of the slots it
+    equals `streaming` (perplexity 17.5 against 17.4, SmolLM2 on WikiText-2), with fewer slots it is worse.
+
     Args:
         bits: length of a hash, from 1 to 256; the paper tries 4 to 64 (Table 9) and reports 16. A slot stores
             ceil(bits / 32) words of 4 bytes.
@@ -44,7 +48,6 @@ class Hamming(Score):
         planes: R of each layer, set by `bind`; after `layer`, that of one layer.
     """
 
-    paper = "LSH-E, arXiv 2412.16187, Algorithm 1"
     of_heads = ("planes",)
 
     bits: int = setting(16)
@@ -68,10 +71,6 @@ class Hamming(Score):
         planes = (projections(self.seed, i, layer.kv_heads, self.bits, layer.key_width) for i, layer in layers)
         return dataclasses.replace(self, planes=tuple(planes))
 
-    def layer(self, index: int) -> Hamming:
-        """Return a copy with R of one layer."""
-        return self if self.planes is None else dataclasses.replace(self, planes=self.planes[index])
-
     def _hashing(self, new: New) -> Hashing:
         # R, q_t and k_t.
         planes: Any = self.planes
@@ -94,21 +93,3 @@ def projections(seed: int, layer: int, heads: int, bits: int, width: int) -> Flo
     """Draw the hyperplanes R of a layer, in float32, so that hashes do not depend on the model's dtype."""
     key = jax.random.fold_in(jax.random.key(seed), layer)
     return jax.random.normal(key, (heads, bits, width), jnp.float32)
-
-
-@register(paper="LSH-E, eq. 2, 5, 6", group="ranked by keys, values or chance, without attention")
-def lsh_e(
-    *,
-    bits: int = Hamming.bits,
-    prompt: str = Hamming.prompt,
-    seed: int = Hamming.seed,
-    sinks: int = 4,
-    recent: int | float = 10,
-    **common: Any,
-) -> Policy:
-    """Hamming distance between hashes of the newest query and of the keys, computed at every step.
-
-    When: if attention probabilities are not available and the content of tokens matters. At a quarter of the slots it
-    equals `streaming` (perplexity 17.5 against 17.4, SmolLM2 on WikiText-2), with fewer slots it is worse.
-    """
-    return combine(Hamming(bits, prompt, seed), sinks=sinks, recent=recent, **common)

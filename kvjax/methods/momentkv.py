@@ -80,7 +80,6 @@ class Moments(Residual):
 
     def share(self, state: MomentState, new: New) -> Partial:
         """Return the attention to evicted pairs, to first order."""
-        assert new.config is not None
         q = new.q.astype(state.pairs.dtype)
         found = jnp.einsum("bhgtd,bhd->bhgt", q, state.key, precision="highest")
         logit, scale = jax.jvp(new.config.spec.capped, (found,), (jnp.ones_like(found),))

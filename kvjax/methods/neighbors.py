@@ -22,9 +22,7 @@ def in_text_order(
     """Apply a function to values of slots, sorted by position with empty slots last.
 
     Args:
-        change: function of the sorted values that returns one value for each.
         x: one value for each slot; those of empty slots must not affect the others.
-        position: position of the token in each slot, -1 for none.
     """
     order = text_order(position)
     changed = change(jnp.take_along_axis(x, order, axis=-1))
@@ -35,7 +33,6 @@ def pooled(x: Float[Array, "b h c"], kernel: int, pooling: str = "average") -> F
     """Return the mean or maximum of `kernel` neighbors; the mean counts zeros beyond the ends.
 
     Args:
-        x: values in order.
         kernel: an odd number.
         pooling: `average` or `max`.
     """

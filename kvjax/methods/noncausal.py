@@ -1,22 +1,19 @@
-"""Non-causal attention: attention of a chunk's queries to all of its keys, earlier and later ones."""
+"""Non-causal attention (Compactor, Chari and Van Durme 2025) of a chunk's queries to all of its keys."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from kvjax.methods.combine import combine
 from kvjax.methods.leverage import TextScore
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.rankings import standardized
 from kvjax.types import New, View, check, setting, wide
 
 
+@register_score("noncausal", paper="Compactor, 2025", group="ranked once for each prompt or turn", recent=32)
 @struct.dataclass
 class NonCausal(TextScore):
     r"""Attention of all queries of a chunk, times the norm of the value, pooled over neighbors.
@@ -25,11 +22,12 @@ class NonCausal(TextScore):
 
     with the softmax over the keys of a chunk p, before and after the query.
 
+    When: to study one half of `compactor` alone. It has not been measured on many models yet. Generated tokens are
+    evicted first, except the newest `recent` ones.
+
     Args:
         chunk: tokens of a chunk.
     """
-
-    paper = "Compactor, Chari and Van Durme 2025"
 
     chunk: int = setting(256)
 
@@ -44,17 +42,13 @@ def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size
     """Return z-scores of the attention within chunks of `size` tokens; the first chunk begins after the sinks.
 
     Args:
-        new: the text.
         counts: mask of the tokens that attend and are attended to.
-        sinks: number of first positions, which belong to no chunk.
-        size: tokens of a chunk.
     """
     kind, tokens = wide(new.k.dtype), counts.shape[-1]
     chunks = -(-tokens // size)
     first = jnp.clip(sinks - new.position[:, :1], 0, tokens)
     at = first + jnp.arange(chunks * size)
     inside, at = at < tokens, jnp.minimum(at, tokens - 1)
-    scale = new.k.shape[-1] ** -0.5 if new.config is None else new.config.scale
 
     def chunked(x: Float[Array, "b *h t d"]) -> Float[Array, "p b *h l d"]:
         x = jnp.take_along_axis(x, at.reshape(len(at), *(1,) * (x.ndim - 3), -1, 1), axis=-2)
@@ -62,7 +56,7 @@ def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size
 
     def attention(operands: tuple[Array, Array, Array]) -> Float[Array, "b h l"]:
         q, k, real = operands
-        logits = scale * jnp.einsum("bhgqd,bhkd->bhgqk", q.astype(kind), k.astype(kind))
+        logits = new.config.scale * jnp.einsum("bhgqd,bhkd->bhgqk", q.astype(kind), k.astype(kind))
         shares = jax.nn.softmax(jnp.where(real[:, :, None, None, :, 0], logits, -jnp.inf), axis=-1)
         return jnp.where(real[:, :, None], shares, 0.0).sum(3).mean(2)
 
@@ -73,13 +67,3 @@ def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size
     paid = jnp.where(counts, summed * jnp.linalg.norm(new.v.astype(kind), axis=-1), 0.0)
     paid = jnp.pad(paid, ((0, 0), (0, 0), (1, 1)))
     return standardized((paid[..., :-2] + paid[..., 1:-1] + paid[..., 2:]) / 3, counts, new.spread)
-
-
-@register(paper="Compactor, 2025", group="ranked once for each prompt or turn")
-def noncausal(*, sinks: int = 0, recent: int | float = 32, chunk: int = NonCausal.chunk, **common: Any) -> Policy:
-    """Attention within chunks of the prompt without a causal mask, times the norm of the value.
-
-    When: to study one half of `compactor` alone. It has not been measured on many models yet. Generated tokens are
-    evicted first, except the newest `recent` ones.
-    """
-    return combine(NonCausal(sinks, recent, chunk), sinks=sinks, recent=recent, **common)

@@ -6,17 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvjax.methods.registry import CODECS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, policy, settings_of
+from kvjax.methods.register import TABLES
+from kvjax.methods.registry import REGISTRY, policy, settings_of
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import parse_settings
 from kvjax.utils.suggest import choices
-
-_PARTS = {
-    "plan": PLANS,
-    "residual": RESIDUALS,
-    "selection": SELECTIONS,
-    "codec": CODECS,
-}
 
 
 class Named(NamedTuple):
@@ -61,9 +55,9 @@ def parse_policy(text: str) -> Named:
         raise ValueError(f"{text!r} is not of the form name+part[setting=value].")
     parts: dict[str, str] = {}
     for part in map(str.strip, found[2].split("+")[1:]):
-        kind = next((kind for kind, names in _PARTS.items() if part in names), None)
+        kind = next((kind for kind, names in TABLES.items() if part in names), None)
         if kind is None:
-            known = [each for names in _PARTS.values() for each in names]
+            known = [each for names in TABLES.values() for each in names]
             raise ValueError(f"{text!r}: there is no part {part!r}; {choices(part, known)}")
         if kind in parts:
             raise ValueError(f"{text!r} has two parts of one kind, {parts[kind]} and {part}; name one {kind}.")

@@ -1,9 +1,9 @@
-"""Orthogonal matching pursuit: keys that together explain how much attention queries pay to a text."""
+"""Orthogonal matching pursuit (Attention Matching, arXiv 2602.16284): keys that together explain the attention."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,20 +11,19 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.attention_matching import finite_max, matched_factors, sampled, slot_logits
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.residual import Queries
 from kvjax.policies.score import PromptScore, Requirements
-from kvjax.types import New, View, check, setting, wide
+from kvjax.types import New, View, check, derived, setting, wide
 
 BOUND = 7.0
 """Largest absolute logarithm of the factors B."""
 
 
+@register_score("omp", paper="Attention Matching, 2026", group="ranked once for each prompt or turn", recent=32)
 @struct.dataclass
 class Pursuit(PromptScore):
-    r"""Order in which keys are chosen, each for the mass that those before it leave unexplained.
+    r"""Keys that together explain how much attention the queries of the prompt pay, chosen one after another.
 
     .. math::
         j = \arg\max_{j \notin S} \; \Phi_j^\top (m - \Phi_S B), \quad S \gets S \cup \{j\}, \quad
@@ -33,6 +32,10 @@ class Pursuit(PromptScore):
 
     with the queries of the text, each over all keys. B is that of `attention_matching`, between e^-7 and e^7.
 
+    When: under `--residual attention_matching --set residual.bound=7`, for a prompt that is compressed once and read
+    often. Choosing takes a small least squares for every `each` slots. Generated tokens are evicted first, except the
+    newest `recent` ones.
+
     Args:
         queries: most queries of a text that are matched, at even distances.
         each: keys chosen before B is computed again; 1 is the paper's algorithm, more are faster.
@@ -40,13 +43,12 @@ class Pursuit(PromptScore):
         lines: largest number of slots of each layer, set by `sized`; all tokens are put in order without it.
     """
 
-    paper = "Attention Matching, arXiv 2602.16284"
     against_alibi: ClassVar[str] = "omp matches queries at all distances"
 
     queries: int = setting(256)
     each: int = setting(4)
     ridge: float = setting(1e-2)
-    lines: tuple[int, ...] = setting(())
+    lines: tuple[int, ...] = derived(())
 
     def __post_init__(self) -> None:
         check(self.queries >= 1, "queries", self.queries, "a number from 1")
@@ -82,7 +84,6 @@ def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge:
         shares: Phi, zero for empty slots.
         rounds: number of choices.
         each: columns chosen at a time.
-        ridge: see `Pursuit`.
     """
     mass, total = shares.sum(-1), rounds * each
 
@@ -103,21 +104,3 @@ def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge:
     b, h, r, c = shares.shape
     before = jnp.zeros((b, h, c), shares.dtype), mass, jnp.zeros((b, h, r, total), shares.dtype)
     return jax.lax.scan(choose, before, jnp.arange(rounds))[0][0]
-
-
-@register(paper="Attention Matching, 2026", group="ranked once for each prompt or turn")
-def omp(
-    *,
-    recent: int | float = 32,
-    queries: int = Pursuit.queries,
-    each: int = Pursuit.each,
-    ridge: float = Pursuit.ridge,
-    **common: Any,
-) -> Policy:
-    """Keys that together explain how much attention the queries of the prompt pay, chosen one after another.
-
-    When: under `--residual attention_matching --set residual.bound=7`, for a prompt that is compressed once and read
-    often. Choosing takes a small least squares for every `each` slots. Generated tokens are evicted first, except the
-    newest `recent` ones.
-    """
-    return combine(Pursuit(queries=queries, each=each, ridge=ridge), recent=recent, **common)

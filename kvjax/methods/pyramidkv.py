@@ -58,7 +58,7 @@ class Pyramid(Plan):
 def pyramidkv(
     *,
     beta: float = Pyramid.beta,
-    recent: int | float = PromptWindow.window,
+    recent: int | float = PromptWindow.recent,
     kernel: int = PromptWindow.kernel,
     pooling: str = PromptWindow.pooling,
     group: str = PromptWindow.group,

@@ -54,9 +54,6 @@ def save(directory: Path, means: QueryMeans, model: LanguageModel, tokens: int) 
     """Write mean queries of a model.
 
     Args:
-        directory: target directory, which is created if it does not exist.
-        means: one array for each layer.
-        model: the model.
         tokens: number of tokens over which the means were taken.
     """
     from safetensors.numpy import save_file
@@ -79,7 +76,6 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
 
     Args:
         checkpoint: directory written by `save`; empty for the mean queries of the embedded model.
-        model: model that will run with them.
 
     Raises:
         ValueError: there are no mean queries, they are damaged, or they belong to another model.

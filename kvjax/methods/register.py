@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from inspect import Parameter, signature
 from typing import Any, Literal, TypeVar, get_args
 
+from kvjax.methods.combine import combine
 from kvjax.policies.allocation import Plan, Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import CODECS, Quantizer
 from kvjax.policies.residual import Residual
+from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection
+from kvjax.types import setting_names
 from kvjax.utils.suggest import choices
 
 Method = Callable[..., Policy]
@@ -31,8 +37,11 @@ PAPERS: dict[str, dict[str, str]] = {group: {} for group in get_args(Group)}
 PLANS: dict[str, type[Plan]] = {"uniform": Uniform}
 RESIDUALS: dict[str, type[Residual]] = {}
 SELECTIONS: dict[str, type[Selection]] = {}
+TABLES: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "codec": CODECS, "selection": SELECTIONS}
+BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "codec": Quantizer, "selection": Selection}
 
 _M = TypeVar("_M", bound=Method)
+_S = TypeVar("_S", bound="type[Score]")
 _P = TypeVar("_P", bound="type[Plan | Residual | Quantizer | Selection]")
 
 
@@ -48,9 +57,9 @@ def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
 
     Example:
         >>> from kvjax.methods.register import register
-        >>> @register(paper="H2O, Algorithm 1", group="ranked by attention at every token")  # doctest: +SKIP
-        ... def h2o(*, recent: int | float = 0.5, **common: Any) -> Policy:
-        ...     return combine(Accumulated(), recent=recent, **common)
+        >>> @register(paper="StreamingLLM, 3.2", group="ranked by position")  # doctest: +SKIP
+        ... def streaming(*, sinks: int = 4, positions: str = "cache", **common: Any) -> Policy:
+        ...     return combine(Recency(), sinks=sinks, positions=positions, **common)
     """
     if group not in PAPERS:
         raise ValueError(f"there is no group {group!r}; {choices(group, PAPERS)}")
@@ -67,6 +76,52 @@ def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
     return registered
 
 
+def register_score(name: str, *, paper: str, group: Group, **usual: Any) -> Callable[[_S], _S]:
+    """Register a policy that consists of a class of scores and of what `combine` adds.
+
+    Its settings are those of the score and those of `combine`. Settings of the same name, such as `recent`, are one.
+
+    Args:
+        name: name of the policy.
+        paper: as in `register`.
+        group: as in `register`.
+        usual: defaults of settings, where they differ from those of the score and of `combine`; or other parts.
+
+    Example:
+        >>> from kvjax.methods.register import register_score
+        >>> @register_score("h2o", paper="H2O, Algorithm 1", group="...", recent=0.5)  # doctest: +SKIP
+        ... @struct.dataclass
+        ... class Accumulated(AccumulatedScore): ...
+    """
+
+    def registered(kind: _S) -> _S:
+        score: Any = kind
+        own = {field.name: field for field in dataclasses.fields(score) if field.name in setting_names(score)}
+        common = {each.name: each for each in signature(combine).parameters.values() if each.kind is each.KEYWORD_ONLY}
+        kinds = {name: each.annotation for name, each in common.items()} | {name: own[name].type for name in own}
+        defaults: dict[str, Any] = {name: field.default for name, field in own.items()}
+        defaults |= {name: value for name, value in usual.items() if name in kinds}
+
+        def method(**settings: Any) -> Policy:
+            given = usual | defaults | settings
+            others = {name: value for name, value in given.items() if name in common or name not in own}
+            return combine(score(**{name: given[name] for name in own}), **others)
+
+        takes = [
+            Parameter(each, Parameter.KEYWORD_ONLY, default=value, annotation=kinds[each])
+            for each, value in defaults.items()
+        ]
+        functools.update_wrapper(method, kind, ("__module__", "__doc__"), ())
+        method.__name__ = name
+        method.__signature__ = signature(method).replace(  # type: ignore[attr-defined]
+            parameters=[*takes, Parameter("common", Parameter.VAR_KEYWORD)]
+        )
+        register(paper=paper, group=group)(method)
+        return kind
+
+    return registered
+
+
 def register_part(name: str) -> Callable[[_P], _P]:
     """Register a class of plans, residuals, quantizers or selections.
 
@@ -79,18 +134,12 @@ def register_part(name: str) -> Callable[[_P], _P]:
     """
 
     def registered(kind: _P) -> _P:
-        if issubclass(kind, Plan):
-            _insert("plan", PLANS, name, kind)
-        elif issubclass(kind, Residual):
-            _insert("residual", RESIDUALS, name, kind)
-        elif issubclass(kind, Quantizer):
-            _insert("codec", CODECS, name, kind)
-        elif issubclass(kind, Selection):
-            _insert("selection", SELECTIONS, name, kind)
-        else:
-            kinds = "Plan, Residual, Quantizer or Selection"
-            raise TypeError(f"{kind.__name__} is no {kinds}; derive it from one of these.")
-        return kind
+        for part, base in BASES.items():
+            if issubclass(kind, base):
+                _insert(part, TABLES[part], name, kind)
+                return kind
+        kinds = "Plan, Residual, Quantizer or Selection"
+        raise TypeError(f"{kind.__name__} is no {kinds}; derive it from one of these.")
 
     return registered
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvjax.methods.combine import combine
 from kvjax.methods.compatibility import fitted
+from kvjax.methods.register import BASES, TABLES
 from kvjax.methods.register import PAPERS as PAPERS
 from kvjax.methods.register import PLANS as PLANS
 from kvjax.methods.register import REGISTRY as REGISTRY
@@ -33,6 +34,9 @@ from kvjax.policies.selection import Selection
 from kvjax.types import check, check_kind
 from kvjax.utils.files import expanded
 from kvjax.utils.suggest import choices
+
+_USUAL = {"residual": "less", "selection": "topk"}
+"""Parts that are meant if only their settings are given."""
 
 
 def policy(
@@ -95,10 +99,6 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
 def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
     """Return the base policy of a policy over another one.
 
-    Args:
-        base: name of the policy, or a `Policy`.
-        settings: settings of a named policy.
-
     Raises:
         ValueError: `base` is neither a name nor a `Policy`, or there are settings for a `Policy`.
     """
@@ -159,11 +159,10 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
                 stacklevel=4,
             )
     elif isinstance(made, Policy) and common:
-        positions = common.pop("positions", made.codec.positions)
+        codec = dataclasses.replace(made.codec, positions=common.pop("positions", made.codec.positions))
+        every = common.pop("evict_every", made.evict_every)
         protection = dataclasses.replace(made.protection, **common)
-        made = dataclasses.replace(
-            made, protection=protection, codec=dataclasses.replace(made.codec, positions=positions)
-        )
+        made = dataclasses.replace(made, protection=protection, codec=codec, evict_every=every)
     if not isinstance(made, Policy):
         raise ValueError(f"{attribute} in {file} is not a kvjax.Policy or Score and does not return one: {made!r}.")
     return made
@@ -189,29 +188,27 @@ def replaced(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Policy:
     """Return a policy with some of its parts replaced; see `policy`."""
-    of_parts = {part: dict(values) for part, values in (settings or {}).items()}
-    if residual is not None or "residual" in of_parts:
-        memory = of_parts.pop("residual", {})
-        if residual is None or isinstance(residual, str):
-            chosen = residual_by_name("less" if residual is None else residual, **memory)
-            if "base" in {field.name for field in dataclasses.fields(chosen)} - memory.keys():  # type: ignore[arg-type]
-                chosen = dataclasses.replace(chosen, base=name_of(made))  # type: ignore[type-var]
+    for part, given in {"residual": residual, "codec": codec, "selection": selection, "plan": plan}.items():
+        own = (settings or {}).get(part, {})
+        if given is None and own and part not in _USUAL:
+            raise ValueError(f"{part}.{next(iter(own))} is a setting of a {part}; name one.")
+        given = _USUAL[part] if given is None and own else given
+        if given is None:
+            continue
+        if part == "codec" and isinstance(given, Codec):
+            _none_left(part, own)
+            made = dataclasses.replace(made, codec=given)
+        elif part == "codec":
+            # A quantizer keeps the positions of keys, and a codec brings its own.
+            made = dataclasses.replace(made, codec=dataclasses.replace(made.codec, quantizer=_made(part, given, own)))
+        elif part == "plan":
+            made = made.spread(_made(part, given, own))
         else:
-            chosen = _made("residual", RESIDUALS, residual, memory)
-        made = dataclasses.replace(made, residual=chosen)
-    if codec is None and "codec" in of_parts:
-        raise ValueError(f"codec.{next(iter(of_parts['codec']))} is a setting of a codec; name one.")
-    if codec is not None:
-        made = dataclasses.replace(made, codec=_codec(codec, of_parts.pop("codec", {}), made.codec))
-    if selection is not None or "selection" in of_parts:
-        chosen_one = _made(
-            "selection", SELECTIONS, "topk" if selection is None else selection, of_parts.pop("selection", {})
-        )
-        made = dataclasses.replace(made, selection=chosen_one)
-    if plan is not None or "plan" in of_parts:
-        if plan is None:
-            raise ValueError(f"plan.{next(iter(of_parts['plan']))} is a setting of a plan; name one.")
-        made = made.spread(_made("plan", PLANS, plan, of_parts.pop("plan", {})))
+            by_name = part == "residual" and isinstance(given, str)
+            chosen: Any = residual_by_name(given, **own) if by_name else _made(part, given, own)
+            if by_name and "base" in {field.name for field in dataclasses.fields(chosen)} - own.keys():
+                chosen = dataclasses.replace(chosen, base=name_of(made))
+            made = dataclasses.replace(made, **{part: chosen})
     return fitted(made)
 
 
@@ -224,7 +221,7 @@ def residual_by_name(name: str, **settings: Any) -> Residual:
     arrays = {}
     if "kernels" in settings and not isinstance(settings["kernels"], str):
         arrays = {"layers": settings.pop("kernels")}
-    return _made("residual", RESIDUALS, name, settings | arrays)
+    return _made("residual", name, settings | arrays)
 
 
 def plan_by_name(plan: Plan | str | None) -> Plan | None:
@@ -233,11 +230,11 @@ def plan_by_name(plan: Plan | str | None) -> Plan | None:
     Raises:
         ValueError: there is no such plan.
     """
-    return None if plan is None else _made("plan", PLANS, plan, {})
+    return None if plan is None else _made("plan", plan, {})
 
 
-def _made(part: str, table: Mapping[str, Any], given: Any, settings: Mapping[str, Any]) -> Any:
-    base, name = _BASES[part], given
+def _made(part: str, given: Any, settings: Mapping[str, Any]) -> Any:
+    base, table, name = BASES[part], TABLES[part], given
     if isinstance(name, str):
         if not _names_file(name) and name not in table:
             raise ValueError(f"there is no {part} {name!r}; {choices(name, table)}")
@@ -272,9 +269,6 @@ def _typed(settings: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[
     return typed
 
 
-_BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "codec": Quantizer, "selection": Selection}
-
-
 def _described(value: object) -> str:
     # What stands where a part or a policy belongs, and what was meant.
     if isinstance(value, type):
@@ -289,14 +283,6 @@ def _none_left(part: str, settings: Mapping[str, Any]) -> None:
         raise ValueError(f"{part}.{name} cannot be set for a {part} that is an instance; set it on that {part}.")
 
 
-def _codec(given: str | Codec | Quantizer, settings: Mapping[str, Any], now: Codec) -> Codec:
-    # A quantizer keeps the positions of keys, and a codec brings its own.
-    if isinstance(given, Codec):
-        _none_left("codec", settings)
-        return given
-    return dataclasses.replace(now, quantizer=_made("codec", CODECS, given, settings))
-
-
 def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     # Settings with a dot by part, and the rest.
     of_parts: dict[str, dict[str, Any]] = {}
@@ -306,8 +292,8 @@ def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], di
         if not dot:
             own[name] = value
             continue
-        if part not in _BASES:
-            raise ValueError(f"{name}={value!r} is no setting of a part; parts with settings are {', '.join(_BASES)}.")
+        if part not in BASES:
+            raise ValueError(f"{name}={value!r} is no setting of a part; parts with settings are {', '.join(BASES)}.")
         of_parts.setdefault(part, {})[setting] = value
     return of_parts, own
 

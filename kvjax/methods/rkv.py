@@ -1,4 +1,4 @@
-"""R-KV: tokens that the last queries attend to and whose keys are unlike the other keys."""
+"""R-KV (Cai et al. 2025, arXiv 2505.24133): tokens that the last queries attend to, with keys unlike the others."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ class Redundancy(WindowAttention):
         threshold: cosine above which keys are similar.
     """
 
-    paper = "R-KV, Cai et al. 2025, arXiv 2505.24133"
-
     importance: float = number(0.1)
     threshold: float = setting(0.5)
 
@@ -47,7 +45,6 @@ class Redundancy(WindowAttention):
         return queries.replace(newest=new.newest - self.window, group="max")
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         keys = view.keys(new).astype(wide(new.k.dtype))
         length = jnp.linalg.norm(keys, axis=-1, keepdims=True)
         unit = jnp.where(view.live[..., None], keys / jnp.where(length > 0, length, 1.0), 0.0)

@@ -1,17 +1,13 @@
-"""Scissorhands: important tokens remain important, so tokens that are most often below average are evicted."""
+"""Scissorhands (Liu et al. 2023, Algorithm 2): tokens that are most often below average are evicted."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, UInt32
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.score import Score
 from kvjax.policies.stats import Probs, Seen
 from kvjax.types import Heads, New, PyTree, View, check, setting
@@ -19,20 +15,24 @@ from kvjax.types import Heads, New, PyTree, View, check, setting
 WORD, MOST = 32, 2**16
 
 
+@register_score(
+    "scissorhands", paper="Scissorhands, Algorithm 2", group="ranked by attention at every token", recent=0.25
+)
 @struct.dataclass
 class Persistence(Score):
-    r"""Number of queries in a history window whose attention to a token was below average, negated.
+    r"""Tokens whose attention was least often below average over a history window.
 
     .. math:: F_t(i) = -\sum_{j = t - w + 1}^{t} 1\left[\bar a_j(i) < 1 / n_j\right]
 
     with the attention averaged over the query heads of the KV head, and n_j tokens to which query j attended. A slot
     stores one bit for each query of the window, in a ring indexed by the query's position.
 
+    When: as an alternative to `h2o` with half of the slots (perplexity 13.3 against 13.2, SmolLM2 on WikiText-2). With
+    a quarter it is between `h2o` and `streaming`.
+
     Args:
         history: w, number of queries in the window, a multiple of 32 up to 65536; a slot stores one bit for each.
     """
-
-    paper = "Scissorhands, Liu et al. 2023, Algorithm 2"
 
     history: int = setting(128)
 
@@ -77,13 +77,3 @@ class Persistence(Score):
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return the negated number of times that attention was below average."""
         return -jax.lax.population_count(view.slots.score).sum(-1).astype(jnp.float32)
-
-
-@register(paper="Scissorhands, Algorithm 2", group="ranked by attention at every token")
-def scissorhands(*, history: int = Persistence.history, recent: int | float = 0.25, **common: Any) -> Policy:
-    """Evict the token whose attention was most often below average over a history window.
-
-    When: as an alternative to `h2o` with half of the slots (perplexity 13.3 against 13.2, SmolLM2 on WikiText-2). With
-    a quarter it is between `h2o` and `streaming`.
-    """
-    return combine(Persistence(history), recent=recent, **common)

@@ -1,4 +1,4 @@
-"""SnapKV during decoding: attention of the newest queries, pooled over neighbors, at every eviction."""
+"""SnapKV (Li et al. 2024, Listing 1) during decoding: attention of the newest queries, at every eviction."""
 
 from __future__ import annotations
 
@@ -25,13 +25,10 @@ class NewestWindow(WindowAttention):
     eviction, these queries attend again to the cached tokens of the head. Their own tokens stay.
     """
 
-    paper = "SnapKV, Li et al. 2024, Listing 1, at every eviction"
-
     def _looking(self, queries: Again, new: New) -> Again:
         return queries.replace(weights=queries.weights / new.q.shape[2])
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         return self.with_window(new.spread.own_slots(self.attention(view, new)), view, new)
 
 

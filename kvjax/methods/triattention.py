@@ -1,30 +1,29 @@
-"""TriAttention: logits of an average query at future distances, from the trigonometry of rotary embeddings."""
+"""TriAttention (arXiv 2604.04921): logits of an average query at future distances, from rotary embeddings."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from kvjax.methods.combine import combine
 from kvjax.methods.query_means import QueryMeans, load, pair_norms, ropes_of
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.rankings import standardized
 from kvjax.policies.score import Requirements, Score
 from kvjax.rope import Rope, Turns, rotate_by, turns_of
-from kvjax.types import New, View, check, directory, setting, wide
+from kvjax.types import New, View, check, derived, directory, setting, wide
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 
+@register_score("triattention", paper="TriAttention", group="ranked with arrays calibrated on a text", evict_every=128)
 @struct.dataclass
 class TriAttention(Score):
-    r"""Logits of a calibrated mean query at future distances, and a term for query norms beyond that of the mean.
+    r"""Keys with the highest logits of the model's average query at future distances.
 
     .. math::
         s_g(i) = \frac 1 {|\Delta|} \sum_{\delta \in \Delta} \sum_f c^2 |Q_{gf}| |k_{if}|
@@ -39,6 +38,9 @@ class TriAttention(Score):
     numbers. Channels without rotation add their product with the mean query. Mean and standard deviation are over the
     cached tokens of the head; in the authors' code, over those that are not kept as the prompt.
 
+    When: for long generated texts, after `kvjax calibrate` on similar text. It has not been measured on many models
+    yet.
+
     Args:
         checkpoint: directory written by `kvjax calibrate`; empty for the mean queries of the embedded model.
         distances: number of distances in Delta; the default reaches 2^16.
@@ -47,14 +49,13 @@ class TriAttention(Score):
         ropes: RoPE of each layer, as `means`.
     """
 
-    paper = "TriAttention, arXiv 2604.04921"
     of_heads = ("means",)
 
     checkpoint: str = directory("")
     distances: int = setting(17)
     keep_prompt: bool = setting(True)
     means: QueryMeans | None = None
-    ropes: tuple[Rope, ...] = setting(())
+    ropes: tuple[Rope, ...] = derived(())
 
     def __post_init__(self) -> None:
         check(1 <= self.distances <= 24, "distances", self.distances, "a number from 1 to 24")
@@ -86,7 +87,6 @@ class TriAttention(Score):
         return jnp.full(new.k.shape[:3], new.given) if self.keep_prompt else None
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         found = standardized(self._logits(view, new), view.live[:, :, None], new.spread).max(2)
         if not self.keep_prompt:
             return found
@@ -106,20 +106,3 @@ class TriAttention(Score):
         excess = rope.magnitude * (norm - pair_norms(rope, center))
         norms = pair_norms(rope, keys)
         return jnp.einsum("bhgd,bhcd->bhgc", query, keys) + jnp.einsum("hgf,bhcf->bhgc", excess, norms)
-
-
-@register(paper="TriAttention", group="ranked with arrays calibrated on a text")
-def triattention(
-    *,
-    checkpoint: str = TriAttention.checkpoint,
-    distances: int = TriAttention.distances,
-    keep_prompt: bool = TriAttention.keep_prompt,
-    evict_every: int = 128,
-    **common: Any,
-) -> Policy:
-    """Keys with the highest logits of the model's average query at future distances.
-
-    When: for long generated texts, after `kvjax calibrate` on similar text. It has not been measured on many models
-    yet.
-    """
-    return combine(TriAttention(checkpoint, distances, keep_prompt), evict_every=evict_every, **common)

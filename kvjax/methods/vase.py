@@ -1,4 +1,4 @@
-"""VaSE: tokens with the largest value ranges, and a random sample of the others in proportion to their attention."""
+"""VaSE (arXiv 2606.03928): tokens with the largest value ranges, and a random sample by attention of the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.policies.protection import recent_slots
 from kvjax.policies.rankings import coarse
 from kvjax.policies.score import Requirements, Score
 from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, View, check, is_share, nothing, number, setting, wide
+from kvjax.types import Heads, New, View, check, nothing, number, setting, wide
 from pallas_kernels.noise import gumbel, uniform_at
 
 COLUMNS = 20
@@ -47,8 +47,6 @@ class ValueSpread(Score):
         sinks: number of first tokens, which rank with the largest ranges; among equal ranks the newest are kept.
         kernel: number of neighbors that are pooled, odd.
     """
-
-    paper = "VaSE, arXiv 2606.03928"
 
     every: int = setting(64)
     large: int | float = number(0.5)
@@ -89,14 +87,12 @@ class ValueSpread(Score):
         return before + answers, before + answers
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return F."""
         size = jnp.where(view.position < self.sinks, jnp.inf, self._size(view, new))
         position, size, attention = map(new.spread.all_slots, (view.position, size, view.slots.score[0]))
         recent = jnp.broadcast_to(recent_slots(self.recent, view.limit), view.limit.shape)
         rest = (position >= 0) & (position <= (new.newest[:, None] - recent)[..., None])
         best_first = jnp.lexsort((-position, jnp.where(rest, -size, jnp.inf)))
-        large = self.large * view.limit + 1e-6 if is_share(self.large) else jnp.full_like(view.limit, self.large)
-        chosen = jnp.argsort(best_first, axis=-1) < jnp.floor(large)[..., None]
+        chosen = jnp.argsort(best_first, axis=-1) < recent_slots(self.large, view.limit)[..., None]
         pool = in_text_order(lambda x: pooled(x, self.kernel), jnp.where(rest, attention, 0.0), position)
         drawn = jnp.log(jnp.maximum(pool, jnp.finfo(pool.dtype).tiny)) + self._gumbel(position, new)
         highest = float(jnp.finfo(drawn.dtype).max) / 4

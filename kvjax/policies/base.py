@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import difflib
 import functools
+from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,7 +34,10 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
 
     _interface: ClassVar[bool] = True
     of_heads: ClassVar[tuple[str, ...]] = ()
-    """Fields whose arrays lead with a layer's KV heads; on a mesh, each device gets the entries of its heads."""
+    """Fields whose arrays lead with a layer's KV heads; on a mesh, each device gets the entries of its heads.
+
+    A tuple in such a field has an entry for each layer.
+    """
 
     against_alibi: ClassVar[str] = ""
     """Reason why the part refuses models with ALiBi, in which logits fall with distance; empty if it takes them."""
@@ -64,22 +68,31 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
             raise ValueError(
                 f"{self.against_alibi}, on which logits of {model!r} depend (ALiBi); use another policy or residual."
             )
-        return self
+        return self._with_inner(lambda part: part.bind(model))
 
     def budgeted(self, budget: Any) -> Self:
         """Return a copy configured for the user's budget; override if the budget is not a number of slots."""
-        return self
+        return self._with_inner(lambda part: part.budgeted(budget))
 
     def sized(self, slots: tuple[int, ...]) -> Self:
         """Return a copy for these numbers of slots per head in each layer; override if `init` depends on them."""
-        return self
+        return self._with_inner(lambda part: part.sized(slots))
 
     def layer(self, index: int) -> Self:
-        """Return the part for one layer; override if it holds arrays or settings for each layer.
+        """Return the part for one layer; override if it holds settings for each layer, or arrays outside `of_heads`.
 
         Layers whose parts differ only in arrays share a compiled program; `new.layer` is then an array.
         """
-        return self
+        held = {name: getattr(self, name) for name in self.of_heads}
+        mine = {name: value[index] for name, value in held.items() if isinstance(value, tuple)}
+        return self._with_inner(lambda part: part.layer(index), **mine)
+
+    def _with_inner(self, change: Callable[[Part], Part], **values: Any) -> Self:
+        # Returns a copy with other values of some fields, and with the parts in its fields changed.
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if isinstance(part := getattr(self, field.name), Part):
+                values[field.name] = change(part)
+        return dataclasses.replace(self, **values) if values else self  # type: ignore[type-var]
 
     def init(self, shape: New) -> PyTree:
         """Return the part's initial state of a layer, with leaves [b ...]; `shape` holds no tokens."""

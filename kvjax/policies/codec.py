@@ -45,18 +45,19 @@ class Operands(NamedTuple):
         assert not isinstance(self.k, Joined) and not isinstance(self.v, Joined)
         return self.k, self.v
 
-    def with_bias(self, config: LayerConfig, bias: Float[Array, "b h c"] | None) -> tuple[LayerConfig, Operands]:
-        """Return these inputs, and a layer that adds a bias per slot to the logits of a model without ALiBi.
+    def with_bias(self, new: New, bias: Float[Array, "b h c"] | None) -> tuple[New, Operands]:
+        """Return tokens of a layer that adds a bias per slot to the logits of a model without ALiBi, and its inputs.
 
         A bias per slot is ALiBi whose slopes are 1 and whose places are the biases.
         """
         if bias is None:
-            return config, self
+            return new, self
+        config = new.config
         assert config.slopes is None and self.places is None
         slopes = ((1.0,) * config.groups,) * (config.kv_heads * config.spread.heads)
         rows, heads, _, tokens, _ = self.q.shape
         queries = jnp.zeros((rows, heads, tokens), bias.dtype)
-        return dataclasses.replace(config, slopes=slopes), self._replace(places=(queries, bias))
+        return new.replace(config=dataclasses.replace(config, slopes=slopes)), self._replace(places=(queries, bias))
 
 
 @struct.dataclass(init=False)
@@ -173,19 +174,16 @@ class Codec:
     def encode(self, new: New, state: CodecState | None) -> KV:
         """Encode the pairs of new tokens in the form that slots store."""
         pair = self.numbers(new, state)
-        return KV(self._coded(pair.k), self._coded(pair.v))
+        return KV(self.stored(pair.k), self.stored(pair.v))
 
     def numbers(self, new: New, state: CodecState | None) -> KV:
         """Return the pairs of new tokens as the quantizer receives them."""
         return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
 
-    def encode_values(self, values: Float[Array, "b h c e"]) -> Operand:
-        """Encode values in the form that slots store."""
-        return self._coded(values)
-
-    def _coded(self, x: Any) -> Operand:
-        stored = self.quantizer.encode(x)
-        return stored if not self.quantized or isinstance(stored, Quantised) else Encoded(stored, self.quantizer)
+    def stored(self, x: Any) -> Operand:
+        """Encode keys or values in the form that slots store."""
+        found = self.quantizer.encode(x)
+        return found if not self.quantized or isinstance(found, Quantised) else Encoded(found, self.quantizer)
 
     def _levelled(self, keys: Float[Array, "b h t d"], state: CodecState | None) -> Float[Array, "b h t d"]:
         if state is None or state.factor is None:
@@ -195,7 +193,6 @@ class Codec:
 
     def operands(
         self,
-        config: LayerConfig,
         view: View,
         new: New,
         *,
@@ -206,14 +203,11 @@ class Codec:
         """Return the inputs of attention over a layer's slots, for the queries of new tokens.
 
         Args:
-            config: configuration of the layer.
-            view: the layer's slots; the slots of a block being read are the last ones.
-            new: tokens whose queries attend.
             places: upper bound of every head's slots, if `view` holds only some of a head's; None if it holds all.
             block: True if the new tokens are a block of text.
             room: slots that a head may use, if the new token has no slot yet; None if it has one.
         """
-        tokens, capacity = new.k.shape[2], view.capacity * new.spread.slots
+        config, tokens, capacity = new.config, new.k.shape[2], view.capacity * new.spread.slots
         if tokens == capacity and places is None:  # a whole text, of which nothing is stored yet: ranks equal positions
             return Operands(new.q, new.k, new.v)
         k, v, q = view.kv.k, view.kv.v, new.q
@@ -230,7 +224,7 @@ class Codec:
         if self.sliding and self.sinks:
             gap = self._gap(config.window, view, new, room)[..., None]
             if not block:
-                sinks = self._nearer_query(config, new, gap, capacity + self.sinks + 1)
+                sinks = self._nearer_query(new, gap, capacity + self.sinks + 1)
             elif config.slopes is not None:
                 first = view.live & (view.position < self.sinks)
                 here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
@@ -251,13 +245,7 @@ class Codec:
         return Operands(q * factor[:, :, None, None].astype(q.dtype), k, v, seen, factor, sinks)
 
     def earlier(
-        self,
-        config: LayerConfig,
-        view: View,
-        given: Operands,
-        new: New,
-        raw_q: Float[Array, "b h g a d"],
-        position: Int[Array, "b a"],
+        self, view: View, given: Operands, new: New, raw_q: Float[Array, "b h g a d"], position: Int[Array, "b a"]
     ) -> tuple[Float[Array, "b h g a d"], Int[Array, "b h a"]]:
         """Rotate stored queries for attention over the keys of `given`; return them and their positions.
 
@@ -268,7 +256,7 @@ class Codec:
         if self.ordered and given.places is not None:
             before = view.live[:, :, None] & (view.position[:, :, None] < position[:, None, :, None])
             place = new.spread.over_slots(before.sum(-1))
-        q = rotate(config.rope, raw_q, place[:, :, None], new.end)
+        q = rotate(new.config.rope, raw_q, place[:, :, None], new.end)
         return q if given.factor is None else q * given.factor[:, :, None, None].astype(q.dtype), place
 
     def _places(self, view: View, new: New) -> Int[Array, "b h t"]:
@@ -300,7 +288,6 @@ class Codec:
 
         Args:
             view: the slots, including the new token; `state` is the state before it.
-            new: one token per row.
             place: rank of the evicted token, from `slots`.
             left: its position; -1 if no token was evicted.
         """
@@ -321,14 +308,14 @@ class Codec:
         arrived = new.valid[:, :1] & arrives
         return state.replace(count=state.count + arrived - (left >= 0))
 
-    def _nearer_query(self, config: LayerConfig, new: New, gap: Int[Array, "b 1 1"], places: int) -> Sinks | None:
+    def _nearer_query(self, new: New, gap: Int[Array, "b 1 1"], places: int) -> Sinks | None:
         """Return a token's query for the sinks, rotated as if they were right before the window.
 
         The query's rank among the live tokens is below `places`.
         """
+        config, near = new.config, new.q
         if config.rope is None and config.slopes is None:
             return None
-        near = new.q
         if config.rope is not None:  # rotate the query back, not the sinks forward: stored keys do not change
             turns = turns_of(config.rope, new.position - gap[:, :, 0], new.raw_q.dtype, new.end, places)
             (near,) = config.rotated((new.raw_q,), turns, new.kernels)
@@ -346,7 +333,7 @@ class Codec:
             keys = operands.values(first, new.k.dtype)
         else:
             keys = operands.values(first, state.factor.dtype) * state.factor[:, :, None]
-        near = self._coded(self._levelled(rotate(turned, keys, gap, new.end), state))
+        near = self.stored(self._levelled(rotate(turned, keys, gap, new.end), state))
 
         def write(leaf: Array, old: Array, value: Array) -> Array:
             kept = held.reshape(*held.shape, *(1,) * (leaf.ndim - 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -113,12 +113,10 @@ class Policy:
         """Return the policy as one layer uses it."""
         return self._each(lambda part: part.layer(index))
 
-    def _each(self, change: Any) -> Policy:
-        names = ("score", "protection", "plan", "residual", "selection")
-        parts = {name: getattr(self, name) for name in names}
-        changed = {name: change(part) for name, part in parts.items() if part is not None}
+    def _each(self, change: Callable[[Part], Any]) -> Policy:
         codec = dataclasses.replace(self.codec, quantizer=change(self.codec.quantizer))
-        return dataclasses.replace(self, codec=codec, **changed)
+        selection = None if self.selection is None else change(self.selection)
+        return dataclasses.replace(self, codec=codec, selection=selection, **self._of_parts(change))
 
     @property
     def may_shrink(self) -> bool:
@@ -149,13 +147,7 @@ class Policy:
 
     def init(self, shape: New) -> Parts:
         """Return the initial state of all parts for a layer."""
-        return Parts(
-            score=self.score.init(shape),
-            protection=self.protection.init(shape),
-            plan=self.plan.init(shape),
-            residual=None if self.residual is None else self.residual.init(shape),
-            codec=self.codec.init(shape),
-        )
+        return Parts(**self._of_parts(lambda part: part.init(shape)), codec=self.codec.init(shape))
 
     @property
     def ranks_at_evictions(self) -> bool:
@@ -164,13 +156,12 @@ class Policy:
 
     def slots(self, new: New, state: Parts) -> Parts:
         """Return the state of all parts for each new token."""
-        return Parts(
-            score=self.score.slot(new, state),
-            protection=self.protection.slot(new, state),
-            plan=self.plan.slot(new, state),
-            residual=None if self.residual is None else self.residual.slot(new, state),
-            codec=self.codec.slot(new),
-        )
+        return Parts(**self._of_parts(lambda part: part.slot(new, state)), codec=self.codec.slot(new))
+
+    def _of_parts(self, make: Callable[[Part], Any]) -> dict[str, Any]:
+        # Results for the parts that have states.
+        parts = {name: getattr(self, name) for name in ("score", "protection", "plan", "residual")}
+        return {name: make(part) for name, part in parts.items() if part is not None}
 
     def slot_bias(self, view: View) -> Float[Array, "b h c"] | None:
         """Return what the residual adds to the logits of each slot; None for nothing."""

@@ -138,19 +138,18 @@ class Protection(Part, interface=True):
             ValueError: if they do not fit; the recent window includes the token being read.
         """
 
-        def protected(slots: int) -> tuple[int, int]:
+        def protected(budget: int) -> tuple[int, int, int]:
+            slots = smallest(budget)
             sinks, recent = _protected(self, np.int32(slots))
-            return int(sinks), int(recent)
+            return slots, int(sinks), int(recent)
 
         def fits(budget: int) -> bool:
-            slots = smallest(budget)
-            sinks, recent = protected(slots)
+            slots, sinks, recent = protected(budget)
             return sinks + max(recent, 1) <= slots
 
         if fits(budget):
             return
-        slots = smallest(budget)
-        sinks, recent = protected(slots)
+        slots, sinks, recent = protected(budget)
         read = "" if recent else " and the token that is being read"
         of_plan = "" if slots == budget else f", which gives a layer {slots}"
         least = bisect.bisect_left(range(MOST), True, lo=budget, key=fits)
@@ -172,7 +171,7 @@ def one_slot_in(many: float, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
 
 
 def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
-    """Return the recent window in slots: `recent` itself, or that fraction of the slots that heads may use."""
+    """Return a number of slots: `recent` itself, or that fraction of the slots that heads may use."""
     if is_share(recent):
         return jnp.floor(recent * limit + 1e-6).astype(jnp.int32)
     return jnp.asarray(recent, jnp.int32)

@@ -47,9 +47,9 @@ class QueryMoments(struct.PyTreeNode):
 
 def turned_ahead(x: Float[Array, "b h g d"], new: New, future: int) -> Float[Array, "b h g d"]:
     """Return the mean of vectors rotated to each of the next `future` positions."""
-    if new.config is None or new.config.rope is None:
-        return x
     rope = new.config.rope
+    if rope is None:
+        return x
     turns = turns_of(rope, new.read[:, None] + jnp.arange(future), x.dtype, new.end)
     return rotate_by(rope, x, Turns(*(each.mean(-2)[:, None, None] for each in turns)))
 

@@ -43,12 +43,6 @@ class Residual(Part, interface=True):
     def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
         """Absorb the pairs that one token per row evicted, and merge `share` into the token's attention.
 
-        Args:
-            state: state of the layer.
-            evicted: one pair per head.
-            new: one token per row.
-            attended: attention of the token over the slots.
-
         Returns:
             The new state, and attention [b h g 1 e] over slots and evicted pairs.
         """

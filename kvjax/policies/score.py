@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -19,8 +19,6 @@ from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from kvjax.models.model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,9 +136,6 @@ class Score(Part, interface=True):
             )
         return super().__new__(cls, *values, **named)
 
-    paper: ClassVar[str] = ""
-    """Source of the method, with its equation."""
-
     @property
     def requires(self) -> Requirements:
         """Rare needs of the score."""
@@ -181,12 +176,24 @@ def takes_attention(kind: type[Score]) -> bool:
     return kind.fold is not Score.fold or kind.advance is not Score.advance
 
 
-class AccumulatedScore(Score, interface=True):
-    """Score that sums one statistic of attention, which a subclass requests in `asks`. Kernels may add it in place."""
+class StoredScore(Score, interface=True):
+    """Score that slots store: one statistic of attention to each, which a subclass requests in `asks`."""
 
     def slot(self, new: New, state: PyTree) -> PyTree:
         """Return zeros: no query has attended to the new tokens yet."""
         return nothing(new)
+
+    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
+        """Return the statistic of the new queries."""
+        return answers
+
+    def score(self, view: View, new: New) -> Ranking:
+        """Return what is stored."""
+        return view.slots.score
+
+
+class AccumulatedScore(StoredScore, interface=True):
+    """Score that sums one statistic of attention, which a subclass requests in `asks`. Kernels may add it in place."""
 
     def retained(self, new: New) -> Float[Array, " b"] | None:
         """Return the factor by which sums are multiplied before new attention is added; None for 1."""
@@ -196,10 +203,6 @@ class AccumulatedScore(Score, interface=True):
         """Return the sum with the statistic added."""
         kept, before = self.retained(new), view.slots.score
         return answers + (before if kept is None else kept.astype(answers.dtype)[:, None, None] * before)
-
-    def score(self, view: View, new: New) -> Ranking:
-        """Return the sum."""
-        return view.slots.score
 
     def only_adds(self, asks: PyTree, new: New) -> bool:
         """Return whether sums change only by adding a statistic of one query group, which kernels can do.
@@ -220,7 +223,7 @@ def is_ranked(scores: Float[Array, "*n"]) -> Bool[Array, "*n"]:
     return jnp.abs(scores) < -UNRANKED
 
 
-class PromptScore(Score):
+class PromptScore(StoredScore):
     """Score that is computed once for each prompt, chunk or turn, from the slots of a head and without attention.
 
     Generated tokens are not ranked. Unless they are protected, they are evicted first, the oldest before the others.
@@ -248,10 +251,6 @@ class PromptScore(Score):
             new: the text, a block of tokens.
         """
 
-    def score(self, view: View, new: New) -> Ranking:
-        """Return the score of the last given text."""
-        return view.slots.score
-
 
 @struct.dataclass
 class ScoreOver(Score, interface=True):
@@ -269,25 +268,6 @@ class ScoreOver(Score, interface=True):
     def requires(self) -> Requirements:
         """Needs of the other score."""
         return self.base_score.requires
-
-    def _over(self, score: Score) -> Self:
-        return dataclasses.replace(self, base_score=score)
-
-    def bind(self, model: LanguageModel) -> Self:
-        """Return a copy whose other score is prepared for a model."""
-        return self._over(self.base_score.bind(model))
-
-    def budgeted(self, budget: Any) -> Self:
-        """Return a copy whose other score is configured for the budget."""
-        return self._over(self.base_score.budgeted(budget))
-
-    def sized(self, slots: tuple[int, ...]) -> Self:
-        """Return a copy whose other score is configured for the number of slots."""
-        return self._over(self.base_score.sized(slots))
-
-    def layer(self, index: int) -> Self:
-        """Return a copy with the other score of a layer."""
-        return self._over(self.base_score.layer(index))
 
     def init(self, shape: New) -> PyTree:
         """Return the other score's state."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
@@ -19,8 +20,10 @@ from kvjax.methods import CODECS, PAPERS, PLANS, REGISTRY, RESIDUALS, SELECTIONS
 from kvjax.methods.combine import combine
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.notation import compared
-from kvjax.methods.register import register, register_part
+from kvjax.methods.register import register, register_part, register_score
+from kvjax.methods.registry import settings_of
 from kvjax.policies.allocation import Uniform
+from kvjax.types import number, setting
 
 pytestmark = pytest.mark.core
 UNTYPED: Any = register
@@ -124,6 +127,43 @@ def test_a_registered_policy_runs_and_can_be_a_base() -> None:
         np.testing.assert_array_equal(np.sort(mine), np.sort(oldest))
     wider = kvjax.policy("baseline_plus", base="fading", rate=0.25)
     assert wider.plan.extra_slots == 4 and wider.name == "fading"
+
+
+def test_a_class_of_scores_registers_with_its_settings_and_those_of_every_policy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @register_score("scaled", paper="Nobody 2026", group="ranked by position", recent=0.25, positions="cache")
+    @struct.dataclass
+    class Scaled(kvjax.Score):
+        """Tokens that scale.
+
+        When: never.
+
+        Args:
+            rate: how far they scale.
+            sinks: first tokens, which the score knows, too.
+        """
+
+        rate: float = number(0.5)
+        sinks: int = setting(3)
+
+        def score(self, view: Any, new: Any) -> Any:
+            return self.rate * view.position.astype(jnp.float32)
+
+    made = kvjax.policy("scaled", rate=2.0, sinks=1)
+    assert isinstance(made.score, Scaled) and (made.score.rate, made.score.sinks, made.name) == (2.0, 1, "scaled")
+    assert (made.protection.sinks, made.protection.recent, made.codec.positions) == (1, 0.25, "cache")
+    usual = {"recent": 0.25, "positions": "cache", "special": (), "evict_every": 1}
+    assert settings_of("scaled") == {"rate": 0.5, "sinks": 3} | usual
+    with pytest.raises(ValueError, match="policy 'scaled' has no setting 'ratio'; it takes rate, sinks, recent"):
+        kvjax.policy("scaled", ratio=1.0)
+    with pytest.raises(ValueError, match="rate='fast' is not a finite number"):
+        kvjax.policy("scaled", rate="fast")
+    entry = describe.describe_policy("scaled", own=True)
+    assert (entry.summary, entry.when, entry.sources) == ("Tokens that scale.", "never.", [Scaled])
+    assert entry.settings[0].meaning == "how far they scale."
+    assert generate.main(["--policy", "scaled", "--help"]) == 0
+    assert "how far they scale" in capsys.readouterr().out
 
 
 def test_nothing_is_left_of_what_a_test_registered() -> None:

@@ -18,15 +18,14 @@ class Note:
 
 
 class SnapKV(Oracle):
-    window: int | float
     kernel: int
     pooling: str
     group: str
 
     def begin(self, h: int, length: int) -> int:
         """Position from which the queries of a text that ends at `length` are in its window."""
-        share = isinstance(self.window, float)
-        return max(0, length - (math.floor(self.window * self.limits[h] + 1e-6) if share else int(self.window)))
+        share = isinstance(self.recent, float)
+        return max(0, length - (math.floor(self.recent * self.limits[h] + 1e-6) if share else int(self.recent)))
 
     def paid(self, row: Sequence[float]) -> float:
         """What the query heads of a group pay together."""

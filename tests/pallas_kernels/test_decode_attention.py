@@ -31,6 +31,7 @@ from pallas_kernels.operands import Quantised, Turned
 from tests.cases import slow
 from tests.kernel_cases.decode_attention import CASES, arguments, case
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, check
+from tests.small_models import small_config
 
 
 def test_every_case_has_something_to_see():
@@ -160,6 +161,7 @@ def test_increments_are_those_of_keyformer():
         horizon=jnp.full(2, 8),
         end=some["query_position"] + 8,
         seed=some["seed"],
+        config=small_config(4, 2, head_width=64).layer(0),
         layer=3,
     )
     asked: dict[str, Any] = {name: some[name] for name in ("q", "k", "v", "position", "query_position")} | {

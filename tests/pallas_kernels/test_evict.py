@@ -87,6 +87,7 @@ def new_token(key, b, h, g, d, position, way):
         horizon=jnp.ones(b, jnp.int32),
         end=position + 1,
         seed=jnp.zeros(b, jnp.uint32),
+        config=CONFIG,
         kernels=Kernels(**way.options),
     )
 
@@ -107,9 +108,9 @@ def test_a_token_takes_the_slot_that_compression_would_drop(way):
     new = new_token(jax.random.key(0), b, h, 2, d, jnp.asarray([150, 120]), way)
     policy = kvjax.policy("h2o", sinks=2, recent=5)
     dense = Dense((full_view(b, h, c, d, lambda k, scores: scores),))
-    exchanged, pair = dense.exchange(policy, CONFIG, 0, new, lambda kept, evicted: kept)
-    appended = dense.append(policy, CONFIG, 0, new)
-    smaller, leaving = appended.compress(policy, CONFIG, 0, new, c)
+    exchanged, pair = dense.exchange(policy, 0, new, pairs=True)
+    appended = dense.append(policy, 0, new)
+    smaller, leaving = appended.compress(policy, 0, new, c)
     (written,), (joined,) = exchanged.layers, appended.layers
     left = jnp.where(leaving, joined.position, 0).sum(-1)
     np.testing.assert_array_equal(leaving.sum(-1), 1)
@@ -131,12 +132,12 @@ def test_what_leaves_is_handed_out_where_it_is_asked_for(way):
     jax.tree.map(np.testing.assert_array_equal, (slot, left, *written), (*alone[:2], *alone[3:]))
 
 
-@pytest.mark.parametrize(("absorb", "reads"), [(None, 1), (lambda kept, evicted: kept, 4)])
-def test_a_step_reads_what_leaves_only_for_who_asks(absorb, reads):
+@pytest.mark.parametrize(("pairs", "reads"), [(False, 1), (True, 4)])
+def test_a_step_reads_what_leaves_only_for_who_asks(pairs, reads):
     """The position alone is always read; and on a CPU keys and values alone are written by scatters."""
     new = new_token(jax.random.key(0), 2, 2, 2, 64, jnp.asarray([150, 120]), XLA)
     dense = Dense((full_view(2, 2, 48, 64, lambda k, scores: scores),))
-    text = jax.jit(lambda dense: dense.exchange(kvjax.policy("h2o"), CONFIG, 0, new, absorb)).lower(dense).as_text()
+    text = jax.jit(lambda dense: dense.exchange(kvjax.policy("h2o"), 0, new, pairs=pairs)).lower(dense).as_text()
     assert text.count('"stablehlo.gather"') == reads
     assert text.count('"stablehlo.scatter"') == 2
 
@@ -159,12 +160,12 @@ def test_one_pass_is_exchange_then_attention(name):
 
     view, heard = full_view(b, h, c, d, begun), []
     dense = Dense((view.replace(limit=jnp.full((b, h), c - 1)),))
-    done = dense.exchange_and_attend(policy, CONFIG, 0, new, lambda heads: policy.score.asks(heads, new))
+    done = dense.exchange_and_attend(policy, 0, new, lambda heads: policy.score.asks(heads, new))
     assert done is not None
     plain = new.replace(kernels=Kernels("xla"))
-    expected, _ = dense.exchange(policy, CONFIG, 0, plain)
+    expected, _ = dense.exchange(policy, 0, plain)
     asks = policy.score.asks(expected.heads(0), plain)
-    expected, attended = expected.attend(policy, CONFIG, 0, plain, asks, None, None)
+    expected, attended = expected.attend(policy, 0, plain, asks, None, None)
     found, _, answered = done
     assert (answered.answers is None) == (name in ("h2o", "keyformer"))  # added to the scores on the way
     for storage, out, answers in (
@@ -189,11 +190,11 @@ def test_one_pass_sees_the_sinks_that_a_layers_window_has_not_passed_from_near(b
         held[row, :, :sinks] = [*first, *range(last - c + 1, last - c + 1 + sinks - len(first))]
         held[row, :, sinks : c - 1] = np.arange(last - c + 1 + sinks, last)
     dense = Dense((view.replace(position=jnp.asarray(held, jnp.int32), limit=jnp.full((b, h), c - 1)),))
-    done = dense.exchange_and_attend(policy, config, 0, new, lambda heads: ())
+    done = dense.exchange_and_attend(policy, 0, new, lambda heads: ())
     assert done is not None
     plain = new.replace(kernels=Kernels("xla"))
-    expected, _ = dense.exchange(policy, config, 0, plain)
-    expected, attended = expected.attend(policy, config, 0, plain, (), None, None)
+    expected, _ = dense.exchange(policy, 0, plain)
+    expected, attended = expected.attend(policy, 0, plain, (), None, None)
     np.testing.assert_array_equal(done[0].layers[0].position, expected.layers[0].position)
     np.testing.assert_allclose(done[2].partial.out, attended.partial.out, rtol=1e-5, atol=1e-5)
 
@@ -215,7 +216,7 @@ def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
     new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
     view = full_view(1, 2, c, 64, lambda k, scores: None)
     dense = Dense((view,))
-    assert dense.exchange_and_attend(policy, CONFIG, 0, new, lambda heads: ()) is None
+    assert dense.exchange_and_attend(policy, 0, new, lambda heads: ()) is None
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)

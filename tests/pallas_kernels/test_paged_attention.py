@@ -123,13 +123,14 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
         horizon=state.horizon,
         end=state.end,
         seed=state.seed,
+        config=config,
         given=False,
         kernels=Kernels(**way.options),
     )
     policy = state.policy
-    opened, _ = pool.open(policy, [config], lambda layer: new).exchange(policy, config, 0, new)
+    opened, _ = pool.open(policy, [config], lambda layer: new).exchange(policy, 0, new)
     asks = policy.score.asks(opened.heads(0), new)
-    attended, found = opened.attend(policy, config, 0, new, asks, None, None)
+    attended, found = opened.attend(policy, 0, new, asks, None, None)
     after = attended.fold(policy, 0, asks, found.answers, new)
     assert (np.asarray(found.partial.out[0]) == 0).all() and (np.asarray(found.partial.out[1:]) != 0).all()
     rows = np.asarray(pool.owner) // h

@@ -25,6 +25,7 @@ from pallas_kernels.prefill_scores import Joined, Own, prefill_scores
 from tests.cases import in_turns
 from tests.kernel_cases.prefill_scores import case, inputs, operand
 from tests.kernels import GPU_WAYS, XLA, Way, check
+from tests.small_models import small_config
 
 SPEC = AttentionSpec(8**-0.5)
 
@@ -73,7 +74,7 @@ def test_keyformer_counts_the_same(x64):
     seed, length = jnp.array([3, 4], jnp.uint32), (position >= 0).sum(1)
     new = New(
         q=q, k=k, v=v, raw_q=q, raw_k=k, hidden=k[:, 0], position=position, token=position, prompt_length=length,
-        read=length, horizon=jnp.full(2, 8), end=length + 8, seed=seed, layer=1,
+        read=length, horizon=jnp.full(2, 8), end=length + 8, seed=seed, layer=1, config=small_config(4, 2).layer(0),
     )  # fmt: skip
     slots = jnp.broadcast_to(position[:, None], (2, 2, 48))
     _, probs = attend(q, k, v, SPEC.mask(position, slots), SPEC)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -294,7 +295,10 @@ def test_a_copy_in_another_package_compiles_to_the_same_programs(
     source = inspect.getsource(importlib.import_module(f"kvjax.methods.{file}"))
     foreign = types.ModuleType("somebody_elses")
     monkeypatch.setitem(sys.modules, foreign.__name__, foreign)
-    exec(source.partition("\n@register(")[0], foreign.__dict__)
+    exec(
+        re.sub(r"@register_score\([^\n]*\n(?:    .*\n|\)\n)*", "", source.partition("\n@register(")[0]),
+        foreign.__dict__,
+    )
     deep = random_model(dataclasses.replace(GQA, layers=13))
     ours = kvjax.policy(name)
     copied = dataclasses.replace(ours, score=getattr(foreign, score)())
@@ -320,6 +324,32 @@ def test_a_prompt_takes_as_much_memory_as_that_of_the_same_built_in_policy() -> 
         states = [kvjax.decode_step(state, [1])[0] for state in states]
     for one, other in zip(*map(kvjax.held_positions, states), strict=True):
         assert (np.sort(one) == np.sort(other)).all()
+
+
+def test_a_policy_in_a_file_takes_the_settings_of_every_policy(tmp_path: Path) -> None:
+    file = tmp_path / "made_in_a_file.py"
+    file.write_text("import kvjax\n\nmine = kvjax.policy('h2o')\n")
+    made = kvjax.policy(f"{file}:mine", recent=3, positions="cache", evict_every=4)
+    assert (made.protection.recent, made.codec.positions, made.evict_every) == (3, "cache", 4)
+    assert kvjax.policy(f"{file}:mine", sinks=1).evict_every == 1
+
+
+@struct.dataclass
+class Prepared(Uniform):
+    """As many slots for every layer, if it has been prepared for a model with so many layers."""
+
+    layers: int = setting(0)
+
+    def bind(self, model: Any) -> Any:
+        return dataclasses.replace(self, layers=model.config.layers)
+
+    def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
+        return np.full(layers, float(budget * self.layers / layers))
+
+
+def test_a_plan_within_a_plan_is_prepared_for_the_model_too() -> None:
+    state, _ = kvjax.prefill(random_model(GQA), kvjax.policy("lightkv", plan=Prepared()), [list(range(40))], 16)
+    assert all((limits == 16).all() for limits in slot_limits(state))
 
 
 @pytest.mark.parametrize("layers", [2, 13])

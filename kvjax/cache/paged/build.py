@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache import slots
 from kvjax.cache.paged.storage import Paged, write_pages
 from kvjax.policies.policy import Policy
-from kvjax.types import LayerConfig, New, View
+from kvjax.types import New, View
 
 PAGE_BLOCK = 64
 """Maximal number of pages whose keys and values are read together."""
@@ -27,7 +27,7 @@ class Selected(struct.PyTreeNode):
     """Number of slots that stay."""
 
 
-def select(policy: Policy, config: LayerConfig, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
+def select(policy: Policy, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
     """Select the tokens of a prompt that stay, head by head, before pages are allocated.
 
     Returns:
@@ -38,11 +38,9 @@ def select(policy: Policy, config: LayerConfig, view: View, new: New) -> tuple[S
     if policy.fixed_length:
         # A head gets one token per step: do not allocate slots that it cannot fill.
         view = view.replace(limit=jnp.minimum(view.limit, count + (new.end - new.read)[:, None]))
-    if policy.codec.ordered:
-        # Tokens behind an evicted one move up.
-        staying = view.replace(position=jnp.where(leaving, -1, view.position))
-        after = policy.codec.settle(staying, new)
-        view = after.replace(position=view.position)
+    # Tokens behind an evicted one move up.
+    after = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
+    view = after.replace(position=view.position)
     return Selected(view, order, count), leaving
 
 
@@ -60,11 +58,9 @@ def pack(
     """Pack selected tokens into a pool of pages.
 
     Args:
-        selected: selection of each layer.
         owner: from `table`, like `first`, `start` and `most`; one device's part if several devices have pools.
         first: first slot of each page, counted within its head.
         start: first page of each layer.
-        page_size: slots in a page.
         most: upper bound on slots per head.
         spare: slots that each head has beyond its limit.
         devices: as for `table`.

@@ -82,11 +82,7 @@ def gathered(pools: Sequence[P], rows: Sequence[tuple[int, int]]) -> P:
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def _moved(
-    held: list[PyTree],
-    real: Bool[Array, " P"],
-    index: Int[Array, " P"],
-    *table: Int[Array, " n"],
-    mesh: Mesh | None,
+    held: list[PyTree], real: Bool[Array, " P"], index: Int[Array, " P"], *table: Int[Array, " n"], mesh: Mesh | None
 ) -> tuple[PyTree, ...]:
     """Gather the indexed pages of pools, and return them with their table; on a mesh, for each device."""
 

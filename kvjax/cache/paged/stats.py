@@ -20,10 +20,6 @@ from pallas_kernels.paged_attention.types import Paged as Found
 def check_asks(policy: Policy, asks: PyTree) -> None:
     """Refuse statistics of a generated token that need the same slots in all heads.
 
-    Args:
-        policy: the policy.
-        asks: the requests of its score.
-
     Raises:
         ValueError: there are such requests; the message names the score and the plan.
     """
@@ -53,15 +49,7 @@ class PageAnswers(NamedTuple):
 
 
 def page_answers(pool: Pages, layer: int, new: New, asks: PyTree, found: Found) -> PageAnswers:
-    """Collect the results of attention over a layer's pages for `of_pages`.
-
-    Args:
-        pool: the pages.
-        layer: its index.
-        new: one token per row.
-        asks: tree of requested statistics.
-        found: result of `paged_attention`.
-    """
+    """Collect the results of attention over a layer's pages for `of_pages`."""
     lse = found.lse.reshape(-1, found.lse.shape[-1])
     lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # queries that see no key contribute 0
     counts = any(isinstance(ask, Probs) for ask in questions(asks)[0])
@@ -75,12 +63,8 @@ def of_pages(
     """Compute the requested statistics of a block of pages.
 
     Args:
-        asks: tree of requested statistics.
-        answers: attention results of the layer.
-        view: the pages, one per row.
         seen: the new tokens, with the rows of `view`.
         at: index of the first page.
-        owner: owner of each page.
         new: the new tokens, with the batch's rows.
     """
     leaves, tree = questions(asks)

@@ -21,7 +21,7 @@ from kvjax.cache.paged.stats import PageAnswers, check_asks, of_pages, page_answ
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
 from kvjax.policies.selection import Selection
-from kvjax.types import KV, Evicted, Heads, LayerConfig, New, PyTree, View, wide
+from kvjax.types import KV, Evicted, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.evict.reference import after_reading
 from pallas_kernels.paged_attention import paged_attention
@@ -33,51 +33,27 @@ OfPages = Callable[[View, New, Array | int], Float[Array, "p s"]]
 class Paged(Pages):
     """Caches of a whole model on pages."""
 
-    def exchange(
-        self,
-        policy: Policy,
-        config: LayerConfig,
-        layer: int,
-        new: New,
-        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
-    ) -> tuple[Paged, Evicted]:
+    def exchange(self, policy: Policy, layer: int, new: New, *, pairs: bool = False) -> tuple[Paged, Evicted]:
         """Write one new token per row into the lowest-ranked slot of each head; see `Dense.exchange`."""
         codec = policy.codec
-        pool, candidates = self._shrunk(policy, config, layer, new, absorb)
+        pool, candidates = self._shrunk(policy, layer, new)
         heads = pool.heads(layer)
         state = heads.state.replace(codec=codec.begin(heads, new))
         pool = pool.put_state(layer, codec=state.codec)
         slot = victim(candidates, new)
         added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": policy.slots(new, state)}
         added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
-        taken = pool._taken(slot, absorb is not None)
+        taken = pool._taken(slot, pairs)
         pool = pool._write_slots(after_reading(slot, taken._asdict()), added)
         if taken.place is not None:
             pool = pool._requeued(policy, layer, new, taken)
-        return pool, evicted_pairs(policy, config, state, new, taken.kv, taken.left)
+        return pool, evicted_pairs(state, new, taken.kv, taken.left)
 
-    def exchange_and_attend(
-        self,
-        policy: Policy,
-        config: LayerConfig,
-        layer: int,
-        new: New,
-        asks: Callable[[Heads], PyTree],
-        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
-    ) -> None:
-        """Return None: no kernel evicts and attends on pages in one pass; see `Dense.exchange_and_attend`."""
-
-    def _shrunk(
-        self,
-        policy: Policy,
-        config: LayerConfig,
-        layer: int,
-        new: New,
-        absorb: Callable[[PyTree, Evicted], PyTree] | None,
-    ) -> tuple[Paged, Candidates]:
+    def _shrunk(self, policy: Policy, layer: int, new: New) -> tuple[Paged, Candidates]:
         """Evict tokens until each head must evict at most one more, and return the candidates for it."""
 
-        known = self._of_slots(policy, layer, new, slots.rank), self._of_slots(policy, layer, new, _standing)
+        standing = self._of_slots(policy, layer, new, lambda policy, view, new: policy.standing(view, new)[0])
+        known = self._of_slots(policy, layer, new, slots.rank), standing
         start = self._contest(policy, layer, new, *known)
         if not policy.may_shrink:
             return self, start
@@ -97,10 +73,10 @@ class Paged(Pages):
 
         def lose(carry: tuple[tuple[PyTree, ...], Candidates]) -> tuple[tuple[PyTree, ...], Candidates]:
             pool, slot = whole(*carry[0]), leaving(carry[1])
-            taken, state = pool._taken(slot, absorb is not None), pool.state[layer]
-            if absorb is not None:
-                evicted = evicted_pairs(policy, config, state, new, taken.kv, taken.left)
-                pool = pool.put_state(layer, residual=absorb(state.residual, evicted))
+            taken, state = pool._taken(slot, policy.residual is not None), pool.state[layer]
+            if policy.residual is not None:
+                evicted = evicted_pairs(state, new, taken.kv, taken.left)
+                pool = pool.put_state(layer, residual=policy.residual.absorb(state.residual, evicted))
             pool = pool._write_slots(slot, {"position": jnp.full_like(slot, -1)})
             if taken.place is not None:
                 pool = pool._requeued(policy, layer, new, taken, arrives=False)
@@ -229,7 +205,6 @@ class Paged(Pages):
     def attend(
         self,
         policy: Policy,
-        config: LayerConfig,
         layer: int,
         new: New,
         asks: PyTree,
@@ -243,8 +218,8 @@ class Paged(Pages):
         check_asks(policy, asks)
         known = self.heads(layer)
         every = View(known.limit, known.state, self.kv, self.position, self.slots)
-        given = policy.codec.operands(config, every, new, places=self.most)
-        config, given = given.with_bias(config, policy.slot_bias(every))
+        given = policy.codec.operands(every, new, places=self.most)
+        new, given = given.with_bias(new, policy.slot_bias(every))
         found = paged_attention(
             given.q[:, :, :, 0],
             *given.stored,
@@ -252,7 +227,7 @@ class Paged(Pages):
             self.owner,
             self.start[layer : layer + 2],
             new.position[:, 0],
-            config.spec,
+            new.config.spec,
             places=given.token_places,
             logits=self.logits,
             layers=len(self.start) - 1,
@@ -339,10 +314,6 @@ class Taken(NamedTuple):
     """Position of the token; -1 if there is none."""
     place: Int[Array, "b h"] | None
     """Place in the order of slots, if the codec tracks it."""
-
-
-def _standing(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
-    return policy.standing(view, new)[0]
 
 
 def write_pages(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:

@@ -35,8 +35,6 @@ def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[
     """Assign pages to all heads.
 
     Args:
-        limits: slots that each head may use.
-        page_size: slots in a page.
         devices: numbers of devices that shard rows and heads.
     """
     parts = [of_head for of_row in np.split(limits, devices[0], 1) for of_head in np.split(of_row, devices[1], 2)]
@@ -50,8 +48,4 @@ def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[
         firsts.append(np.pad((np.arange(start[-1]) - before) * page_size, rest))
         starts.append(start)
     owner, first, start = (np.concatenate(x).astype(np.int32) for x in (owners, firsts, starts))
-    return Table(owner, first, start, _power_above(int(limits.max())))
-
-
-def _power_above(count: int) -> int:
-    return max(16, 1 << (count - 1).bit_length())
+    return Table(owner, first, start, max(16, 1 << (int(limits.max()) - 1).bit_length()))

@@ -85,8 +85,6 @@ def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DT
 
     Args:
         directory: target; kernels in it are replaced, other files stay.
-        params: see `init_kernels`.
-        settings: settings of the kernels.
         dtype: stored dtype; bfloat16 halves the bytes.
     """
     import orbax.checkpoint as ocp
@@ -120,8 +118,6 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
     """Load kernels of all layers, stacked, in float32, for a model and a base policy.
 
     Args:
-        directory: directory written by `save`.
-        model: model that will run with them.
         policy: registered name of the base policy.
 
     Raises:

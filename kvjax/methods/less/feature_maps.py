@@ -113,10 +113,6 @@ def init_kernels(
     """Initialize kernels of all layers, stacked: weights [L, h, g, ...] of phi and [L, h, ...] of psi, float32.
 
     Args:
-        key: random key.
-        config: the model's shape.
-        features: R, from 1.
-        hidden: R', from 1.
         literal: True for equation 2 as printed.
     """
     q, k = _examples(config)

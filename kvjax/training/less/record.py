@@ -141,7 +141,7 @@ def record(
         for layer, (shape, of) in enumerate(zip(config.layer_configs, read, strict=True)):
             sink_logits = sink_logits_of(weights.layers[layer], shape)
             new = reading.new(shape, layer, of.hidden, of.q, of.k, of.v, sink_logits=sink_logits)
-            storage, told, found = replay(shape, policies[layer], mask, storage, new, of.lse)
+            storage, told, found = replay(policies[layer], mask, storage, new, of.lse)
             pending.append(told)
             seen.append(found.replace(probs=None))
         for layer, told in enumerate(sum_over_layers(pending)):
@@ -184,7 +184,7 @@ def join_steps(x: Float[Array, "n ..."], axis: int) -> Array:
 
 
 def replay(
-    config: LayerConfig, policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
+    policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
 ) -> tuple[Dense, Pending, Replayed]:
     """Replay one layer of a decode step on given queries, keys and values.
 
@@ -195,9 +195,9 @@ def replay(
         The storage after the step, the pending statistics for the score, and the result of the step.
     """
     layer = int(new.layer)
-    storage, evicted = exchange(config, policy, storage, layer, new, pairs=True)
+    storage, evicted = exchange(policy, storage, layer, new, pairs=True)
     view = storage.layers[layer]
-    given = policy.codec.operands(config, view, new)
+    given = policy.codec.operands(view, new)
     dtype = given.q.dtype
     found = decode_attention(
         given.q[:, :, :, 0],
@@ -205,7 +205,7 @@ def replay(
         values(given.v, dtype),
         view.position,
         new.position[:, 0],
-        config.spec,
+        new.config.spec,
         places=given.token_places,
         sinks=given.sinks,
         scores="each",
@@ -218,9 +218,9 @@ def replay(
     partial = with_evicted(partial, share_of_residual(policy, storage, layer, new))
     partial = with_sink(partial, new.sink_logits)
     asks = policy.score.asks(view, new)
-    answers = answered(without_again(asks), probs, lambda: values(given.v, probs.dtype), view.position, new)
-    earlier = functools.partial(policy.codec.earlier, config, view, given, new)
-    told = Pending(asks, with_again(asks, answers, config, given, view, earlier), new)
+    answers = answered(without_again(asks), probs, given.v, view.position, new)
+    earlier = functools.partial(policy.codec.earlier, view, given, new)
+    told = Pending(asks, with_again(asks, answers, given, view, new, earlier), new)
     return storage, told, Replayed(evicted.k, evicted.v, evicted.position[..., 0], partial, probs)
 
 

@@ -172,9 +172,9 @@ def test_bfloat16_stays_finite_and_sums_in_float32() -> None:
 
 
 def _new(q, k) -> New:
-    ones, each = jnp.ones((q.shape[0], 1), jnp.int32), jnp.ones(q.shape[0], jnp.int32)
+    ones, each, config = jnp.ones((q.shape[0], 1), jnp.int32), jnp.ones(q.shape[0], jnp.int32), GQA.layer(0)
     of_rows: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each, seed=each.astype(jnp.uint32))
-    return New(q=q, k=k, v=k, raw_q=q, raw_k=k, hidden=k[:, 0], position=ones, token=ones, **of_rows)
+    return New(q=q, k=k, v=k, raw_q=q, raw_k=k, hidden=k[:, 0], position=ones, token=ones, config=config, **of_rows)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from kvjax.training.less.errors import write_losses
 from kvjax.training.less.loss import memory_attention
 from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features, record
-from kvjax.types import Evicted, LayerConfig, New, Partial
+from kvjax.types import Evicted, New, Partial
 from pallas_kernels.attention import merge, share_of_evicted
 from pallas_kernels.operands import values
 from tests.cases import slow
@@ -51,8 +51,8 @@ class FullAnswers(Dense):
 
     answers: Any = None
 
-    def attend(self, rules: Any, config: LayerConfig, layer: int, new: New, *rest: Any, **more: Any) -> Any:
-        storage, found = super().attend(rules, config, layer, new, *rest, **more)
+    def attend(self, rules: Any, layer: int, new: New, *rest: Any, **more: Any) -> Any:
+        storage, found = super().attend(rules, layer, new, *rest, **more)
         out = jnp.take_along_axis(self.answers[layer], new.position[:, None, None, :, None], axis=3)
         return storage, found._replace(partial=found.partial._replace(out=out))
 
@@ -134,11 +134,11 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
     together = memory_attention(jax.tree.map(lambda leaf: leaf[0], kernels), recipe, seen)
     assert np.abs(together - seen.sparse)[..., BUDGET:, :].max() > 1e-3
     less = LowRankMemory(layers=unstack(kernels)).layer(0)
-    ones = jnp.ones((2, 1), jnp.int32)
+    ones, config = jnp.ones((2, 1), jnp.int32), model.config.layer(0)
 
     def new_tokens(q: jax.Array, k: jax.Array, v: jax.Array) -> New:
         each = ones[:, 0]
-        return New(q, k, v, q, k, k[:, 0], ones, ones, each, each, each, each, each.astype(jnp.uint32))
+        return New(q, k, v, q, k, k[:, 0], ones, ones, each, each, each, each, each.astype(jnp.uint32), config)
 
     @jax.jit
     def step(state: Memory, at: jax.Array | int) -> tuple[Memory, jax.Array]:
