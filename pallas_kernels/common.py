@@ -19,9 +19,9 @@ VARIABLE = "KVJAX_KERNELS"
 """Environment variable that replaces `implementation="auto"`."""
 
 AUTO = {"tpu": ("pallas", "xla"), "gpu": ("xla",)}
-"""Implementations that `auto` tries on each backend, in this order, after the winners of a `Tuned`. No kernel has been
-timed on a chip yet. The TPU kernels are accepted by its compiler. The GPU kernels depend on untuned tile sizes, so they
-must win a benchmark (`kvjax tune`) or be requested."""
+"""Implementations that `auto` tries on each backend, in this order, after the winners of a `Tuned`. The TPU kernels
+are accepted by its compiler and have not been timed on a TPU. Whether the GPU kernels are faster depends on sizes, so
+they must win a benchmark (`kvjax tune`) or be requested."""
 
 LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 """Device kinds whose kernel schedules are known from the compiler: `auto` uses `AUTO` there without timing."""

@@ -21,7 +21,8 @@ class How(TypedDict, total=False):
     """Keywords of every operation: how a call runs.
 
     An operation raises `Unsupported` if the requested implementation cannot run its arguments here, and `ValueError` if
-    there is no such implementation. Kernels compile for their chips and have run in interpreters, none on a chip.
+    there is no such implementation. Kernels for TPU compile for v4 to v6e and have run in interpreters, never on a TPU;
+    those for GPU have run on an H100 and an H200.
     """
 
     implementation: str
