@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @register_score("l2", paper="Devoto et al. 2024", group="ranked by keys, values or chance, without attention")
 @struct.dataclass
 class KeyNorm(Score):
-    r"""Norm of the key, which rotary embeddings do not change.
+    r"""Keys of small norms: the largest is evicted first; rotary embeddings do not change norms.
 
     .. math:: F(i) = -\lVert k_i \rVert_2
 

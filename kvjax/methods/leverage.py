@@ -54,7 +54,7 @@ class TextScore(PromptScore):
 @register_score("leverage", paper="Compactor, 2025", group="ranked once for each prompt or turn", recent=32)
 @struct.dataclass
 class Leverage(TextScore):
-    r"""Statistical leverage of a key before rotation among the keys of the text, after a random projection.
+    r"""Statistical leverage of keys before rotation: keys unlike the others of the text stay.
 
     .. math:: F(i) = z(x_i^\top (X^\top X + 0.01 I)^{-1} x_i), \quad
         X = (K - \bar K) \Phi, \quad \Phi \sim \mathcal N(0, 1/m)^{d \times m}
