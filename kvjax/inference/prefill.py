@@ -231,7 +231,8 @@ def _read_on_device(
     config = on_device(config, mesh)
     # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
     buffers = (0,) * config.layers if chunk is None else capacities
-    storage: Any = Dense(empty_layers(policy.sized(lines), config.layer_configs, limits, buffers, weights.dtype))
+    policy = policy.sized(lines)
+    storage: Any = Dense(empty_layers(policy, config.layer_configs, limits, buffers, weights.dtype))
     whole = _reading(tokens, lengths, horizon, keys, kernels)
     if chunk is None:
         storage, hidden = read_block(weights, config, policy, storage, whole, capacities, first=True)

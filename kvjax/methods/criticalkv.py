@@ -41,7 +41,8 @@ class Critical(ScoreOver):
         sinks: first tokens, which are protected.
         recent: newest tokens, which are protected.
         epsilon: added to s.
-        outputs: output weights of each layer, set by `bind`; after `layer`, those of one layer.
+        outputs: output weights of each layer, set by `bind`, in the order in which a product takes them without a copy;
+            after `layer`, those of one layer.
     """
 
     of_heads = ("outputs",)
@@ -49,7 +50,7 @@ class Critical(ScoreOver):
     sinks: int = number(0)
     recent: int | float = number(0)
     epsilon: float = number(1e-4)
-    outputs: tuple[Float[Array, "h g e width"], ...] | Float[Array, "h g e width"] | None = None
+    outputs: tuple[Float[Array, "h e g width"], ...] | Float[Array, "h e g width"] | None = None
 
     @property
     def requires(self) -> Requirements:
@@ -58,7 +59,9 @@ class Critical(ScoreOver):
 
     def bind(self, model: LanguageModel) -> Critical:
         """Return a copy with the output weights of a model."""
-        return dataclasses.replace(super().bind(model), outputs=output_weights(model))
+        return dataclasses.replace(
+            super().bind(model), outputs=output_weights(model, lambda weights: weights.swapaxes(1, 2))
+        )
 
     def slot(self, new: New, state: Any) -> tuple[PyTree, Float[Array, "b h t"]]:
         """Return the base's state of each token, and the norm of its projected value."""
@@ -88,7 +91,7 @@ class Critical(ScoreOver):
             return jnp.zeros(v.shape[:3], wide(v.dtype))
 
         def of(values: Array) -> Array:
-            projected = jnp.einsum("hgew,bhte->bhgtw", self.outputs, values.astype(wide(v.dtype)))
+            projected = jnp.einsum("hegw,bhte->bhgtw", self.outputs, values.astype(wide(v.dtype)))
             return jnp.abs(projected).sum(-1).mean(2)
 
         tokens = v.shape[2]
