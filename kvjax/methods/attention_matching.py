@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -17,6 +18,7 @@ from kvjax.types import New, View, check, setting, wide
 
 STEPS = 2
 """Projected steps after least squares."""
+Solve = Callable[[Float[Array, "b h c e"]], Float[Array, "b h c e"]]
 
 
 @register_part("attention_matching")
@@ -73,13 +75,16 @@ class Matching(SlotResidual):
         highest = finite_max(every)
         shares, kept = (jnp.exp(x - highest) * counts[..., None] for x in (every, staying))
         mass = shares.sum(-1)
-        factors = matched_factors(kept, mass, self.ridge, self.bound)
+        gram = products(kept)
+        solve = solver(gram, ridge_weight(kept, self.ridge))
+        factors = matched_factors(kept, solve, jnp.abs(gram).sum(-1).max(-1), mass, self.bound)
         values, old = (jnp.where(view.live[..., None], view.values(new), 0).astype(kind) for view in (before, after))
         output = jnp.einsum("bhrc,bhce->bhre", shares, values, precision="highest") / _safe(mass)[..., None]
         weights = kept * factors[:, :, None]
         weights = weights / _safe(weights.sum(-1))[..., None]
         missing = output - jnp.einsum("bhrc,bhce->bhre", weights, old, precision="highest")
-        change = least_squares(weights, missing, self.ridge)
+        solve = solver(products(weights), ridge_weight(weights, self.ridge))
+        change = solve(jnp.einsum("bhrc,bhre->bhce", weights, missing, precision="highest"))
         fewer = (after.live.sum(-1) < before.live.sum(-1))[..., None]
         changed = fewer & after.live
         bias = after.slots.residual + jnp.where(changed, jnp.log(factors), 0)
@@ -102,20 +107,25 @@ def finite_max(logits: Float[Array, "b h r c"]) -> Float[Array, "b h r 1"]:
 
 
 def matched_factors(
-    kept: Float[Array, "b h r c"], mass: Float[Array, "b h r"], ridge: float, bound: float
+    kept: Float[Array, "b h r c"],
+    solve: Solve,
+    steepest: Float[Array, "b h"],
+    mass: Float[Array, "b h r"],
+    bound: float,
 ) -> Float[Array, "b h c"]:
     """Return B: least squares of the mass, clipped, then projected steps of the gradient.
 
     Args:
         kept: M, zero for empty slots.
+        solve: of the products of M's columns with each other, see `solver`.
+        steepest: largest sum of the absolute products of a column with all columns.
         mass: of all keys, for each query.
         bound: largest absolute logarithm of B.
     """
     box = math.exp(-bound), math.exp(bound)
-    missing = mass - kept.sum(-1)
-    factors = jnp.clip(1 + least_squares(kept, missing[..., None], ridge)[..., 0], *box)
-    gram = jnp.einsum("bhrc,bhrs->bhcs", kept, kept, precision="highest")
-    step = 1 / _safe(jnp.abs(gram).sum(-1).max(-1))[..., None]
+    right = jnp.einsum("bhrc,bhr->bhc", kept, mass - kept.sum(-1), precision="highest")
+    factors = jnp.clip(1 + solve(right[..., None])[..., 0], *box)
+    step = 1 / _safe(steepest)[..., None]
     for _ in range(STEPS):
         error = jnp.einsum("bhrc,bhc->bhr", kept, factors, precision="highest") - mass
         slope = jnp.einsum("bhrc,bhr->bhc", kept, error, precision="highest")
@@ -123,21 +133,27 @@ def matched_factors(
     return factors
 
 
-def least_squares(
-    inputs: Float[Array, "b h r c"], outputs: Float[Array, "b h r e"], ridge: float
-) -> Float[Array, "b h c e"]:
-    """Return the x of least |inputs x - outputs|^2 + w |x|^2, where w is the ridge times the mean square of a column.
+def products(columns: Float[Array, "b h r c"]) -> Float[Array, "b h c c"]:
+    """Return the products of all pairs of columns."""
+    return jnp.einsum("bhrc,bhrs->bhcs", columns, columns, precision="highest")
 
-    Columns of zeros do not count, and get zeros.
-    """
-    gram = jnp.einsum("bhrc,bhrs->bhcs", inputs, inputs, precision="highest")
-    squares = jnp.diagonal(gram, axis1=-2, axis2=-1)
+
+def ridge_weight(columns: Float[Array, "b h r c"], ridge: float) -> Float[Array, "b h"]:
+    """Return the ridge times the mean square of the columns that are not zero."""
+    squares = jnp.square(columns).sum(-2)
     weight = ridge * squares.sum(-1) / jnp.maximum((squares > 0).sum(-1), 1)
-    weight = jnp.where(weight > 0, weight, 1)
-    right = jnp.einsum("bhrc,bhre->bhce", inputs, outputs, precision="highest")
-    factor = jax.lax.linalg.cholesky(gram + weight[..., None, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype))
-    half = jax.lax.linalg.triangular_solve(factor, right, left_side=True, lower=True)
-    return jax.lax.linalg.triangular_solve(factor, half, left_side=True, lower=True, transpose_a=True)
+    return jnp.where(weight > 0, weight, 1)
+
+
+def solver(gram: Float[Array, "b h c c"], weight: Float[Array, "b h"]) -> Solve:
+    """Return a function that solves (gram + weight) x = right; x is 0 where a row of `gram` and of `right` is."""
+    lower = jax.lax.linalg.cholesky(gram + weight[..., None, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype))
+
+    def solve(right: Float[Array, "b h c e"]) -> Float[Array, "b h c e"]:
+        half = jax.lax.linalg.triangular_solve(lower, right, left_side=True, lower=True)
+        return jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
+
+    return solve
 
 
 def sampled(queries: Queries, most: int, kind: DTypeLike) -> tuple[Float[Array, "b h r d"], Float[Array, "b h r"]]:

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from kvjax.methods.attention_matching import finite_max, matched_factors, sampled, slot_logits
+from kvjax.methods.attention_matching import (
+    finite_max,
+    matched_factors,
+    products,
+    ridge_weight,
+    sampled,
+    slot_logits,
+)
 from kvjax.methods.register import register_score
 from kvjax.policies.residual import Queries
 from kvjax.policies.score import PromptScore, Requirements
@@ -30,16 +37,17 @@ class Pursuit(PromptScore):
         B \gets \arg\min_B \lVert \Phi_S B - m \rVert^2, \quad
         \Phi = e^{s q K^\top - \max}, \quad m_q = \sum_j \Phi_{qj}
 
-    with the queries of the text, each over all keys. B is that of `attention_matching`, between e^-7 and e^7.
+    with the queries of the text, each over all keys. B is that of `attention_matching`, between e^-7 and e^7, with one
+    ridge for all choices.
 
     When: under `--residual attention_matching --set residual.bound=7`, for a prompt that is compressed once and read
-    often. Choosing takes a small least squares for every `each` slots. Generated tokens are evicted first, except the
+    often. Choosing takes a least squares for every `each` slots. Generated tokens are evicted first, except the
     newest `recent` ones.
 
     Args:
         queries: most queries of a text that are matched, at even distances.
         each: keys chosen before B is computed again; 1 is the paper's algorithm, more are faster.
-        ridge: see `attention_matching`.
+        ridge: weight of the changes to B, as a share of the mean square of all keys' columns.
         lines: largest number of slots of each layer, set by `sized`; all tokens are put in order without it.
     """
 
@@ -85,10 +93,12 @@ def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge:
         rounds: number of choices.
         each: columns chosen at a time.
     """
-    mass, total = shares.sum(-1), rounds * each
+    (b, h, r, c), kind = shares.shape, shares.dtype
+    mass, total, unit = shares.sum(-1), rounds * each, jnp.eye(each, dtype=kind)
+    weight = ridge_weight(shares, ridge)[..., None, None] * unit
 
-    def choose(carry: tuple[Array, Array, Array], number: Array) -> tuple[tuple[Array, Array, Array], None]:
-        scores, missing, chosen = carry
+    def choose(carry: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
+        scores, missing, chosen, inverse, sums = carry
         gain = jnp.einsum("bhrc,bhr->bhc", shares, missing, precision="highest")
         _, at = jax.lax.top_k(jnp.where(scores > 0, -jnp.inf, gain), each)
         order = (total - number * each - jnp.arange(each)) / total
@@ -96,11 +106,31 @@ def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge:
         first = jnp.maximum(jnp.take_along_axis(scores, at, -1), order.astype(scores.dtype))
         scores = jnp.put_along_axis(scores, at, first, -1, inplace=False)
         columns = jnp.take_along_axis(shares, at[:, :, None], -1)
-        chosen = jax.lax.dynamic_update_slice_in_dim(chosen, columns, number * each, -1)
-        factors = matched_factors(chosen, mass, ridge, BOUND)
-        missing = mass - jnp.einsum("bhrc,bhc->bhr", chosen, factors, precision="highest")
-        return (scores, missing, chosen), None
 
-    b, h, r, c = shares.shape
-    before = jnp.zeros((b, h, c), shares.dtype), mass, jnp.zeros((b, h, r, total), shares.dtype)
-    return jax.lax.scan(choose, before, jnp.arange(rounds))[0][0]
+        # Cholesky's factor of the products of chosen columns grows by the rows of these, and so does its inverse.
+        before = jnp.einsum("bhrn,bhrc->bhnc", columns, chosen, precision="highest")
+        among = products(columns)
+        rows = jnp.einsum("bhnc,bhsc->bhns", before, inverse, precision="highest")
+        corner = among - jnp.einsum("bhnc,bhmc->bhnm", rows, rows, precision="highest") + weight
+        corner = jax.lax.linalg.triangular_solve(
+            jax.lax.linalg.cholesky(corner), jnp.broadcast_to(unit, corner.shape), left_side=True, lower=True
+        )
+        rows = -jnp.einsum("bhnm,bhms,bhsc->bhnc", corner, rows, inverse, precision="highest")
+        start = number * each
+        inverse = jax.lax.dynamic_update_slice_in_dim(inverse, rows, start, -2)
+        inverse = jax.lax.dynamic_update_slice(inverse, corner, (0, 0, start, start))
+        before, among = jnp.abs(before), jnp.abs(among)
+        added = before.sum(-1) + among.sum(-1)
+        sums = jax.lax.dynamic_update_slice_in_dim(sums + before.sum(-2), added, start, -1)
+
+        def solve(right: Float[Array, "b h c e"]) -> Float[Array, "b h c e"]:
+            half = jnp.einsum("bhsc,bhce->bhse", inverse, right, precision="highest")
+            return jnp.einsum("bhsc,bhse->bhce", inverse, half, precision="highest")
+
+        chosen = jax.lax.dynamic_update_slice_in_dim(chosen, columns, start, -1)
+        factors = matched_factors(chosen, solve, sums.max(-1), mass, BOUND)
+        missing = mass - jnp.einsum("bhrc,bhc->bhr", chosen, factors, precision="highest")
+        return (scores, missing, chosen, inverse, sums), None
+
+    scores, chosen, inverse, sums = (jnp.zeros((b, h, *n), kind) for n in ((c,), (r, total), (total, total), (total,)))
+    return jax.lax.scan(choose, (scores, mass, chosen, inverse, sums), jnp.arange(rounds))[0][0]

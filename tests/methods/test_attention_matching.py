@@ -20,7 +20,7 @@ from kvjax.types import New, PyTree, View
 from tests.cases import PAIRS, slow
 from tests.held import kept, layers
 from tests.methods.test_oracles import SHAPES, compare_with_oracle
-from tests.oracles.attention_matching import factors_of, ridge_regression
+from tests.oracles.attention_matching import factors_of, mean_square, ridge_regression
 from tests.small_models import GQA, LOCAL, SINKS, SLOPED, random_model
 
 RNG = np.random.default_rng(6)
@@ -110,11 +110,12 @@ def test_matches_the_queries_of_a_replay(plan: str | None, x64: None) -> None:
             staying = np.isin(np.asarray(before.position[row, head])[live], kept(pressed, row)[0][head])
             numbers = np.exp(q @ k.T / math.sqrt(GQA.head_width))
             numbers /= numbers.max(1, keepdims=True)
-            factors = factors_of(numbers[:, staying], numbers.sum(1), 0.03, 3)
+            weight = 0.03 * mean_square(numbers[:, staying])
+            factors = factors_of(numbers[:, staying], numbers.sum(1), weight, 3)
             weights = numbers[:, staying] * factors
             weights /= weights.sum(1, keepdims=True)
             missing = numbers @ v / numbers.sum(1, keepdims=True) - weights @ v[staying]
-            values = v[staying] + ridge_regression(weights, missing, 0.03)
+            values = v[staying] + ridge_regression(weights, missing, 0.03 * mean_square(weights))
             position = np.asarray(after.position[row, head])
             order = np.argsort(np.where(position < 0, 10**6, position))[: staying.sum()]
             # By position on both sides: the full cache lies in the order of the text.

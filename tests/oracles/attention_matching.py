@@ -11,16 +11,20 @@ from tests.oracles.codecs import rounded
 from tests.oracles.decoder import Oracle
 
 
-def ridge_regression(inputs: np.ndarray, outputs: np.ndarray, ridge: float) -> np.ndarray:
-    """The x of least |inputs x - outputs|^2 + ridge (mean of a column's squared length) |x|^2."""
-    weight = ridge * np.mean((inputs**2).sum(0))
+def mean_square(columns: np.ndarray) -> float:
+    """The mean of the squared lengths of columns."""
+    return np.mean((columns**2).sum(0))
+
+
+def ridge_regression(inputs: np.ndarray, outputs: np.ndarray, weight: float) -> np.ndarray:
+    """The x of least |inputs x - outputs|^2 + weight |x|^2."""
     return np.linalg.solve(inputs.T @ inputs + weight * np.eye(inputs.shape[1]), inputs.T @ outputs)
 
 
-def factors_of(kept: np.ndarray, mass: np.ndarray, ridge: float, bound: float) -> np.ndarray:
+def factors_of(kept: np.ndarray, mass: np.ndarray, weight: float, bound: float) -> np.ndarray:
     """The B of least |M B - m|^2 from e^-bound to e^bound: clipped least squares around 1, and two projected steps."""
     box = math.exp(-bound), math.exp(bound)
-    factors = np.clip(1 + ridge_regression(kept, mass - kept.sum(1), ridge), *box)
+    factors = np.clip(1 + ridge_regression(kept, mass - kept.sum(1), weight), *box)
     step = 1 / np.abs(kept.T @ kept).sum(1).max()
     for _ in range(2):
         factors = np.clip(factors - step * kept.T @ (kept @ factors - mass), *box)
@@ -63,10 +67,11 @@ class _AttentionMatching(Oracle):
         logits = queries @ keys.T / math.sqrt(keys.shape[1]) + bias
         numbers = np.exp(logits - logits.max(1, keepdims=True))
         kept, mass = numbers[:, staying], numbers.sum(1)
-        factors = factors_of(kept, mass, self.ridge, self.bound)
+        factors = factors_of(kept, mass, self.ridge * mean_square(kept), self.bound)
         weights = kept * factors / (kept * factors).sum(1, keepdims=True)
         missing = numbers @ values / mass[:, None] - weights @ values[staying]
-        for i, change, factor in zip(staying, ridge_regression(weights, missing, self.ridge), factors, strict=True):
+        changes = ridge_regression(weights, missing, self.ridge * mean_square(weights))
+        for i, change, factor in zip(staying, changes, factors, strict=True):
             value = head.values[i] + change
             head.values[i] = value if self.codec == "plain" else rounded(value, self.codec)
             position = head.positions[i]

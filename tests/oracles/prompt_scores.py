@@ -8,7 +8,7 @@ import math
 import numpy as np
 from jaxtyping import Float
 
-from tests.oracles.attention_matching import factors_of, places_of
+from tests.oracles.attention_matching import factors_of, mean_square, places_of
 from tests.oracles.decoder import Oracle, Prompt, softmax
 from tests.oracles.plans import recent_window
 
@@ -123,7 +123,7 @@ class OMP(PromptRanked):
             for place, i in enumerate(left[: self.each]):
                 found[i] = 1 - (number * self.each + place) / (rounds * self.each)
                 chosen.append(i)
-            missing = mass - phi[:, chosen] @ factors_of(phi[:, chosen], mass, self.ridge, 7)
+            missing = mass - phi[:, chosen] @ factors_of(phi[:, chosen], mass, self.ridge * mean_square(phi), 7)
         return found
 
     @property
