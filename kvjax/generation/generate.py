@@ -225,11 +225,7 @@ def stop_ids(given: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
 
 
 def lower_begin(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    policy: str | Policy,
-    **reading: Any,
+    model: LanguageModel, prompts: Sequence[Sequence[int]], *, policy: str | Policy, **reading: Any
 ) -> list[jax.stages.Lowered]:
     """Lower the programs of `begin`, to read their `memory_analysis()`; `reading` is of `kvjax.prefill`."""
     return lower_prefill(model, policy, [list(prompts[row]) for row in _filled(prompts, model)], **reading)
