@@ -19,7 +19,7 @@ from kvjax.cli.options import (
     sampling_settings,
 )
 from kvjax.cli.output import report, samples, summary, text_fields
-from kvjax.evaluation import cache_map, policy_map, trace
+from kvjax.evaluation import cache_map, trace
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.inference.budget import WHOLES
@@ -121,11 +121,7 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
 
 
 def prompt_of(options: argparse.Namespace) -> str | Messages:
-    """Return the prompt that the options name: a text or messages.
-
-    Raises:
-        ValueError: standard input is closed, or a source is not readable text or JSON.
-    """
+    """Return the prompt that the options name: a text or messages."""
     if options.prompt is not None:
         return options.prompt
     if options.messages is not None:
@@ -147,11 +143,7 @@ def prompt_of(options: argparse.Namespace) -> str | Messages:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command line.
-
-    Raises:
-        ValueError: an option is invalid, or options do not fit together.
-    """
+    """Run the command line."""
     if print_policy_help(options, parser):
         return
     policy, reading = policy_and_budget(options)
@@ -197,7 +189,7 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
             print(f"{heading}{each['text']}", flush=True)
         print(summary(made, facts), file=sys.stderr)
     if "policy_map" in facts:
-        policy_map.print_choices(facts["choices"], facts["policy_map"], sys.stderr)
+        cache_map.print_choices(facts["choices"], facts["policy_map"], sys.stderr)
     if options.show_cache or options.save_cache_map:
         held = cache_map.share_held(made.cache_positions, len(ids))
         words = cache_map.words_of(model.tokenizer, ids)

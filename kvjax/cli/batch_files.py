@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from kvjax.cli.commands import load_model
 from kvjax.cli.output import samples, text_fields
-from kvjax.generation.generate import check_room, generate_ids
+from kvjax.generation.generate import Generation, check_room, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.generation.questions import answer, encode_questions
 from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prepare import prepare
+from kvjax.model import Model
 from kvjax.utils.files import JSON_LINES, append_line, check_writable, of_line, parse_json, read_lines, write_text
 from kvjax.utils.progress import Bar
 from kvjax.utils.settings import Messages, conversation
@@ -36,11 +37,7 @@ class Line(NamedTuple):
 
 
 def read_prompt_lines(file: Path) -> list[Line]:
-    """Read lines of JSON with a `prompt` or `messages`, and optionally an `id`; skip empty lines.
-
-    Raises:
-        ValueError: a line has another form; the message names its number.
-    """
+    """Read lines of JSON with a `prompt` or `messages`, and optionally an `id`; skip empty lines."""
 
     def prompt(value: Any) -> tuple[str | Messages, dict[str, Any]]:
         keys = set(value) if isinstance(value, dict) else set[str]()
@@ -53,11 +50,7 @@ def read_prompt_lines(file: Path) -> list[Line]:
 
 
 def read_question_lines(file: Path) -> list[Line]:
-    """Read one question per line, or {"question": "..."} from a JSON Lines file; skip empty lines.
-
-    Raises:
-        ValueError: a line has another form; the message names its number.
-    """
+    """Read one question per line, or {"question": "..."} from a JSON Lines file; skip empty lines."""
 
     def question(text: str) -> tuple[str, dict[str, Any]]:
         value = parse_json(text) if file.suffix == JSON_LINES else {"question": text}
@@ -78,9 +71,6 @@ class Results:
         file: None for standard output. A finished file has a hidden file beside it that identifies its run. The same
             run leaves it unchanged; any other run raises an error.
         run: everything that determines the results, JSON-serializable.
-
-    Raises:
-        ValueError: the file cannot be written, or another run has begun or finished it.
     """
 
     def __init__(self, file: Path | None, run: Any, numbers: Sequence[int]) -> None:
@@ -168,28 +158,25 @@ def _results(options: argparse.Namespace, file: Path, lines: Sequence[Line], pro
     return Results(options.out, described, [line.number for line in lines])
 
 
+def _found(model: Model, made: Generation, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the fields of each line's result."""
+    texts, each = text_fields(model, made, settings["stop"]), settings["num_samples"]
+    return [samples(texts[start : start + each]) for start in range(0, len(texts), each)]
+
+
 def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
-    """Continue each prompt of `--prompt-file`, in batches of similar length.
-
-    Args:
-        settings: settings of `kvjax.generation.generate.generate_ids`.
-        chat: True if texts are users' turns.
-
-    Raises:
-        ValueError: a line cannot be continued; raised with its number before any line is continued.
-    """
+    """Continue each prompt of `--prompt-file`, in batches of similar length."""
     file, size = options.prompt_file, options.batch_size or BATCH_SIZE
     lines = read_prompt_lines(file)
     results, model = _results(options, file, lines), load_model(options)
-    names = "budget", "budget_of", "max_new_tokens"
-    reading: dict[str, Any] = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
-
+    reading: dict[str, Any] = {name: settings[name] for name in ("budget", "budget_of", "max_new_tokens")}
+    reading |= {"chunk": settings["prefill_chunk"], "lengths": None, "key": None, "plan": None}
     rows = bucket_rows(1, model.mesh)  # rows of a batch with this line alone
 
     def ids_of(line: Line) -> list[int]:
         prompt, policy = encode(model, line.prompt, chat, options.system), settings["policy"]
         check_room(len(prompt), settings["max_new_tokens"], policy, model)
-        prepare(model, policy, [prompt] * rows, chunk=settings["prefill_chunk"], **reading)
+        prepare(model, policy, [prompt] * rows, **reading)
         return prompt
 
     encoded = [(line, of_line(file, line.number, lambda line=line: ids_of(line))) for line in lines]
@@ -201,17 +188,12 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
             for start in range(0, len(pairs), size):
                 batch = pairs[start : start + size]
                 made = generate_ids(model, [ids for _, ids in batch], chat=turn, **settings)
-                texts, each = text_fields(model, made, settings["stop"]), settings["num_samples"]
-                for row, (line, _) in enumerate(batch):
-                    results.write(line.number, line.given | samples(texts[row * each : (row + 1) * each]))
+                for (line, _), found in zip(batch, _found(model, made, settings), strict=True):
+                    results.write(line.number, line.given | found)
 
 
 def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bool, prompt: str | Messages) -> None:
-    """Answer each question of `--questions` about one prompt, which is read once; see `continue_lines`.
-
-    Raises:
-        ValueError: a question or the prompt is wrong, or they do not fit together.
-    """
+    """Answer each question of `--questions` about one prompt, which is read once; see `continue_lines`."""
     lines = read_question_lines(options.questions)
     results, model = _results(options, options.questions, lines, prompt), load_model(options)
     before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], chat, options.system)
@@ -222,9 +204,7 @@ def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bo
         questions, turn = [ids for _, ids in left], chat or not isinstance(prompt, str)
         asking: dict[str, Any] = settings | {"chat": turn, "batch_size": options.batch_size or BATCH_SIZE}
         for made in answer(model, before, questions, longest=longest, **asking) if left else ():
-            texts, each = text_fields(model, made, settings["stop"]), settings["num_samples"]
-            for start in range(0, len(texts), each):
-                yield samples(texts[start : start + each])
+            yield from _found(model, made, settings)
 
     if options.json or options.out is not None:
         with results:

@@ -15,8 +15,7 @@ from kvjax.cli.bench_entries import add_bench_options, bench_entries, say
 from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
 from kvjax.evaluation.bench.models import model_named
 from kvjax.evaluation.bench.peers import time_transformers, transformers_model
-from kvjax.evaluation.bench.race import decoder, race, reader
-from kvjax.evaluation.bench.tables import print_timings
+from kvjax.evaluation.bench.race import decoder, print_timings, race, reader
 from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.utils.files import output_file, write_text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -11,8 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from kvjax.cli.commands import Parser, finish
+from kvjax.evaluation.bench import race as bench
+from kvjax.evaluation.bench.models import SHAPES, random_model
+from kvjax.methods import policy
+from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import whole_number
 from pallas_kernels import programs
@@ -123,19 +131,16 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
 
 def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, Any]]:
     """Print and return the medians, with bandwidth relative to the copy and times relative to the peers."""
-    from rich.console import Console
-    from rich.table import Table
-
     shown = Table(title=title)
     for heading in ("inputs", "implementation", "ms", "GB/s", "of copy", "time / xla", f"/ {JAX}", "/ torch", "error"):
         shown.add_column(heading, justify="left" if heading in ("inputs", "implementation") else "right")
-    bandwidth = {r.name: r.bytes / r.median for r in runners if r.op == COPY}[COPY]
+    bandwidth = next(r.bytes / r.median for r in runners if r.op == COPY)
+    plain = {r.name: r.median for r in runners if r.label == "plain"}
     rows = []
     for r in runners:
         same = {other.name: other.median for other in runners if (other.op, other.label) == (r.op, r.label)}
-        plain = {other.name: other.median for other in runners if other.label == "plain"}
         times = {"xla": same.get("xla"), JAX: plain.get(JAX), "torch": plain.get("torch")}
-        ratios = {name: None if seconds is None else r.median / seconds for name, seconds in times.items()}
+        over = {name: r.median / seconds for name, seconds in times.items() if seconds is not None and r.op != COPY}
         row: dict[str, Any] = dict(
             op=r.op,
             inputs=r.label,
@@ -145,16 +150,35 @@ def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, An
             bytes_per_second=r.bytes / r.median,
             share_of_copy=r.bytes / r.median / bandwidth,
             error=r.error,
-            time_over={} if r.op == COPY else {name: ratio for name, ratio in ratios.items() if ratio is not None},
+            time_over=over,
         )
         rows.append(row)
-        cells = ["" if row["time_over"].get(name) is None else f"{row['time_over'][name]:.2f}" for name in times]
+        cells = [f"{over[name]:.2f}" if name in over else "" for name in times]
         shown.add_row(
             r.label, r.name, f"{1e3 * r.median:.3f}", f"{r.bytes / r.median / 1e9:,.1f}",
             f"{row['share_of_copy']:.0%}", *cells, "" if r.name == "xla" or r.error is None else f"{r.error:.0e}",
         )  # fmt: skip
     Console(width=120).print(shown)
     return rows
+
+
+def time_decode_steps(options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Time decode steps of a whole model on a filled cache, with and without LESS."""
+    config = SHAPES[options.step_model]
+    model, steps = random_model(config, options.dtype), 16
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, config.vocab_size, (options.step_batch, options.step_slots))
+    kernels = init_kernels(jax.random.key(1), config)
+    contenders = []
+    for base in ("streaming", "h2o"):
+        for name, made in ((base, policy(base)), (f"less on {base}", policy("less", base=base, kernels=kernels))):
+            contender = bench.decoder(model, made, options.step_slots, tokens, steps)
+            contenders.append(dataclasses.replace(contender, name=name))
+    bench.race(contenders, options.repeats)
+    title = (
+        f"{steps} steps: {model.name}, {options.step_batch} rows, {options.step_slots} slots, {options.dtype}; {device}"
+    )
+    return {"title": title, "rows": bench.print_timings(contenders, options.step_batch * steps, title)}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -167,8 +191,6 @@ def run(options: argparse.Namespace) -> None:
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
     if options.step:
-        from kvjax.evaluation.bench.step import time_decode_steps
-
         tables.append(time_decode_steps(options, device))
     else:
         for title, runners in groups(options):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, load_model
 from kvjax.evaluation.texts import first_tokens
 from kvjax.utils.files import check_not_empty, output_directory, read_text
 from kvjax.utils.progress import Bar
@@ -31,11 +31,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prompts_of(model: Model, files: list[Path], tokens: int, length: int) -> list[np.ndarray]:
-    """Return prompts of one length from the start of each file; each file gives an equal part of the tokens.
-
-    Raises:
-        ValueError: a number is out of range, or a file is not text or shorter than a prompt.
-    """
+    """Return prompts of one length from the start of each file; each file gives an equal part of the tokens."""
     longest = model.config.max_positions
     if not 1 <= length <= longest:
         raise ValueError(f"--length {length} is not a number of tokens from 1 to the model's longest, {longest}.")
@@ -72,7 +68,3 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
     return finish_with_model("calibrate", lambda: run(options))
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvjax.cli.commands import Help, Parser, add_model_options, finish_with_model, leave, load_model, unreadable_input
+from kvjax.cli.commands import Help, Parser, add_model_options, finish_with_model, load_model, unreadable_input
 from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
@@ -171,10 +171,10 @@ def run(options: argparse.Namespace) -> None:
     if options.load is not None:
         chat.line(f"/load {options.load}")
     for line in _lines():
-        if line.strip() == "/quit":
-            return
         if not line.strip():
             continue
+        if line.split()[0] == "/quit":
+            return
         try:
             chat.line(line)
         except (ValueError, OSError) as error:
@@ -187,7 +187,3 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
     return finish_with_model("chat", lambda: run(options), options.distributed)
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -122,7 +122,6 @@ def add_model_options(
     """Add the options of the model that a command loads.
 
     Args:
-        default: model if none is named.
         also: further models that this command accepts, for its help text.
         dtype: default of `--dtype`; None if the command has no such option.
         rounded: True if the command supports `--weights`.
@@ -201,7 +200,6 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     A user's mistake prints one sentence on standard error and returns 2; an interruption returns 130.
 
     Args:
-        command: the command's name after `kvjax`.
         distributed: the processes of this run, as `kvjax.utils.processes.join` takes them; None for a single process.
     """
     configure_streams()

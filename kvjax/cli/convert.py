@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
-from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.cli.commands import Parser, add_model_options, finish
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.checkpoints.loading import Checkpoint, read_checkpoint
 from kvjax.models.checkpoints.orbax import write_orbax
@@ -53,7 +53,3 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=output_directory, required=True, metavar="DIR", help="new directory for the checkpoint"
     )
     return finish("convert", lambda: run(options.parse_args(argv)))
-
-
-if __name__ == "__main__":
-    leave(main())

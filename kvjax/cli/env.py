@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.commands import Parser, finish, leave
+from kvjax.cli.commands import Parser, finish
 from kvjax.utils.autotune import verdicts_file
 from kvjax.utils.compilation import cache_directory, version
 
@@ -24,13 +25,7 @@ PREFIXES = ("KVJAX_", "JAX_", "XLA_", "HF_", "CUDA_VISIBLE", "TPU_", "LIBTPU_")
 
 
 def environment() -> dict[str, Any]:
-    """Return the versions, devices, settings and caches of this machine.
-
-    Returns:
-        `kvjax`, `python`, `system`; `packages`, the version of each installed package that kvjax runs on; `devices`,
-        a line for the backend and each device, or why there are none; `variables` of the environment, except access
-        tokens; `caches`: for each its path (None if nothing is kept), number of files and bytes.
-    """
+    """Return the versions, devices, settings and caches of this machine, without access tokens."""
     return {
         "kvjax": version(),
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -55,10 +50,8 @@ def _packages() -> dict[str, str]:
     names = {re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in used}
     found: dict[str, str] = {}
     for name in sorted(names | set(BACKENDS)):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -88,9 +81,8 @@ def text(found: dict[str, Any]) -> str:
         lines += [f"{name}:", *(f"  {key} {value}" for key, value in found[name].items())]
     lines += ["devices:", *(f"  {line}" for line in found["devices"]), "caches:"]
     for name, it in found["caches"].items():
-        lines.append(
-            f"  {name}: " + (f"{it['path']} ({it['files']} files, {it['bytes']:,} bytes)" if it["path"] else "none")
-        )
+        kept = f"{it['path']} ({it['files']} files, {it['bytes']:,} bytes)" if it["path"] else "none"
+        lines.append(f"  {name}: {kept}")
     return "\n".join(lines)
 
 
@@ -100,7 +92,3 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args(argv)
     return finish("env", lambda: print((json.dumps if options.json else text)(environment())))
-
-
-if __name__ == "__main__":
-    leave(main())

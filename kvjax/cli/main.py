@@ -81,13 +81,6 @@ def available() -> tuple[Command, ...]:
 def listing(commands: tuple[Command, ...]) -> str:
     """Return the usage and one line per command."""
     width = max((len(command.name) for command in commands), default=0)
-    lines = [f"  {command.name:<{width}}  {command.summary}" for command in commands]
-    return "\n".join(
-        [
-            "usage: kvjax COMMAND ...",
-            "",
-            *lines,
-            "",
-            "kvjax COMMAND --help lists the settings of one command, kvjax --version says which kvjax this is.",
-        ]
-    )
+    lines = "\n".join(f"  {command.name:<{width}}  {command.summary}" for command in commands)
+    rest = "kvjax COMMAND --help lists the settings of one command, kvjax --version says which kvjax this is."
+    return f"usage: kvjax COMMAND ...\n\n{lines}\n\n{rest}"

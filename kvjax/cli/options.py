@@ -51,7 +51,6 @@ def add_policies(options: argparse.ArgumentParser, policies: str, also: str = ""
     """Add the options of several policies, for a command that compares them.
 
     Args:
-        policies: the default.
         also: help text for a word that stands for several policies, such as `all`.
     """
     options.add_argument(
@@ -187,8 +186,6 @@ def policy_and_budget(
     """Return the policy that a command line names, and its budget and chunk settings as keywords of `kvjax.prefill`.
 
     Args:
-        options: of `add_policy_options`.
-        usual: policy if none is named.
         slots: budget if none is named, for policies that have one.
         whole: what a fractional budget is a fraction of, unless an option sets it.
     """

@@ -57,16 +57,11 @@ def text_fields(model: Model, made: Generation, stop: tuple[str, ...]) -> list[d
     spelling = Spelling(model.tokenizer)
     for each, known in zip(found, made.logprobs, strict=True):
         each["logprobs"] = [
-            {"token": token, "text": spelling.name(token), "bytes": _listed(spelling.bytes_of(token))}
-            | {"logprob": logprob}
+            {"token": token, "text": spelling.name(token), "bytes": spelling.byte_list(token), "logprob": logprob}
             | ({"likeliest": [{"token": other, "logprob": its} for other, its in likeliest]} if likeliest else {})
             for token, logprob, likeliest in known
         ]
     return found
-
-
-def _listed(known: bytes | None) -> list[int] | None:
-    return None if known is None else list(known)
 
 
 def samples(texts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model, load_model
 from kvjax.cli.options import add_policy, named, print_policy_help
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import read_text
@@ -77,12 +77,7 @@ def _origin(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the server until a signal ends it.
-
-    Raises:
-        ValueError: an option is invalid, or options do not fit together.
-        KeyboardInterrupt: the server was interrupted from a terminal; running requests have ended.
-    """
+    """Run the server until a signal ends it; an interruption is raised again once running requests have ended."""
     if options.distributed is not None:
         raise ValueError(
             "requests reach only one of several processes, so the others could not join its programs; leave "
@@ -116,16 +111,13 @@ def run(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None:
             whole_number(name, getattr(options, name), *bounds)
     keys = [] if options.api_key_file is None else _keys(options.api_key_file)
-    listener = _bound(options.host, options.port)  # before a model is loaded, in case the port is taken
-    try:
+    with _bound(options.host, options.port) as listener:  # before a model is loaded, in case the port is taken
         public = not is_loopback(listener.getsockname()[0])
         if public and not keys and not options.no_key:
             raise ValueError(
                 f"{options.host} is not a loopback address; give --api-key-file FILE, or --no-key to accept all."
             )
         _serve(options, policy, budget, listener, keys, hosts=None if public or keys else [options.host])
-    finally:
-        listener.close()
 
 
 def _serve(
@@ -194,7 +186,3 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
     return finish_with_model("serve", lambda: run(options))
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave
+from kvjax.cli.commands import Parser, add_model_options, finish_with_model
 from kvjax.cli.options import add_policy, named, parts_of
 from kvjax.methods.notation import both, parse_policy
 from kvjax.utils.files import check_not_empty, output_directory
@@ -130,7 +130,3 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
     return finish_with_model("train_less", lambda: run(options))
-
-
-if __name__ == "__main__":
-    leave(main())

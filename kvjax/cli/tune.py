@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvjax.cli.commands import Parser, add_model_options, finish, leave, load_model
+from kvjax.cli.commands import Parser, add_model_options, finish, load_model
 from kvjax.cli.options import add_policy_options, policy_and_budget
 from kvjax.inference.decoder import step_shapes
 from kvjax.inference.extend import prefill
@@ -141,7 +141,3 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
     return finish("tune", lambda: run(options))
-
-
-if __name__ == "__main__":
-    leave(main())

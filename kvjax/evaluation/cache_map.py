@@ -1,7 +1,8 @@
-"""Maps of the prompt tokens that a cache still holds, in the terminal and as a figure."""
+"""Maps of the prompt tokens that a cache still holds, and of the choices of its heads."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,20 +20,16 @@ PLAIN_MARKS = " .:-=+*#"
 """Marks from a token that no head holds to one that all heads hold."""
 SHADES = ("white on #440154", "white on #3b528b", "white on #21918c", "black on #5ec962", "black on #fde725")
 """Styles of the same scale for terminals: five steps of viridis, as in the figure."""
+COLOURS = ("cyan", "blue", "green", "yellow", "magenta", "bright_black", "bright_blue")
+FULL = "red"
+"""Colors of the choices of heads."""
 MOST_WORDS = 64
 """Longest prompt, in tokens, of which the figure names every token."""
 
 
 def share_held(positions: list[np.ndarray], tokens: int) -> Float[np.ndarray, "layers tokens"]:
-    """Return the share of each layer's heads that hold each of the first tokens of row 0.
-
-    Args:
-        positions: for each layer, position in each slot [b, h, c], -1 = empty.
-        tokens: number of first tokens.
-    """
-    return np.array(
-        [[np.mean([(head == token).any() for head in layer[0]]) for token in range(tokens)] for layer in positions]
-    )
+    """Return the share of each layer's heads that hold each of the first tokens of row 0; see `held_positions`."""
+    return np.array([[(layer[0] == token).any(-1).mean() for token in range(tokens)] for layer in positions])
 
 
 def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
@@ -68,11 +65,7 @@ def print_shaded(words: Sequence[str], share: Float[np.ndarray, " tokens"], file
 
 
 def check_file(file: Path) -> None:
-    """Refuse a file that `save_png` cannot draw to.
-
-    Raises:
-        ValueError: matplotlib is not installed, or the file cannot be a PNG in an existing directory.
-    """
+    """Refuse a file that `save_png` cannot draw to, also if matplotlib is not installed."""
     check_writable(file, ".png")
     check_matplotlib()
 
@@ -85,8 +78,7 @@ def save_png(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], fi
     image = axes.imshow(share, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
     # Name only some tokens of a long prompt.
     named = range(0, tokens, -(-tokens // MOST_WORDS))
-    names = [f"{_visible(words[token])}" for token in named]
-    axes.set_xticks(list(named), names, rotation=90, fontsize=7, parse_math=False)
+    axes.set_xticks(named, [_visible(words[token]) for token in named], rotation=90, fontsize=7, parse_math=False)
     every = -(-layers // 16)
     axes.set(xlabel="prompt token" if tokens <= MOST_WORDS else f"prompt token (1 in {named.step} is named)")
     axes.set(ylabel="layer", yticks=range(0, layers, every))
@@ -100,3 +92,25 @@ def save_png(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], fi
 def _visible(word: str) -> str:
     # Drop surrounding white space, and name a token that is nothing else.
     return word.strip()[:14] or {"\n": "\\n", " ": "space"}.get(word, repr(word)[1:-1])
+
+
+def print_choices(choices: Sequence[str], chosen: Sequence[Sequence[int]], file: TextIO) -> None:
+    """Print a line for each layer, with a colored letter for each KV head, and a legend.
+
+    Args:
+        choices: possible choices, such as `special+punctuation`, with `full` last.
+        chosen: index of the choice of each head of each layer.
+    """
+    # The letter is that of the part that a choice adds.
+    marks = ["F" if choice == "full" else choice.rsplit("+", 1)[-1][0] for choice in choices]
+    counts = collections.Counter(head for layer in chosen for head in layer)
+    legend = ", ".join(f"{marks[i]} = {choice} ({counts[i]})" for i, choice in enumerate(choices))
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    styles = [FULL if choice == "full" else COLOURS[i % len(COLOURS)] for i, choice in enumerate(choices)]
+    around = " " if file.isatty() else ""
+    for index, layer in enumerate(chosen):
+        line = Text(f"layer {index:>3}")
+        for head in layer:
+            line.append(" ").append(f"{around}{marks[head]}{around}", style=f"black on {styles[head]}")
+        console.print(line)
+    console.print(legend, markup=False)

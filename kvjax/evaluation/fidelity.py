@@ -168,12 +168,8 @@ def fidelity(
     Both models read the text token by token, each on its own cache. Distances of deeper layers therefore include
     the changes of earlier layers. An evicted token has probability phi(q) psi(k) over the denominator of equation 3
     with LESS, and 0 without. The arguments are those of `perplexity`.
-
-    Raises:
-        ValueError: the policy uses other positions than the full model, reads only some tokens, or needs a prompt.
     """
-    ids = np.asarray(tokens, np.int32)
-    chosen = policy_by_name(policy) if isinstance(policy, str) else policy
+    ids, chosen = np.asarray(tokens, np.int32), policy_by_name(policy)
     if chosen.codec.positions != "original":
         raise ValueError(
             f"policy {name_of(chosen)!r} rotates keys by positions in its cache, so its attention is not comparable; "

@@ -76,7 +76,6 @@ def plot_quality(
     """Plot quality against cost, with one line for each label.
 
     Args:
-        points: in any order.
         full: quality of the full cache, drawn as a horizontal line.
         near: True to end the frame just above the lowest four fifths of the points; the legend marks the lines that
             leave it.

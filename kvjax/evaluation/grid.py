@@ -113,9 +113,6 @@ def entries(
         budgets: slots or fractions, separated by commas; policies that choose their own or have none get 1.0.
         parts: parts of all policies but the full cache.
         settings: settings of all policies that have them.
-
-    Raises:
-        ValueError: a name, a setting or a budget is wrong.
     """
     sizes = list(dict.fromkeys(parse_budget(text) for text in budgets.split(",")))
     full = Entry("full", methods.policy("full"), 1.0)
@@ -132,9 +129,6 @@ class RowFile:
 
     Args:
         file: created with the first row.
-
-    Raises:
-        ValueError: a line other than the last is not JSON.
     """
 
     def __init__(self, file: Path) -> None:

@@ -29,7 +29,7 @@ from kvjax.inference.budget import Budget
 from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prepare import check_length, ready
-from kvjax.inference.state import cache_bytes, full_cache_bytes, take_rows
+from kvjax.inference.state import State, cache_bytes, full_cache_bytes, take_rows
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.allocation import Plan
@@ -44,11 +44,7 @@ GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", *FILTERS, "re
 
 
 def required(module: str) -> Any:
-    """Import a module of lm-evaluation-harness or of its dependencies.
-
-    Raises:
-        ValueError: the package or one of its dependencies is not installed.
-    """
+    """Import a module of lm-evaluation-harness or of its dependencies, or say how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -56,11 +52,7 @@ def required(module: str) -> Any:
 
 
 def adapter(model: Model, **settings: Any) -> CompressedLM:
-    """Return a `CompressedLM`, with its settings, that is an `lm_eval.api.model.LM`.
-
-    Raises:
-        ValueError: lm-evaluation-harness is not installed, the model has no tokenizer, or a setting is out of range.
-    """
+    """Return a `CompressedLM`, with its settings, that is an `lm_eval.api.model.LM`."""
     base = required("lm_eval.api.model").TemplateLM
     made = type(CompressedLM.__name__, (CompressedLM, base), {"__module__": __name__, "__doc__": CompressedLM.__doc__})
     return made(model, **settings)
@@ -120,9 +112,8 @@ class CompressedLM:
         self.tokenizer = model.tokenizer
         self.batch_size = whole_number("batch_size", batch_size)
         self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-        self.max_length = whole_number(
-            "max_length", model.config.max_positions if max_length is None else max_length, 2
-        )
+        longest = model.config.max_positions if max_length is None else max_length
+        self.max_length = whole_number("max_length", longest, 2)
         check_length(self.max_length, self.policy, model.config)
         self.seed = seed_number(seed)
         self.cut = 0
@@ -142,13 +133,10 @@ class CompressedLM:
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        known = [self.tokenizer.eos_token_id, *self.model.config.eos]
-        found = next((token for token in known if token is not None), None)
-        if found is None:
-            raise ValueError(
-                f"model {self.model.name!r} has no token that ends a text; give its tokenizer an eos_token."
-            )
-        return found
+        for token in (self.tokenizer.eos_token_id, *self.model.config.eos):
+            if token is not None:
+                return token
+        raise ValueError(f"model {self.model.name!r} has no token that ends a text; give its tokenizer an eos_token.")
 
     @property
     def prefix_token_id(self) -> int:
@@ -181,10 +169,6 @@ class CompressedLM:
 
         Args:
             requests: key under which the result is cached, or None, and ids of context and continuation.
-            disable_tqdm: True to hide progress, as in the methods below.
-
-        Raises:
-            ValueError: a continuation is empty or too long, or the policy does not support a context.
         """
         texts = [self._split(context, continuation) for _, context, continuation in requests]
         # Depends on the request only, or its budget would depend on other requests.
@@ -234,7 +218,7 @@ class CompressedLM:
         index = [prompts.index(text.read) for text in texts] + [0] * (room(len(texts)) - len(texts))
         if index != list(range(len(filled))):
             state, logits = take_rows(state, index), logits[np.asarray(index)]
-        self._count(state)
+        self._count(state, len(texts))
         tokens = np.zeros((len(index), new), np.int32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text.rest)] = text.rest
@@ -245,9 +229,10 @@ class CompressedLM:
     def _note(self, programs: Sequence[jax.stages.Lowered]) -> None:
         self.peak_temporary_bytes = max(self.peak_temporary_bytes or 0, temporary_bytes(programs) or 0) or None
 
-    def _count(self, state: Any) -> None:
-        self.cache_bytes += cache_bytes(state)
-        self.full_cache_bytes += full_cache_bytes(state)
+    def _count(self, state: State, texts: int) -> None:
+        rows = len(state.position)  # those beyond the texts only fill the batch
+        self.cache_bytes += cache_bytes(state) * texts // rows
+        self.full_cache_bytes += full_cache_bytes(state) * texts // rows
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return log-likelihoods of whole texts, each token after those before it, the first after `prefix_token_id`.
@@ -255,8 +240,7 @@ class CompressedLM:
         A text longer than `max_length` is read in windows.
         """
         utils = required("lm_eval.utils")
-        windows: list[tuple[None, list[int], list[int]]] = []
-        counts: list[int] = []
+        windows, counts = list[tuple[None, list[int], list[int]]](), list[int]()
         for request in requests:
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
             parts = list(utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1))
@@ -269,16 +253,11 @@ class CompressedLM:
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate texts that continue contexts, up to their first stop string.
-
-        Raises:
-            ValueError: a request has a setting that is not in `GENERATION`, or one that is out of range.
-        """
+        """Generate texts that continue contexts, up to their first stop string."""
         asked = [(request.args[0], _generation(request.args[1], self.max_new_tokens)) for request in requests]
         alike: dict[tuple[Any, ...], list[int]] = {}
         copies: collections.Counter[Any] = collections.Counter()
-        prompts: list[list[int]] = []
-        seeds: list[int] = []
+        prompts, seeds = list[list[int]](), list[int]()
         for i, (context, settings) in enumerate(asked):
             kind = tuple(settings.items())
             prompts.append(self._prompt(context, settings["max_new_tokens"]))
@@ -315,7 +294,7 @@ class CompressedLM:
             (made,) = answer_each(self.model, read, last, batch_size=len(rows), **settings)
         else:
             made = generate_ids(self.model, read, **settings)
-        self._count(made.padded)
+        self._count(made.padded, len(rows))
         self.prefill_seconds += made.prefill_seconds
         self.decode_seconds += made.decode_seconds
         self.timed_tokens += made.timed_tokens

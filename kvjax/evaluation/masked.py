@@ -22,7 +22,7 @@ from kvjax.models.decoder import embed, finish_block, project, sink_logits_of, u
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
-from kvjax.types import LayerConfig, New, View, wide
+from kvjax.types import New, View, wide
 
 Look = Callable[[Any, View, New, Policy, Replayed], Any]
 """Function that updates a result from a layer's slots, the token that was read and the replayed step."""
@@ -59,9 +59,6 @@ def masked_perplexity(
     Args:
         mask: `full-softmax` gives the policy the kept keys' probabilities in the softmax over all keys, as the
             published code does. `decode` gives it the probabilities after masking, as in `perplexity(prefix=1)`.
-
-    Raises:
-        ValueError: the policy needs a prompt, or attention that a mask cannot express.
     """
     ids = np.asarray(tokens, np.int32)
     if ids.ndim != 2 or ids.shape[1] < 2:
@@ -83,7 +80,7 @@ def check_replay(policy: Policy) -> None:
 
 @functools.partial(jax.jit, static_argnames="mask")
 def _nats(state: State, tokens: Int[Array, "b n"], *, mask: str) -> Float[Array, "b m"]:
-    x, _ = replayed(state, tokens, mask, lambda sums, view, new, policy, found: None, lambda view: None)
+    x, _ = replayed(state, tokens, mask, lambda *_: None, lambda _: None)
 
     def of_row(given: tuple[Float[Array, "m width"], Int[Array, " m"]]) -> Float[Array, " m"]:
         return judge(unembed(state.weights, state.config, given[0]), given[1])[0]
@@ -97,8 +94,6 @@ def replayed(
     """Run whole texts through all layers, and replay a policy over the queries, keys and values of each.
 
     Args:
-        state: empty state.
-        mask: see `record`.
         look: called after every step of a layer, to update its result.
         start: returns the first result, from a layer without tokens.
 
@@ -111,16 +106,10 @@ def replayed(
     positions = jnp.broadcast_to(jnp.arange(n), tokens.shape)
     looked: list[Any] = []
 
-    def attention(
-        index: int,
-        shape: LayerConfig,
-        x: Float[Array, "b n width"],
-        sink_logits: Array | None,
-        q: Array,
-        k: Array,
-        v: Array,
-    ) -> Float[Array, "b h g n e"]:
-        own, lse = policy.layer(index), jnp.zeros(q.shape[:-1], wide(q.dtype))
+    def read_layer(index: int, x: Float[Array, "b n width"]) -> Float[Array, "b n width"]:
+        layer, shape, own = weights.layers[index], config.layer_configs[index], policy.layer(index)
+        normed, q, k, v = project(layer, config, shape, x, positions)
+        sink_logits, lse = sink_logits_of(layer, shape), jnp.zeros(q.shape[:-1], wide(q.dtype))
         if mask == "full-softmax":
             lse = attend_fully(shape, q, k, v, positions).lse
 
@@ -138,11 +127,9 @@ def replayed(
         begun = empty, start(empty.layers[index])
         (_, sums), out = jax.lax.scan(one, begun, (jnp.arange(n), tokens.T, *steps))
         looked.append(sums)
-        return join_steps(out, 3)
+        return finish_block(layer, config, shape, x, normed, join_steps(out, 3))
 
     x = embed(weights, config, tokens, positions)
-    for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
-        normed, q, k, v = project(layer, config, shape, x, positions)
-        attended = attention(index, shape, x, sink_logits_of(layer, shape), q, k, v)
-        x = finish_block(layer, config, shape, x, normed, attended)
+    for index in range(config.layers):
+        x = read_layer(index, x)
     return x, looked

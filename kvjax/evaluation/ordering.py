@@ -35,9 +35,6 @@ def ordering(model: Model, policy: Policy | str, tokens: ArrayLike, *, seed: int
     If scores change with every query, a token's score is the mean over all queries from its own on. Its attention is
     the sum over queries and the mean over the query heads of a KV head, divided by n (equation 8). The arguments are
     those of `perplexity`.
-
-    Raises:
-        ValueError: the policy needs a prompt, or scores all layers together.
     """
     ids = np.asarray(tokens, np.int32)
     state = begin(model, policy, ids.shape[0], ids.shape[1], 1.0, seed=seed)

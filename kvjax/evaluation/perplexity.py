@@ -13,13 +13,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.dense import Dense
-from kvjax.cache.empty import empty_layers
-from kvjax.inference.budget import lines_of, plan_slots
-from kvjax.inference.cache import Cache, policy_seeds
+from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
+from kvjax.inference.empty import empty_state
 from kvjax.inference.extend import lower_prefill, prefill
-from kvjax.inference.padding import among_devices
 from kvjax.inference.prepare import check_prompt, ready
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
@@ -40,6 +37,8 @@ class Streamed:
         prefix: tokens read before the first prediction; column i is predicted after `prefix + i` tokens.
         cache_bytes: bytes allocated for all rows.
         full_cache_bytes: bytes that `full` allocates for them.
+        state: after the prefix; before it, if it is one token.
+        prefill_seconds: seconds of reading the prefix, without compilation; 0 if it is one token.
     """
 
     nats: Float[np.ndarray, "b m"]
@@ -47,15 +46,14 @@ class Streamed:
     prefix: int
     cache_bytes: int
     full_cache_bytes: int
+    state: State | None = None
+    prefill_seconds: float = 0.0
 
     def rows(self, beyond: int = 0) -> Float[np.ndarray, " b"]:
         """Return mean nats per token of each row, over predictions made after more than `beyond` tokens.
 
         Args:
             beyond: the budget, to leave out predictions made before the first eviction.
-
-        Raises:
-            ValueError: no prediction is left.
         """
         first = max(0, beyond + 1 - self.prefix)
         if first >= self.nats.shape[1]:
@@ -73,8 +71,6 @@ class Streamed:
 class Costs(NamedTuple):
     """Time and memory of decode steps under a policy and a budget."""
 
-    prefill_seconds: float
-    """Seconds of reading the prefix, without compilation; 0 if it is one token."""
     tokens_per_second: float
     """Tokens of all rows together that decode steps read."""
     peak_temporary_bytes: int | None
@@ -138,40 +134,23 @@ def begin(
     """Return an empty state for `rows` texts that are read only by decode steps, as with `prefill_chunk=1`.
 
     The other arguments are those of `perplexity`.
-
-    Raises:
-        ValueError: the budget does not fit the policy, the policy needs a prompt, or the model cannot read the texts.
     """
-    config, bound = model.config, ready(model, policy, budget, plan)
-    config.check_bound(length)
+    bound = ready(model, policy, budget, plan)
     check_prompt(bound, 1)
     requires = bound.score.requires
     if bound.plan.sizing.per_head or requires.replay is not None or requires.whole_prompt:
         raise ValueError(f"policy {name_of(bound)!r} decides on a whole prompt; give a prefix of more than one token.")
-    limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
-    roomy, dtype = bound.sized(lines_of(limits)), model.weights.dtype
-    buffers = among_devices(capacities, model.mesh)
-    allowed = [jnp.asarray(limit, jnp.int32) for limit in limits]
-    storage = Dense(empty_layers(roomy, config.layer_configs, allowed, buffers, dtype))
-    if bound.score.requires.host_memory:
-        for layer in range(config.layers):
-            storage = storage.moved(layer, jax.memory.Space.Host)
-    keys = jax.random.split(jax.random.key(seed), rows)
-    end = jnp.full(rows, length, jnp.int32)
-    cache = Cache.empty(storage, 1, end - 1, end, policy_seeds(keys), keys)
-    placed = jax.tree.map(jnp.asarray, bound)
-    return State(Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh), cache)
+    state = empty_state(model, bound, rows, length, budget, seed=seed)
+    storage: Any = state.storage
+    for layer in range(model.config.layers) if requires.host_memory else ():
+        storage = storage.moved(layer, jax.memory.Space.Host)
+    return state.replace(storage=storage)
 
 
 def stream(
     state: State, logits: Float[Array, "b vocab"], tokens: Int[np.ndarray | Array, "b m"]
 ) -> tuple[Float[np.ndarray, "b m"], Int[np.ndarray, "b m"]]:
     """Read given tokens into a prefilled state by decode steps, in one program.
-
-    Args:
-        state: from `prefill`.
-        logits: for the first of the tokens, from `prefill`.
-        tokens: continuations of the rows.
 
     Returns:
         Nats of each token, and the model's first choice in its place.
@@ -204,11 +183,11 @@ def perplexity(
         prefix: tokens prefilled before the rest, for policies that need a prompt; 1 reads all by decode steps.
         plan: allocation of the budget to the layers.
         seed: for policies that draw random numbers; row i has its own key.
-
-    Raises:
-        ValueError: the texts are no longer than the prefix or too long for the model, or the budget does not fit.
     """
-    ids = _checked_texts(model, tokens, prefix)
+    ids, seconds = np.asarray(tokens), 0.0
+    if ids.ndim != 2 or not 1 <= prefix < ids.shape[1]:
+        raise ValueError(f"texts of shape {ids.shape} have nothing to predict after a prefix of {prefix} tokens.")
+    model.config.check_bound(ids.shape[1])
     if prefix == 1:
         state = begin(model, policy, len(ids), ids.shape[1], budget, plan=plan, seed=seed)
         read = jnp.asarray(ids, jnp.int32)
@@ -216,43 +195,26 @@ def perplexity(
     else:
         keys, later = jax.random.split(jax.random.key(seed), len(ids)), ids.shape[1] - prefix
         planned: dict[str, Any] = dict(max_new_tokens=later, plan=plan, key=keys)
-        state, logits = prefill(model, policy, ids[:, :prefix], budget, **planned)
+        with Compiling() as compiling:
+            state, logits = prefill(model, policy, ids[:, :prefix], budget, **planned)
+            jax.block_until_ready(logits)
+            seconds = compiling.lap()
         nats, likeliest = stream(state, logits, ids[:, prefix:])
-    return Streamed(nats, likeliest, prefix, cache_bytes(state), full_cache_bytes(state))
+    return Streamed(nats, likeliest, prefix, cache_bytes(state), full_cache_bytes(state), state, seconds)
 
 
 def costs(
-    model: Model,
-    policy: Policy | str,
-    tokens: ArrayLike,
-    budget: int | float | Sequence[int] = 1.0,
-    *,
-    prefix: int = 1,
+    model: Model, policy: Policy | str, tokens: ArrayLike, budget: int | float | Sequence[int], made: Streamed
 ) -> Costs:
-    """Measure reading the prefix of texts and up to `TIMED_STEPS` decode steps after it; see `perplexity`."""
-    ids = _checked_texts(model, tokens, prefix)
-    later = ids.shape[1] - prefix
-    prompts, read = ids[:, :prefix], jnp.asarray(ids[:, prefix : prefix + TIMED_STEPS], jnp.int32)
-    programs, prefill_seconds = list[jax.stages.Lowered](), 0.0
-    if prefix == 1:
-        state = begin(model, policy, len(ids), ids.shape[1], budget)
-    else:
-        with Compiling() as compiling:
-            state, logits = prefill(model, policy, prompts, budget, max_new_tokens=later)
-            jax.block_until_ready(logits)
-            prefill_seconds = compiling.lap()
-        programs += lower_prefill(model, policy, prompts, budget, max_new_tokens=later)
+    """Measure up to `TIMED_STEPS` decode steps after the prefix of texts, which `perplexity` has read."""
+    ids, prefix, state = np.asarray(tokens), made.prefix, made.state
+    assert state is not None
+    read = jnp.asarray(ids[:, prefix : prefix + TIMED_STEPS], jnp.int32)
     jax.block_until_ready(_step_by_step(state.decoder, state.cache, read))  # compiles
     start = time.perf_counter()
     jax.block_until_ready(_step_by_step(state.decoder, state.cache, read))
     seconds = time.perf_counter() - start
-    programs.append(_step_by_step.lower(state.decoder, state.cache, read))
-    return Costs(prefill_seconds, read.size / seconds, temporary_bytes(programs))
-
-
-def _checked_texts(model: Model, tokens: ArrayLike, prefix: int) -> Int[np.ndarray, "b n"]:
-    ids = np.asarray(tokens)
-    if ids.ndim != 2 or not 1 <= prefix < ids.shape[1]:
-        raise ValueError(f"texts of shape {ids.shape} have nothing to predict after a prefix of {prefix} tokens.")
-    model.config.check_bound(ids.shape[1])
-    return ids
+    programs = [_step_by_step.lower(state.decoder, state.cache, read)]
+    if prefix > 1:
+        programs += lower_prefill(model, policy, ids[:, :prefix], budget, max_new_tokens=ids.shape[1] - prefix)
+    return Costs(read.size / seconds, temporary_bytes(programs))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import base64
-import dataclasses
+import functools
 import html
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ PEAK = "peak_temporary_bytes"
 SPEED = ("prefill_seconds", "decode_tokens_per_second")
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A part of the page."""
 
     title: str
@@ -49,12 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the page."""
-    found: dict[str, list[Row]] = {}
-    directories: list[Path] = options.runs
     notes = "" if options.notes is None else read_text(options.notes)
+    found: dict[str, list[Row]] = {task: [] for task in TASKS}
+    directories: list[Path] = options.runs
     for task, directory in itertools.product(TASKS, directories):
-        rows = [row for row in RowFile(directory / f"{task}.jsonl").rows if "refused" not in row]
-        found.setdefault(task, []).extend(rows)
+        found[task] += [row for row in RowFile(directory / f"{task}.jsonl").rows if "refused" not in row]
     if not any(found.values()):
         where = ", ".join(map(str, options.runs))
         raise ValueError(f"{where}: there are no rows; make some with kvjax evaluate {'|'.join(TASKS)}.")
@@ -84,12 +82,7 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
     lines, points, full = [], list[Point](), None
     full_cases = _cases(of_cases, [row for row in rows if row["policy"] == "full"])
     for (policy, budget), of_choice in _groups(rows, ("policy", "budget")):
-        weights = [row["cases"] for row in of_choice]
-
-        def mean(name: str, of_choice: list[Row] = of_choice, weights: list[int] = weights) -> float | None:
-            known = [(row[name], n) for row, n in zip(of_choice, weights, strict=True) if row.get(name) is not None]
-            return sum(value * n for value, n in known) / sum(n for _, n in known) if known else None
-
+        mean = functools.partial(_mean, of_choice)
         share = sum(row["cache_bytes"] for row in of_choice) / sum(row["full_cache_bytes"] for row in of_choice)
         quality = mean(measure)
         if quality is None:
@@ -100,7 +93,8 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
         beside = [difference, None if error is None or np.isnan(error) else error] if of_cases else []
         peaks = [row[PEAK] for row in of_choice if row.get(PEAK) is not None]
         rest = [*map(mean, also), max(peaks, default=None), *map(mean, SPEED)]
-        lines.append([policy, f"{budget:g}", f"{share:.1%}", sum(weights), quality, *beside, *rest])
+        cases_of_all = sum(row["cases"] for row in of_choice)
+        lines.append([policy, f"{budget:g}", f"{share:.1%}", cases_of_all, quality, *beside, *rest])
         if policy == "full":
             full = quality
         else:  # if policies choose their bytes, settings make the curve
@@ -116,6 +110,12 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
         figures.append(directory / f"{task}_{name}.png")
         save_figure(figure, figures[0])
     return Section(f"{task}: {said}", headings, lines, figures + _curves(rows, directory / f"{task}_{name}_layers.png"))
+
+
+def _mean(rows: list[Row], name: str) -> float | None:
+    """Return the mean of a field over the cases of some rows; None if no row has it."""
+    known = [(row[name], row["cases"]) for row in rows if row.get(name) is not None]
+    return sum(value * cases for value, cases in known) / sum(cases for _, cases in known) if known else None
 
 
 def _names(fields: Sequence[str], subject: Sequence[Any]) -> tuple[str, str]:

@@ -41,15 +41,7 @@ class Passages:
 
 
 def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Passages:
-    """Read passages from evenly spaced places of each text, each from the beginning of the next line if there is one.
-
-    Args:
-        rows: passages of each text.
-        length: tokens of each passage.
-
-    Raises:
-        ValueError: a file is missing, not text, or too short.
-    """
+    """Read passages from evenly spaced places of each text, from the beginning of the next line if there is one."""
     check_texts(files, rows, length)
     made, sizes, where = [], [], {}
     for file in files:

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.evaluation import cache_map
 from kvjax.evaluation.fidelity import attention_row, held_tokens, watched
-from kvjax.evaluation.figures import new_figure, save_figure
+from kvjax.evaluation.figures import check_matplotlib, new_figure, save_figure
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import prefill
@@ -23,9 +22,6 @@ from kvjax.methods.registry import policy as policy_by_name
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import check_writable, write_text
-
-SUFFIXES = (".json", ".png")
-"""Formats of a trace's file."""
 
 
 class Trace(NamedTuple):
@@ -62,14 +58,6 @@ def trace(
     **settings: Any,
 ) -> Trace:
     """Run a policy over a prompt and later tokens, and compare it at each step with a full cache.
-
-    Args:
-        budget: as for `kvjax.prefill`.
-        seed: for policies that draw random numbers.
-        settings: of `kvjax.prefill`.
-
-    Raises:
-        ValueError: the budget does not fit the policy, or the model cannot read the text.
 
     Example:
         >>> from kvjax.evaluation.trace import trace
@@ -118,16 +106,12 @@ def _follow(probed: State, full: State, tokens: Int[Array, "n 1"]) -> Any:
 
 
 def check_file(file: Path) -> None:
-    """Refuse a file that `save` cannot write.
-
-    Raises:
-        ValueError: it is neither JSON nor a PNG in an existing directory, or matplotlib is not installed for a PNG.
-    """
-    if file.suffix not in SUFFIXES:
+    """Refuse a file that `save` cannot write."""
+    if file.suffix not in (".json", ".png"):
         raise ValueError(f"--trace {file} is neither .json nor .png; choose one of these names.")
-    if file.suffix == ".png":
-        cache_map.check_file(file)
     check_writable(file, file.suffix)
+    if file.suffix == ".png":
+        check_matplotlib()
 
 
 def save(found: Trace, file: Path, facts: dict[str, Any]) -> None:
@@ -141,11 +125,11 @@ def save(found: Trace, file: Path, facts: dict[str, Any]) -> None:
         return
     layers = [
         {
-            "live_slots": found.live[layer, 0].tolist(),
-            "attention_kept": np.round(found.kept[layer, 0].astype(float), 4).tolist(),
-            "evicted": [found.evicted(layer, 0, head) for head in range(found.live.shape[2])],
+            "live_slots": live[0].tolist(),
+            "attention_kept": np.round(kept[0].astype(float), 4).tolist(),
+            "evicted": [found.evicted(layer, 0, head) for head in range(live.shape[1])],
         }
-        for layer in range(len(found.positions))
+        for layer, (live, kept) in enumerate(zip(found.live, found.kept, strict=True))
     ]
     write_text(file, json.dumps({**facts, "layers": layers}) + "\n")
 

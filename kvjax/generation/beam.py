@@ -69,10 +69,7 @@ def beam_search(
     gets the size of the largest. Each step gathers all caches, which needs memory for a second copy of them.
 
     Args:
-        state: from `prefill`; it stays valid.
-        logits: for the first new token, from `prefill`.
-        beams: running texts per prompt, at least 1.
-        max_new_tokens: tokens per text, at least 1.
+        state: from `prefill`, as `logits`; it stays valid.
         eos: ids that end a text.
         length_penalty: exponent of the length that divides each score; values above 0 favor long texts.
     """
@@ -95,14 +92,11 @@ def beam_search(
     ends = jnp.asarray(np.isin(np.arange(vocabulary), eos))
     # Enough candidates that at least `beams` of them do not end their text.
     candidates = min(max(2, 1 + len(eos)) * beams, beams * vocabulary)
-    decoder, cache = state.decoder, state.cache
+    decoder, cache = state.decoder, state.cache.replace(key=None)
     settle_step(decoder, cache)
-    logits = jnp.repeat(logits, beams, axis=0)
+    logits, limits = jnp.repeat(logits, beams, axis=0), (STEPS_PER_DISPATCH, max_new_tokens, float(length_penalty))
     while bool(known.open.any()) and int(known.length) < max_new_tokens:
-        limits = STEPS_PER_DISPATCH, max_new_tokens, float(length_penalty)
-        cache, logits, known = _search(
-            decoder, cache.replace(key=None), logits, known, ends, *limits, candidates=candidates
-        )
+        cache, logits, known = _search(decoder, cache, logits, known, ends, *limits, candidates=candidates)
     best, lengths = on_host(known.ended_text[:, 0]), on_host(known.ended_length[:, 0])
     tokens = [row[:length].tolist() for row, length in zip(best, lengths, strict=True)]
     tokens = [row[:-1] if row and row[-1] in eos else row for row in tokens]

@@ -82,9 +82,8 @@ class Conversation:
         self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
         self.context = model.config.max_positions if context is None else whole_number("context", context, 2)
         self.templated = bool(getattr(model.tokenizer, "chat_template", None))
-        check_keywords(
-            "Conversation", settings, [name for name in keywords(begin) if name not in ("num_samples", "chat")]
-        )
+        known = (name for name in keywords(begin) if name not in ("num_samples", "chat"))
+        check_keywords("Conversation", settings, known)
         self._check()
         if system is not None and not self.templated:
             raise ValueError(
@@ -118,8 +117,8 @@ class Conversation:
                 f"the chat template of {self.model.name!r} writes earlier turns differently when another one follows, "
                 "so their cache cannot be continued; use kvjax generate --messages, which reads all turns again."
             )
-        before, after = begins.split(turn)
-        between, end = goes_on[len(begins + reply) :].split(other)
+        before, _, after = begins.partition(turn)
+        between, _, end = goes_on.removeprefix(begins + reply).partition(other)
         return (before, after), (between, end)
 
     def reply(self, turn: str) -> Iterator[str]:
@@ -132,12 +131,10 @@ class Conversation:
         """
         if not turn.strip():
             raise ValueError("the turn is empty; give some text.")
-        before, after = self._first if self.begun is None else self._between
+        first = self.begun is None
+        before, after = self._first if first else self._between
         text = before + turn + after
-        if self.begun is None:
-            ids = chat_ids(self.model, text) if self.templated else token_ids(self.model, text)
-        else:
-            ids = token_ids(self.model, text, begins=False)
+        ids = chat_ids(self.model, text) if first and self.templated else token_ids(self.model, text, begins=first)
         begun = self._read(ids)
         for block, piece in begun.pieces(list(self.text)):
             if block is not None:
@@ -195,9 +192,6 @@ class Conversation:
     def save(self, directory: str | Path) -> None:
         """Save the conversation in a directory, atomically, and replace one saved there before.
 
-        Args:
-            directory: a new directory, or one with a saved conversation.
-
         Raises:
             ValueError: there has been no turn yet, the directory contains something else, or it cannot be written.
         """
@@ -209,12 +203,8 @@ class Conversation:
             raise ValueError(f"{directory} exists and is not a saved conversation; give another name.")
         state = self._state()
         leaves = jax.tree.leaves(_stored(state.cache))
-        told = {
-            "form": FORM,
-            "fits": self._fits(state),
-            "text": self.text,
-            "leaves": [(list(leaf.shape), str(leaf.dtype)) for leaf in leaves],
-        }
+        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+        told = {"form": FORM, "fits": self._fits(state), "text": self.text, "leaves": shapes}
         with directory_aside(directory) as aside:
             with ocp.StandardCheckpointer() as checkpointer:
                 checkpointer.save(aside / "state", leaves)
@@ -243,10 +233,8 @@ class Conversation:
         like = begin(self.model, [first], **planned)
         written = kept = _stored(like.state.cache)
         if told.get("form") != FORM:
-            warnings.warn(
-                f"{directory} was saved by an older kvjax, so its model and policy cannot be checked.",
-                stacklevel=2,
-            )
+            said = f"{directory} was saved by an older kvjax, so its model and policy cannot be checked."
+            warnings.warn(said, stacklevel=2)
             earlier = jax.tree.map(_joined_words, kept, is_leaf=_is_words)
             written = next((form for form in (kept, earlier) if _kinds(form) == _kinds(told["leaves"])), None)
         elif self._fits(like.state) != told["fits"]:

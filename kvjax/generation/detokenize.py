@@ -12,12 +12,7 @@ from kvjax.generation.token_bytes import characters, special_tokens
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the stop strings as a tuple; one string counts as a list of one.
-
-    Raises:
-        TypeError: a stop string is not a string.
-        ValueError: a stop string is empty.
-    """
+    """Return the stop strings as a tuple; one string counts as a list of one."""
     given = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(given, (list, tuple)) or not all(isinstance(each, str) for each in given):
         raise TypeError(f"stop={stop!r} is not a text, nor a list of texts.")
@@ -77,11 +72,10 @@ class Pieces:
             return "" if self.stopped else new
         held = self._held + [(character, shown) for character in new]
         places = [place for place, (_, shown) in enumerate(held) if shown]
-        views: list[tuple[str, list[int], Sequence[str]]] = [
-            ("".join(held[place][0] for place in places), places, self.stop)
+        views: list[tuple[str, Sequence[int], Sequence[str]]] = [
+            ("".join(held[place][0] for place in places), places, self.stop),
+            ("".join(character for character, _ in held), range(len(held)), self._with_special),
         ]
-        if self._with_special:
-            views.append(("".join(character for character, _ in held), list(range(len(held))), self._with_special))
         found = [places[at] for text, places, stops in views for at in map(text.find, stops) if at >= 0]
         self.stopped = bool(found)
         if not found and not last:
@@ -101,7 +95,6 @@ class Stops:
     """Finder of stop strings in blocks of tokens; a text includes the token that completes its stop string.
 
     Args:
-        stop: strings that end a text before them.
         contexts: ids that each row's text follows; rows beyond them are not changed.
     """
 
@@ -122,20 +115,10 @@ class Stops:
 
 
 class Stream:
-    """Writer of the text of each block's first row as its tokens arrive; see `Pieces`.
-
-    Args:
-        write: called with each piece.
-        stop: strings that end the text before them.
-        context: ids that the text follows, such as the prompt's.
-    """
+    """Writer of the text of each block's first row as its tokens arrive; `write` gets each piece of `Pieces`."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        write: Callable[[str], Any],
-        stop: Sequence[str] = (),
-        context: Sequence[int] = (),
+        self, tokenizer: Any, write: Callable[[str], Any], stop: Sequence[str] = (), context: Sequence[int] = ()
     ) -> None:
         self.pieces, self.write = Pieces(tokenizer, stop, context), write
 

@@ -193,13 +193,11 @@ def begin(
         seconds = compiling.lap()
     if num_samples > 1:
         # Each prompt is read once; all its samples continue from copies of the same cache.
-        texts = rows * num_samples
-        spare = bucket_rows(texts, model.mesh) - texts
-        copied = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(spare, np.int64)]
-        drawn = np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64)
-        keys = _keys(drawn)
-        state, logits, rows = take_rows(state, copied), logits[copied], texts
-        state = state.replace(key=keys, seed=policy_seeds(keys))
+        copied = np.repeat(np.arange(rows), num_samples)
+        rows = len(copied)
+        copied = np.pad(copied, (0, bucket_rows(rows, model.mesh) - rows))
+        keys = _keys(np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64))
+        state, logits = take_rows(state, copied).replace(key=keys, seed=policy_seeds(keys)), logits[copied]
     state = state.replace(active=jnp.asarray(np.arange(len(state.position)) < rows))
     return Begun(
         model=model,
@@ -218,12 +216,7 @@ def begin(
 
 
 def stop_ids(given: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
-    """Return the ids that end a text in addition to the model's own.
-
-    Raises:
-        TypeError: `given` is not a list of ids.
-        ValueError: an id is not in the model's vocabulary.
-    """
+    """Check and return the ids that end a text in addition to the model's own."""
     several = isinstance(given, (list, tuple, np.ndarray))
     if not several or any(isinstance(each, bool) or not isinstance(each, (int, np.integer)) for each in given):
         raise TypeError(f"stop_token_ids={given!r} is not a list of token ids.")
@@ -232,19 +225,10 @@ def stop_ids(given: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
 
 
 def lower_begin(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    *,
-    policy: str | Policy,
-    budget: int | float | Sequence[int],
-    max_new_tokens: int,
-    budget_of: str = "text",
-    prefill_chunk: int | None = None,
+    model: LanguageModel, prompts: Sequence[Sequence[int]], *, policy: str | Policy, **reading: Any
 ) -> list[jax.stages.Lowered]:
-    """Lower the programs of `begin`, for example to compile them and read their `memory_analysis()`."""
-    batch = [list(prompts[row]) for row in _filled(prompts, model)]
-    reading: dict[str, Any] = dict(max_new_tokens=max_new_tokens, budget_of=budget_of, prefill_chunk=prefill_chunk)
-    return lower_prefill(model, policy, batch, budget, **reading)
+    """Lower the programs of `begin`, to read their `memory_analysis()`; `reading` is of `kvjax.prefill`."""
+    return lower_prefill(model, policy, [list(prompts[row]) for row in _filled(prompts, model)], **reading)
 
 
 def _filled(prompts: Sequence[Sequence[int]], model: LanguageModel) -> list[int]:
@@ -266,13 +250,8 @@ def generate_ids(
     """Continue token ids; see `generate_texts` for the settings.
 
     Args:
-        beams: beams of the beam search; 1 for no search.
-        length_penalty: see `beam_search`.
         on_tokens: called with each new block of tokens [b, n] and a mask of those that belong to their row's text.
         settings: those of `begin`.
-
-    Raises:
-        ValueError: a prompt is empty or too long, or a setting is out of range or has no effect.
     """
     check_beams(beams, length_penalty, settings)
     if beams > 1 and on_tokens is not None:
@@ -325,19 +304,15 @@ def go_on(
 
 def logprob_at(drawn: Drawn, row: int, place: int) -> Logprob:
     """Return the log-probability of one token of a block [b n], with those of the likeliest tokens."""
-    likeliest: tuple[tuple[int, float], ...] = ()
-    assert drawn.logprob is not None
-    if drawn.likeliest is not None and drawn.likeliest_logprob is not None:
-        pairs = drawn.likeliest[row, place].tolist(), drawn.likeliest_logprob[row, place].tolist()
-        likeliest = tuple(zip(*pairs, strict=True))
-    return Logprob(int(drawn.token[row, place]), float(drawn.logprob[row, place]), likeliest)
+    known: list[Any] = [leaf[row, place].tolist() for leaf in drawn if leaf is not None]
+    token, logprob, *likeliest = known
+    return Logprob(token, logprob, tuple(zip(*likeliest, strict=True)))
 
 
 def _search(begun: Begun, beams: int, length_penalty: float) -> Generation:
     with Compiling() as compiling:
-        began, wanted = time.perf_counter(), (beams, begun.max_new_tokens, begun.eos, length_penalty)
-        found = beam_search(begun.state, begun.logits, *wanted)
-        seconds = time.perf_counter() - began - compiling.seconds
+        found = beam_search(begun.state, begun.logits, beams, begun.max_new_tokens, begun.eos, length_penalty)
+        seconds = compiling.lap()
     texts = zip(begun.prompts, found.tokens, strict=False)
     made = begun.prompts, [_to_stop(begun, *text) for text in texts], found.state, begun.held
     times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, found.steps * len(begun.prompts)
@@ -415,9 +390,7 @@ def stream_text(
 
     Args:
         prompt: a text, or a conversation.
-        chat: wrap a text as a user turn.
-        system: the system turn of a chat, before all others.
-        settings: those of `begin`; several samples cannot be streamed.
+        settings: those of `begin`, and `chat` and `system` of `generate_texts`; several samples cannot be streamed.
 
     Raises:
         ValueError: the prompt is empty or too long, or a setting is out of range; raised before the first piece.

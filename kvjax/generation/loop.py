@@ -133,9 +133,7 @@ def generate_tokens(
     """Continue prompts and yield blocks of up to `steps` tokens.
 
     Args:
-        state: from `prefill`; its caches are consumed.
-        logits: for the first new token, from `prefill`.
-        max_new_tokens: tokens per row, at least 1.
+        state: from `prefill`, as `logits`; its caches are consumed.
         sampling: the sampling settings; all of them use the same program.
         eos: ids that end a row; the row reads no more tokens, and the rest of it is masked.
         steps: decode steps per dispatch, at most 16; all numbers of steps use the same program.

@@ -17,13 +17,8 @@ def encode(model: LanguageModel, prompt: str | Messages, chat: bool = False, sys
     """Return the token ids of a prompt, including those that the tokenizer puts before all texts.
 
     Args:
-        prompt: a text, or a conversation that waits for an answer.
         chat: True if a text is a user turn; the chat template is applied to it.
         system: the system turn, before all others; None for the template's default.
-
-    Raises:
-        ValueError: the prompt is empty or not valid text, the tokenizer has no chat template or one that refuses the
-            prompt, or an id is not in the model's vocabulary.
     """
     if not isinstance(prompt, str):
         return chat_ids(model, render(model, with_system(prompt, system)))
@@ -37,16 +32,11 @@ def encode(model: LanguageModel, prompt: str | Messages, chat: bool = False, sys
 
 
 def token_ids(model: LanguageModel, text: str, begins: bool = True) -> list[int]:
-    """Return the ids of a text, including those that the tokenizer puts before all texts if `begins`.
-
-    Raises:
-        ValueError: it is not valid text, or an id is not in the model's vocabulary.
-    """
+    """Return the checked ids of a text, including those that the tokenizer puts before all texts if `begins`."""
     lone = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
     if lone is not None:
         raise ValueError(f"the prompt is not valid text: character {lone} is {text[lone]!a}, half of a surrogate pair.")
-    encoded = model.tokenizer.encode(text) if begins else model.tokenizer.encode(text, add_special_tokens=False)
-    ids = list(encoded)
+    ids = list(model.tokenizer.encode(text, add_special_tokens=begins))
     if max(ids, default=0) >= model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {model.name!r} gives token {max(ids)}, but the model has {model.config.vocab_size}: "
@@ -60,9 +50,6 @@ def chat_ids(model: LanguageModel, text: str) -> list[int]:
 
     If the template writes no bos, one is added if `add_bos_token` is true in tokenizer_config.json. If the file does
     not set it, one is added if the tokenizer puts one before all texts.
-
-    Raises:
-        ValueError: it is not valid text, or an id is not in the model's vocabulary.
     """
     ids, begins = token_ids(model, text, begins=False), _beginning(model)
     return ids if ids[: len(begins)] == begins else begins + ids
@@ -110,11 +97,7 @@ def _template_end(model: LanguageModel) -> int | None:
 
 
 def with_system(messages: Messages, system: str | None) -> Messages:
-    """Return the conversation with a system turn before all others.
-
-    Raises:
-        ValueError: the conversation has a system turn.
-    """
+    """Return the conversation with a system turn before all others; refuse a conversation that has one already."""
     if system is None:
         return messages
     if messages and messages[0]["role"] == "system":
@@ -128,9 +111,6 @@ def render(model: LanguageModel, messages: Messages, answers: bool = True, unfin
     Args:
         answers: True to add the template's text before an answer.
         unfinished: True if the next tokens continue the last turn; the text ends with that turn.
-
-    Raises:
-        ValueError: there is no template, or it refuses the turns.
     """
     if not getattr(model.tokenizer, "chat_template", None):
         raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")

@@ -34,10 +34,6 @@ def encode_questions(
             turn with an empty line between them. In a conversation, each question is the next user turn.
         chat: True if a text is part of a user turn.
         system: the system turn of a chat, before all others.
-
-    Raises:
-        ValueError: a text is empty or not valid text, or the prompt as the chat template writes it depends on the
-            question.
     """
     if isinstance(prompt, str) and not chat:
         return encode(model, prompt, system=system), [token_ids(model, text, begins=False) for text in questions]
@@ -78,10 +74,7 @@ def answer(
 
     Args:
         questions: ids of each, at least one.
-        batch_size: questions per batch.
         longest: tokens of the longest question of all calls, if other calls have longer ones.
-        beams: see `generate_ids`.
-        length_penalty: see `generate_ids`.
         settings: those of `begin`.
 
     Yields:
@@ -104,7 +97,7 @@ def answer(
     for start in range(0, len(questions), batch_size):
         asked = [question for question in questions[start : start + batch_size] for _ in range(samples)]
         rows = len(asked)
-        index = np.r_[np.arange(rows) % samples, np.zeros(bucket_rows(rows, begun.state.mesh) - rows, np.int64)]
+        index = np.pad(np.arange(rows) % samples, (0, bucket_rows(rows, begun.state.mesh) - rows))
         state = take_rows(begun.state, index).replace(active=jnp.asarray(np.arange(len(index)) < rows))
         held = [positions[:1].repeat(rows, axis=0) for positions in begun.held]
         copies = dataclasses.replace(begun, state=state, prompts=[list(prompt)] * rows, held=held)
@@ -122,16 +115,10 @@ def answer_each(
     """Answer one question about each prompt, after the prompt has been compressed.
 
     Args:
-        questions: ids of each prompt's question.
-        batch_size: prompts per batch.
         settings: those of `begin`; fractional budgets count the longest question, too.
 
     Yields:
         The generation of each batch, in order.
-
-    Raises:
-        ValueError: the numbers of prompts and questions differ, a question is empty, or a setting is out of range;
-            raised with the first batch.
     """
     if len(prompts) != len(questions) or not all(questions):
         raise ValueError(f"{len(questions)} questions, none of them empty, are not there for {len(prompts)} prompts.")

@@ -106,16 +106,10 @@ def sample(
     and without filters the sample is `jax.random.categorical(key, logits / temperature)`.
 
     Args:
-        logits: unnormalized log-probabilities [b, vocab]; -inf excludes a token.
-        keys: one typed random key per row [b], as from `jax.random.split`; unused when greedy.
+        logits: unnormalized log-probabilities; -inf excludes a token.
+        keys: one typed random key per row, as from `jax.random.split`; unused when greedy.
         sampling: the settings, an argument under `jit`; all settings use the same program.
         seen: True for tokens in each row's text, for the repetition penalty.
-
-    Returns:
-        Token ids [b], int32.
-
-    Raises:
-        ValueError: the numbers of keys and rows differ, or there is a penalty but no `seen`.
     """
     penalty = sampling.repetition_penalty
     if seen is None and isinstance(penalty, float) and penalty != 1.0:

@@ -64,6 +64,11 @@ class Spelling:
         byte = _BYTE.fullmatch(name) if self._falls_back else None
         return bytes([int(byte[1], 16)]) if byte else name.replace(self._space or " ", " ").encode()
 
+    def byte_list(self, token: int) -> list[int] | None:
+        """Return `bytes_of` a token in JSON's types."""
+        known = self.bytes_of(token)
+        return None if known is None else list(known)
+
     def name(self, token: int) -> str:
         r"""Return the token's text, or `bytes:\xe2\x80` if its bytes are not whole characters."""
         known = self.bytes_of(token)

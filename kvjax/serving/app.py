@@ -20,10 +20,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvjax.serving import openai
 from kvjax.serving.access_log import OUTCOME, AccessLog
 from kvjax.serving.metrics import Metrics
-from kvjax.serving.openai import Asked, Refused
+from kvjax.serving.openai import bodies
+from kvjax.serving.openai.errors import Refused
 from kvjax.serving.requests import Serving
 from kvjax.serving.responses import GONE, EngineResponse, JsonResponse, error_response, stopping_error
 
@@ -139,26 +139,19 @@ class Service:
         fits = [hmac.compare_digest(key.strip().encode("latin-1"), each) for each in self.keys]
         if scheme.lower() != "bearer" or not any(fits):
             said = "the API key is wrong" if key else "there is no API key"
-            raise Refused(
-                f"{said}; send it as `Authorization: Bearer KEY`.",
-                status=401,
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+            text, headers = f"{said}; send it as `Authorization: Bearer KEY`.", {"www-authenticate": "Bearer"}
+            raise Refused(text, status=401, code="invalid_api_key", headers=headers)
 
     async def _page(self, request: Request) -> Response:
         return Response(self.page_html, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
 
     async def _health(self, request: Request) -> Response:
-        serving = self.serving
+        serving, stopping = self.serving, self.stopping
         numbers = await asyncio.to_thread(serving.numbers)
         names = "rows", "rows_busy", "waiting", "cache_bytes", "cache_device_bytes"
-        told = {name: numbers[name] for name in names if name in numbers}
-        status = "stopping" if self.stopping else "ok"
-        about = {"model": serving.model.name, "policy": serving.policy_name, "budget": serving.budget}
-        return JsonResponse(
-            {"status": status, **about, "context": serving.context, **told}, 503 if self.stopping else 200
-        )
+        told = {"model": serving.model.name, "policy": serving.policy_name, "budget": serving.budget}
+        told |= {"context": serving.context} | {name: numbers[name] for name in names if name in numbers}
+        return JsonResponse({"status": "stopping" if stopping else "ok"} | told, 503 if stopping else 200)
 
     async def _metrics(self, request: Request) -> Response:
         text = await asyncio.to_thread(self.metrics.text)
@@ -176,17 +169,16 @@ class Service:
         return JsonResponse({"object": "list", "data": [self._described()]})
 
     async def _model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.serving.model.name:
-            raise openai.no_model(request.path_params["name"], self.serving)
+        bodies.check_model(self.serving, request.path_params["name"])
         return JsonResponse(self._described())
 
     async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: openai.completion(self.serving, body))
+        return await self._answer(request, lambda body: bodies.completion(self.serving, body))
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: openai.chat(self.serving, body, self.chat_tokens))
+        return await self._answer(request, lambda body: bodies.chat(self.serving, body, self.chat_tokens))
 
-    async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], Asked]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], bodies.Asked]) -> Response:
         if self.stopping:
             raise stopping_error()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -196,7 +188,7 @@ class Service:
         told = EngineResponse(self.serving, self.metrics)
 
         def begin() -> None:
-            told.submit(read(openai.parse(body)))
+            told.submit(read(bodies.parse(body)))
 
         await asyncio.get_running_loop().run_in_executor(self.reader, begin)
         return told

@@ -128,9 +128,8 @@ def _begun(policy: Policy, planned: Planned, sizes: Sizes) -> Text:
 def empty_rows(policy: Policy, planned: Planned, *, ends: int, sizes: Sizes) -> Rows:
     """Create free rows, with room for `ends` end ids each."""
     text, rows = _begun(policy, planned, sizes), len(planned.seed)
-    whole, real = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
+    none, whole, real = (jnp.zeros(rows, dtype) for dtype in (bool, jnp.int32, jnp.float32))
     sampling = Sampling.tree_unflatten(None, (real, whole, real, real, real))
-    none = jnp.zeros(rows, bool)
     made = Rows(
         cache=text.cache.replace(active=none),
         logits=jnp.zeros(text.seen.shape, wide(sizes.dtype)),
@@ -142,12 +141,10 @@ def empty_rows(policy: Policy, planned: Planned, *, ends: int, sizes: Sizes) -> 
 
 
 def _text_specs(text: Text) -> Any:
-    """Return the shardings of texts on their mesh."""
     return Text(cache_specs(text.cache), OF_ROWS)
 
 
 def _rows_specs(rows: Rows, config: ModelConfig, mesh: Mesh | None) -> Any:
-    """Return the shardings of rows on their mesh."""
     logits: Any = logits_spec(config, mesh)
     return Rows(cache_specs(rows.cache), logits, OF_ROWS, OF_ROWS, OF_ROWS)
 
@@ -156,14 +153,7 @@ def _rows_specs(rows: Rows, config: ModelConfig, mesh: Mesh | None) -> Any:
 def read(
     decoder: Decoder, text: Text, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Text, Float[Array, "b vocab"]]:
-    """Read the next chunk of texts, and return the logits for the token after it.
-
-    Args:
-        decoder: on the mesh for reading.
-        text: before the chunk.
-        tokens: the chunk, padded on the right.
-        lengths: tokens of each row, at least 1.
-    """
+    """Read the next chunk of texts, padded on the right, and return the logits for the token after it."""
     cache, logits = read_more(decoder, text.cache, tokens, lengths, every=False)
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     seen = text.seen.at[jnp.arange(len(tokens))[:, None], tokens].max(valid)
@@ -214,10 +204,7 @@ def generate(
         steps: maximal tokens per row, 1 to `most`.
         leave: True to stop as soon as a row has ended.
         most: size of the token buffers.
-        logprobs: number of likeliest tokens to return if a row requests log-probabilities.
-
-    Returns:
-        The rows, the output, and the tokens with log-probabilities, which are valid only if a row requests them.
+        logprobs: number of likeliest tokens to return; log-probabilities are valid only if a row requests them.
     """
     began, each = rows.cache.active.sum(), len(rows.logits)
 
@@ -261,13 +248,11 @@ def _drawn(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]
     token = sample(logits, jax.vmap(jax.random.fold_in)(cache.key, cache.position), wishes.sampling)
 
     # All requests share one program; otherwise, a row's numbers could depend on the requests of its neighbours.
-    def told() -> Drawn:
-        return token_logprobs(rows.logits, token, logprobs)
-
-    def untold() -> Drawn:
-        return jax.tree.map(lambda leaf: leaf[:, 0], token_buffers((len(each), 1), rows.logits.dtype, logprobs))
-
-    drawn = jax.lax.cond((wishes.tells & active).any(), told, untold)._replace(token=token)
+    drawn = jax.lax.cond(
+        (wishes.tells & active).any(),
+        lambda: token_logprobs(rows.logits, token, logprobs),
+        lambda: jax.tree.map(lambda leaf: leaf[:, 0], token_buffers((len(each), 1), rows.logits.dtype, logprobs)),
+    )._replace(token=token)
     undefined = active & jnp.isnan(rows.logits.max(-1))
     belongs = active & ~undefined & ~(token[:, None] == wishes.ends).any(-1)
     left = jnp.where(undefined, UNDEFINED, wishes.left - belongs)

@@ -54,7 +54,6 @@ class _Work:
     began: float = 0.0
 
     def cancel(self) -> None:
-        """See `Ticket`."""
         with self.changed:
             self.cancelled = True
             self.changed.notify_all()
@@ -134,9 +133,6 @@ class Engine:
 
         Args:
             told: called with the number of compiled programs and of all programs, first with 0.
-
-        Raises:
-            RuntimeError: requests have been accepted already.
         """
         if self._thread is not None:
             raise RuntimeError("the engine serves already; warm it up before the first request.")
@@ -166,7 +162,7 @@ class Engine:
         with self.changed:
             self._stopping = True
             self.changed.notify_all()
-            self.changed.wait_for(lambda: not self._has_work(), grace)
+            self.changed.wait_for(lambda: not self._all_work(), grace)
             for work in self._all_work():
                 work.cancelled = True
             self.changed.notify_all()
@@ -175,10 +171,7 @@ class Engine:
         self._listening.close()
 
     def numbers(self) -> Mapping[str, float]:
-        """Return the gauges and counters of `Serving`, and `longest_gap_seconds`.
-
-        That is the longest time between the ends of two dispatches, and so between two blocks of tokens of a row.
-        """
+        """Return the numbers of `Serving`, and `longest_gap_seconds`, the longest time between two dispatches' ends."""
         with self.changed:
             return {
                 "rows": self.device.rows,
@@ -196,14 +189,11 @@ class Engine:
     def _all_work(self) -> list[_Work]:
         return [*self._waiting, *([] if self._reading is None else [self._reading]), *self._busy.values()]
 
-    def _has_work(self) -> bool:
-        return bool(self._waiting or self._reading or self._busy)
-
     def _run(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self._has_work() or self._stopping)
-                if not self._has_work():
+                self.changed.wait_for(lambda: self._all_work() or self._stopping)
+                if not self._all_work():
                     return
             self._drop_cancelled()
             has_read = self._read_chunk()

@@ -14,7 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from kvjax.serving.access_log import OUTCOME
 from kvjax.serving.metrics import Latency, Metrics
-from kvjax.serving.openai import Answer, Asked, Refused
+from kvjax.serving.openai.answer import Answer
+from kvjax.serving.openai.bodies import Asked
+from kvjax.serving.openai.errors import Refused
 from kvjax.serving.requests import Finished, FullError, Piece, Serving, StoppingError, Tell, Ticket
 
 GONE = 499
@@ -63,11 +65,7 @@ class EngineResponse(Response):
         self.answer: Answer
 
     def submit(self, asked: Asked) -> None:
-        """Submit all requests to the engine, or none if it refuses one; safe in any thread.
-
-        Raises:
-            Refused: the engine refuses a request.
-        """
+        """Submit all requests to the engine, or none if it refuses one; safe in any thread."""
         self.answer = Answer(self.serving, asked)
         try:
             for index, request in enumerate(asked.requests):
@@ -121,12 +119,7 @@ class EngineResponse(Response):
         self.events.put_nowait(None)
 
     async def _next(self) -> tuple[int, Piece | Finished]:
-        """Return the next event.
-
-        Raises:
-            _Gone: the client disconnected.
-            Refused: a text failed or was cancelled.
-        """
+        """Return the next event."""
         event = await self.events.get()
         if event is None:
             raise _Gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Collection, Sequence
@@ -16,7 +17,6 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.memory import allocated_bytes, device_bytes
 from kvjax.generation.loop import Drawn
 from kvjax.generation.prompts import end_ids
-from kvjax.generation.sampling import Sampling
 from kvjax.inference.budget import lines_of, plan_slots
 from kvjax.inference.decoder import Decoder, read_more, step_shapes
 from kvjax.inference.padding import among_devices, bucket, check_rows
@@ -106,11 +106,7 @@ class Device:
         return min(LOGPROBS, self.model.config.vocab_size)
 
     def plan(self, request: Request) -> Planned:
-        """Check a request and plan the limits of its text.
-
-        Raises:
-            ValueError: the request cannot be served.
-        """
+        """Check a request and plan the limits of its text."""
         prompt, config = request.prompt, self.model.config
         if not prompt:
             raise ValueError("the prompt is empty; give at least one token.")
@@ -153,8 +149,7 @@ class Device:
         text = begin(self.decoder.policy, planned, sizes=self._sizes)
         if held is None:
             return text
-        known = held.cache
-        read = dict(storage=known.storage, position=known.position, prompt_length=known.prompt_length)
+        read = {name: getattr(held.cache, name) for name in ("storage", "position", "prompt_length")}
         return Text(text.cache.replace(**read), held.seen)
 
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
@@ -167,10 +162,7 @@ class Device:
         self.state = insert(rows, np.int32(row), text, logits, self._wishes(request), sizes=self._sizes)
 
     def write(self, steps: int, leave: bool, logprobs: bool = False) -> tuple[Written, Drawn | None]:
-        """Generate up to `steps` tokens per row, and return them on the host; see `kvjax.serving.batch.generate`.
-
-        With `logprobs`, also return the log-probabilities.
-        """
+        """Generate tokens and return them on the host, with log-probabilities if `logprobs`; see `generate`."""
         assert self.state is not None
         numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
         self.state, written, drawn = generate(self.decoder, self.state, *numbers, **sizes)
@@ -239,26 +231,29 @@ class Device:
         return tuple({*request.stop_ids, *(() if request.ignore_eos else self._own_ends(request.chat))})
 
     def _wishes(self, request: Request) -> Wishes:
-        temperature, top_k, top_p, min_p, repetition = jax.tree.leaves(request.sampling)
-        if not temperature:  # greedy decoding needs no filters, and they take time
-            top_k, top_p = jax.tree.leaves(Sampling(0.0))[1:3]
-
-        def real(number: float) -> Any:
-            return np.asarray([number], np.float32)
-
-        numbers = real(temperature), np.asarray([top_k], np.int32), real(top_p), real(min_p), real(repetition)
-        ends = np.full((1, ENDS), -1, np.int32)
+        sampling = request.sampling
+        if not sampling.temperature:  # greedy decoding needs no filters, and they take time
+            sampling = dataclasses.replace(sampling, top_k=None, top_p=None)
         own = self._ends(request)
-        ends[0, : len(own)] = own
-        left: Any = np.asarray([request.max_tokens], np.int32)
-        tells: Any = np.asarray([request.logprobs is not None])
-        penalties = real(request.presence_penalty), real(request.frequency_penalty)
-        return Wishes(Sampling.tree_unflatten(None, numbers), *penalties, ends, left, tells)  # type: ignore[arg-type]
+        return Wishes(
+            jax.tree.map(_row, sampling),
+            _row(float(request.presence_penalty)),
+            _row(float(request.frequency_penalty)),
+            _row((*own, *[-1] * (ENDS - len(own)))),
+            _row(request.max_tokens),
+            _row(request.logprobs is not None),
+        )
 
 
 def _planned(limits: Sequence[Int[np.ndarray, "1 h"]], seed: int = 0, horizon: int = 1, end: int = 2) -> Planned:
-    numbers: Any = np.asarray([seed], np.uint32), np.asarray([horizon], np.int32), np.asarray([end], np.int32)
-    return Planned(tuple(limit.astype(np.int32) for limit in limits), *numbers)  # type: ignore[arg-type]
+    slots: Any = tuple(limit.astype(np.int32) for limit in limits)
+    return Planned(slots, _row(seed, np.uint32), _row(horizon), _row(end))
+
+
+def _row(value: Any, dtype: Any = None) -> Any:
+    """Return a value as the array of one row, with 32 bits."""
+    array = np.asarray([value], dtype)
+    return array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, array.dtype))
 
 
 def _served(policy: Policy, model: Model, chunk: int) -> Policy:

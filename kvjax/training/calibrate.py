@@ -60,9 +60,7 @@ def query_means(
     """Return the mean queries of each layer, and the number of tokens over which they were averaged.
 
     Args:
-        model: the model; all of its layers have RoPE.
         texts: token ids of prompts; those of equal length share their compiled programs.
-        show: called with the number of tokens that have been read.
     """
     policy = Policy(QuerySums(ropes_of(model)))
     totals: Any = None

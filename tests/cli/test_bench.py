@@ -33,6 +33,16 @@ def test_a_policy_that_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.C
     assert "no policy is left to benchmark" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_transformers_are_timed_without_names_that_they_drop(what: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch: pip install 'kvjax[parity]'")
+    file = tmp_path / "numbers.json"
+    words = f"{what} --model tiny --policies full --batch 2 --prompt-tokens 16 --new-tokens 2 --repeats 1 --json {file}"
+    assert bench.main([*words.split(), "--against", "transformers"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["full", "transformers"] and rows[1]["milliseconds"] > 0
+
+
 def test_parts_of_a_step_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     words = "parts --model tiny --policy full --prompt-tokens 20 --new-tokens 2 --repeats 2 --json"

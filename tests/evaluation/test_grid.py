@@ -132,6 +132,15 @@ def test_results_are_told_as_they_come_and_beside_each_other(
     assert [row["policy"] for row in again[len(rows["perplexity"]) :]] == [f"{mine}:Mine"]
 
 
+def test_a_text_without_words_has_no_nats_per_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "lines.txt"
+    text.write_text("Tom ran" + "\n" * 200)
+    words = f"perplexity --model tiny --text {text} --rows 1 --lengths 12 --policies full --out {tmp_path}"
+    assert evaluate.main(words.split()) == 0, capsys.readouterr().err
+    (row,) = RowFile(tmp_path / "perplexity.jsonl").rows
+    assert row["nats_per_word"] is None and row["nats_per_byte"] > 0 < row["decode_tokens_per_second"]
+
+
 def test_rows_are_of_the_files_that_they_were_measured_with(tmp_path: Path) -> None:
     folder = tmp_path / "a+b=c"
     folder.mkdir()

@@ -142,6 +142,16 @@ def test_continuations_evict(lm_eval: Any, model: kvjax.Model, policy: str, budg
     assert lm.peak_temporary_bytes and lm.prefill_seconds > 0 == lm.timed_tokens
 
 
+def test_rows_that_only_fill_a_batch_do_not_count(lm_eval: Any, model: kvjax.Model) -> None:
+    held = []
+    for requests in (5, 6):  # five are padded to six rows
+        lm = adapter(model, policy="h2o", budget=16, batch_size=6)
+        lm.generate_until(asked("generate_until", *[(STORY, {"max_gen_toks": 4})] * requests), disable_tqdm=True)
+        lm.loglikelihood(asked("loglikelihood", *PAIRS[:1] * requests), disable_tqdm=True)
+        held.append((lm.cache_bytes / requests, lm.full_cache_bytes / requests))
+    assert held[0] == held[1]
+
+
 def test_rolling_predicts_each_token_once(lm_eval: Any, model: kvjax.Model) -> None:
     ids = model.tokenizer.encode(STORY)
     texts = asked("loglikelihood_rolling", (STORY,), ("",), ("The dog",))

@@ -165,7 +165,7 @@ def test_a_conversation_in_a_terminal_outlives_commands(
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Conversation, "save", save)
-    monkeypatch.setattr("sys.stdin", Terminal("/save kept\n/help\n/quit\n"))
+    monkeypatch.setattr("sys.stdin", Terminal("/save kept\n/help\n/quit now\n"))
     assert chat.main(WORDS) == 0
     said = capsys.readouterr().err
     assert "/save NAME" in said and ("cannot be written" in said) != interrupted

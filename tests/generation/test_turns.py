@@ -21,8 +21,9 @@ from kvjax.generation.questions import encode_questions
 from kvjax.generation.sampling import Sampling
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.tokenizer import lazy_tokenizer
-from kvjax.serving import openai
 from kvjax.serving.engine import Engine
+from kvjax.serving.openai import bodies
+from kvjax.serving.openai.answer import Answer
 from kvjax.serving.requests import Finished, Piece, Request
 from tests import tokenizing
 from tests.small_models import random_model, small_config
@@ -163,9 +164,9 @@ def test_the_engine_ends_turns_and_finds_special_tokens() -> None:
         assert len(ask()[0]) > len(before(end))
 
 
-def asked(model: kvjax.Model, **body: Any) -> openai.Asked:
+def asked(model: kvjax.Model, **body: Any) -> bodies.Asked:
     serving: Any = SimpleNamespace(model=model, context=128, budget=64)
-    return openai.chat(serving, {"messages": [{"role": "user", "content": "Once upon a time"}]} | body, 16)
+    return bodies.chat(serving, {"messages": [{"role": "user", "content": "Once upon a time"}]} | body, 16)
 
 
 def test_a_chat_over_http_is_one() -> None:
@@ -241,7 +242,7 @@ def test_log_probabilities_name_tokens_as_the_text_has_them() -> None:
     logprobs = [Logprob(token, -0.5, likeliest) for token in written]
     for chat in (False, True):
         body: dict[str, Any] = {"prompt": prompt, "logprobs": 2}
-        answer = openai.Answer(serving, openai.completion(serving, body)._replace(chat=chat))
+        answer = Answer(serving, bodies.completion(serving, body)._replace(chat=chat))
         text = " time, 東 time"
         answer.piece(0, Piece(text, tuple(written), tuple(logprobs)))
         answer.finish(0, Finished("length", 4, len(written), 0, None))

@@ -25,7 +25,9 @@ from hypothesis import strategies as st
 from kvjax.cli import serve
 from kvjax.serving.app import Service, is_loopback
 from kvjax.serving.http import Server
-from kvjax.serving.openai import CHAT, COMPLETION, Answer, Asked
+from kvjax.serving.openai.answer import Answer
+from kvjax.serving.openai.bodies import Asked
+from kvjax.serving.openai.fields import CHAT, COMPLETION
 from kvjax.serving.requests import Finished, Held, Request
 from tests.fake_engine import FakeEngine, events, served
 

@@ -75,11 +75,7 @@ def model_named(
     weights: Literal["int8", "auto"] | None = None,
     mesh: str | None = None,
 ) -> Model:
-    """Load a model, or make `synthetic`: 8 layers of width 1024 with four query heads per KV head.
-
-    Raises:
-        ValueError: `revision` or `weights` is given for `synthetic`.
-    """
+    """Load a model, or make `synthetic`: 8 layers of width 1024 with four query heads per KV head."""
     if name == "synthetic":
         if revision is not None or weights is not None:
             raise ValueError("--revision and --weights apply to loaded models, not to synthetic; leave them out.")

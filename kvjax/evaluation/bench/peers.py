@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import tempfile
 import time
 from pathlib import Path
@@ -17,11 +18,7 @@ from kvjax.models.checkpoints.saving import write_checkpoint
 
 
 def transformers_model(model: Model) -> Any:
-    """Return the model of transformers with the same weights.
-
-    Raises:
-        ValueError: torch is not installed, or the model was not loaded from a directory and is not a plain Llama.
-    """
+    """Return the model of transformers with the same weights."""
     try:
         import torch
     except ImportError:
@@ -37,26 +34,23 @@ def transformers_model(model: Model) -> Any:
 def time_transformers(
     peer: Any, model: Model, tokens: Int[np.ndarray, "b n"], steps: int | None, repeats: int
 ) -> Contender:
-    """Time greedy decode steps after a prompt, or the prompt, of which only the last logits are computed.
-
-    Args:
-        steps: number of steps; None for the prompt.
-        repeats: timed runs, after one that warms up.
-    """
+    """Time greedy decode steps after a prompt, or the prompt, of which only the last logits are computed."""
     import torch
+    from transformers import DynamicCache
 
-    ids, seconds, first = torch.tensor(tokens), list[float](), None
+    # transformers has called this argument `cache` since 5.24.
+    name = "cache" if "cache" in inspect.signature(peer.forward).parameters else "past_key_values"
+    ids, seconds, first = torch.tensor(tokens), list[float](), DynamicCache(config=peer.config)
     with torch.inference_mode():
         if steps is not None:
-            first = peer(ids[:, :-1], use_cache=True).past_key_values
+            peer(ids[:, :-1], **{name: first})
         for _ in range(repeats + 1):
             cache, token = copy.deepcopy(first), ids[:, -1:]
             began = time.perf_counter()
             if steps is None:
-                peer(ids, use_cache=True, logits_to_keep=1)
+                peer(ids, logits_to_keep=1, **{name: cache})
             for _ in range(steps or 0):
-                out = peer(token, past_key_values=cache, use_cache=True)
-                cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+                token = peer(token, **{name: cache}).logits[:, -1:].argmax(-1)
             seconds.append(time.perf_counter() - began)
     config = model.config
     held = 2 * tokens.size * config.layers * config.kv_heads * config.head_width * 4

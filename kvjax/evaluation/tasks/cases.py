@@ -38,9 +38,6 @@ def read_cases(file: Path) -> list[Case]:
 
     Args:
         file: of JSON lines; empty ones are skipped.
-
-    Raises:
-        ValueError: a line has another form; the message names its number.
     """
 
     def case(text: str) -> Case:

@@ -67,20 +67,16 @@ class HarnessTask(Task):
             log_samples=False,
         )
         found = {name: _metrics(result) for name, result in made["results"].items()}
-        sizes = made["n-samples"]
+        costs = "cache_bytes", "full_cache_bytes", "peak_temporary_bytes", "prefill_seconds"
+        timed, seconds = answering.timed_tokens, answering.decode_seconds
         return found.pop(cell["task"], {}) | {
-            "cases": sum(size["effective"] for size in sizes.values()),
+            "cases": sum(size["effective"] for size in made["n-samples"].values()),
             "num_fewshot_of_tasks": made["n-shot"],
             "versions": made["versions"],
             "of_tasks": found or None,
             "contexts_cut": answering.cut,
-            "cache_bytes": answering.cache_bytes,
-            "full_cache_bytes": answering.full_cache_bytes,
-            "peak_temporary_bytes": answering.peak_temporary_bytes,
-            "prefill_seconds": answering.prefill_seconds,
-            "decode_tokens_per_second": (
-                answering.timed_tokens / answering.decode_seconds if answering.timed_tokens else None
-            ),
+            **{name: getattr(answering, name) for name in costs},
+            "decode_tokens_per_second": timed / seconds if timed else None,
         }
 
 

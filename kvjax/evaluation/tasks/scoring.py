@@ -18,13 +18,6 @@ def string_match(answer: str, answers: Sequence[str]) -> float:
     This is the score of RULER's retrieval and counting (Hsieh et al. 2024, arXiv 2404.06654: recall, by the presence of
     the expected texts). LSH-E (arXiv 2412.16187, section 4, "Metrics") takes its string matching score from there. Its
     appendix G.1 describes the share of characters that match instead, and does not define which characters match.
-
-    Args:
-        answer: answer of a model.
-        answers: expected texts, at least one, none of them empty.
-
-    Raises:
-        ValueError: nothing is expected.
     """
     _check(answers)
     return sum(expected.lower() in answer.lower() for expected in answers) / len(answers)
@@ -51,11 +44,7 @@ def f1(answer: str, answers: Sequence[str]) -> float:
 
 
 def rouge(answer: str, reference: str) -> dict[str, float]:
-    """Return the F-measures `rouge-1`, `rouge-2` and `rouge-l` (Lin 2004) by the package rouge-score, with stemming.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
+    """Return the F-measures `rouge-1`, `rouge-2` and `rouge-l` (Lin 2004) by the package rouge-score, with stemming."""
     try:
         scorer = importlib.import_module("rouge_score.rouge_scorer")
     except ImportError:

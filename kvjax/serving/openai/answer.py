@@ -6,7 +6,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvjax.generation.generate import Logprob
@@ -24,7 +24,7 @@ class _Choice:
     text: str = ""
     offset: int = 0
     """Number of characters decoded by `characters`."""
-    logprobs: list[Any] = dataclasses.field(default_factory=list)
+    logprobs: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     finished: Finished | None = None
 
 
@@ -55,8 +55,8 @@ class Answer:
         choice = self.choices[index]
         choice.text += piece.text
         logprobs = None if piece.logprobs is None else self._logprobs(choice, piece.logprobs)
-        if logprobs is not None:
-            choice.logprobs.append(logprobs)
+        for name, values in (logprobs or {}).items():
+            choice.logprobs.setdefault(name, []).extend(values)
         if not piece.text and not piece.logprobs:
             return None
         return self._chunk(index, {"content": piece.text} if self.asked.chat else piece.text, logprobs)
@@ -80,18 +80,10 @@ class Answer:
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(self.choices):
             assert choice.finished is not None
-            content: dict[str, Any] = {"text": choice.text}
-            if self.asked.chat:
-                content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-            choices.append(
-                {"index": index}
-                | content
-                | {
-                    "logprobs": _joined(choice.logprobs) if choice.logprobs else None,
-                    "finish_reason": choice.finished.reason,
-                    "kv": _kv(choice.finished.held),
-                }
-            )
+            message = {"role": "assistant", "content": choice.text, "refusal": None}
+            content = {"message": message} if self.asked.chat else {"text": choice.text}
+            end = {"finish_reason": choice.finished.reason, "kv": _kv(choice.finished.held)}
+            choices.append({"index": index, **content, "logprobs": choice.logprobs or None, **end})
         return self._head("chat.completion") | {"choices": choices, "usage": self.usage(), "kv": choices[0]["kv"]}
 
     def usage(self) -> dict[str, Any]:
@@ -116,7 +108,7 @@ class Answer:
         usage = {"usage": None} if self.asked.include_usage else {}
         return self._head("chat.completion.chunk") | {"choices": [choice]} | usage
 
-    def _logprobs(self, choice: _Choice, told: Sequence[Logprob]) -> dict[str, Any]:
+    def _logprobs(self, choice: _Choice, told: Sequence[Logprob]) -> dict[str, list[Any]]:
         tokens = [self._token(each.token, each.logprob) for each in told]
         likeliest = [[self._token(*other) for other in each.likeliest] for each in told]
         if self.asked.chat:
@@ -139,17 +131,12 @@ class Answer:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        known = self._spelling.bytes_of(token)
         least = -9999.0  # JSON has no infinity
         return {
             "token": self._spelling.name(token),
             "logprob": max(logprob, least) if math.isfinite(logprob) else least,
-            "bytes": None if known is None else list(known),
+            "bytes": self._spelling.byte_list(token),
         }
-
-
-def _joined(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
-    return {name: [each for part in parts for each in part[name]] for name in parts[0]}
 
 
 def _kv(held: Held | None) -> dict[str, Any] | None:

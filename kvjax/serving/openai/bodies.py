@@ -34,11 +34,7 @@ class Asked(NamedTuple):
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Parse a body as a JSON object.
-
-    Raises:
-        Refused: the body is not a JSON object.
-    """
+    """Parse a body as a JSON object."""
     try:
         value = parse_json(body, "the body")
     except ValueError as error:
@@ -51,7 +47,7 @@ def parse(body: bytes) -> dict[str, Any]:
 def completion(serving: Serving, body: Mapping[str, Any]) -> Asked:
     """Parse a body of `/v1/completions`."""
     given = checked(body, COMPLETION)
-    _check_model(serving, given)
+    check_model(serving, given.get("model", serving.model.name))
     n = given.get("n", 1)
     if given.get("best_of", n) != n:
         raise Refused(f"best_of={given['best_of']} is not supported; leave it out, and ask for n texts.", "best_of")
@@ -63,14 +59,10 @@ def completion(serving: Serving, body: Mapping[str, Any]) -> Asked:
 
 
 def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
-    """Parse a body of `/v1/chat/completions`.
-
-    Args:
-        usual_tokens: maximal number of new tokens if the body does not set it.
-    """
+    """Parse a body of `/v1/chat/completions`; `usual_tokens` limits an answer if the body sets no limit."""
     given = checked(body, CHAT)
     model = serving.model
-    _check_model(serving, given)
+    check_model(serving, given.get("model", model.name))
     if "max_completion_tokens" in given:
         given["max_tokens"] = given["max_completion_tokens"]
     for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
@@ -90,16 +82,11 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
     return Asked(tuple(requests), n, True, given.get("stream", False), given.get("stream_options", False))
 
 
-def _check_model(serving: Serving, given: Mapping[str, Any]) -> None:
-    name = given.get("model", serving.model.name)
+def check_model(serving: Serving, name: str) -> None:
+    """Refuse a request to another model."""
     if name != serving.model.name:
-        raise no_model(name, serving)
-
-
-def no_model(name: str, serving: Serving) -> Refused:
-    """Return the error for a request to an unknown model."""
-    text = f"there is no model {shown(name)} here; ask for {serving.model.name!r}."
-    return Refused(text, "model", 404, "model_not_found")
+        text = f"there is no model {shown(name)} here; ask for {serving.model.name!r}."
+        raise Refused(text, "model", 404, "model_not_found")
 
 
 def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:

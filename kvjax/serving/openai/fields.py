@@ -166,20 +166,15 @@ CHAT: Mapping[str, Check] = COMMON | {
 
 
 def checked(given: Mapping[str, Any], known: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
-    """Check the fields, and return those that are not null.
-
-    Raises:
-        Refused: a field is unknown or has an invalid value.
-    """
+    """Check the fields, and return those that are not null, which has no effect in any field."""
     found: dict[str, Any] = {}
     for name, value in given.items():
-        if name not in known and value is None:
-            continue  # null has no effect in any field
+        if value is None:
+            continue
         if name not in known:
             near = difflib.get_close_matches(name[:40], known, 1)
             meant = f"did you mean {prefix}{near[0]}?" if near else "leave it out."
             field = f"{prefix}{name[:40]}"
             raise Refused(f"there is no field {field!r}; {meant}", field, code="unknown_parameter")
-        if value is not None:
-            found[name] = known[name](f"{prefix}{name}", value)
+        found[name] = known[name](f"{prefix}{name}", value)
     return found

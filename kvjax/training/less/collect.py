@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.inference.budget import lines_of, plan_slots
+from kvjax.inference.empty import empty_state
 from kvjax.inference.prepare import ready
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
@@ -52,34 +52,25 @@ def collect(
     """Collect features of texts in memory-mapped arrays [L, s, ...]; a new call resumes an interrupted one.
 
     Args:
-        budget: slots per head.
-        tokens: ids of the texts, all of one length.
         directory: directory of the arrays, about 6 n (heads + KV heads) d floats per text and layer.
         mask: see `record`.
         seed: seed of random policies; each text gets its own seed from it.
-        show: called with the number of texts done.
     """
     check_policy(policy, mask)
-    bound, config = ready(model, policy, budget, plan), model.config
-    total, n = tokens.shape
-    config.check_bound(n)
-    rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
+    bound, layers = ready(model, policy, budget, plan), model.config.layer_configs
     if bound.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
-    limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), n - 1, config, 1)
-    bound = bound.sized(lines_of(limits))
-    shapes = zip(config.layer_configs, limits, strict=True)
-    if min(int(limit.min()) for layer, limit in shapes if not layer.bounds(n)) >= n:
+    total, n = tokens.shape
+    rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
+    state = empty_state(model, bound, rows, n, budget)
+    limits = zip(layers, state.storage.limits(), strict=True)
+    if min(int(limit.min()) for layer, limit in limits if not layer.bounds(n)) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
-    slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     seeds = jax.random.bits(jax.random.key(seed), (total,), jnp.uint32)
 
     def of(first: int) -> Features:
         chosen = slice(first, first + rows)
-        read = jnp.asarray(tokens[chosen], jnp.int32)
-        return record(
-            model.weights, bound, read, seeds[chosen], slots, config=config, capacities=capacities, mask=mask
-        )[0]
+        return record(state.replace(seed=seeds[chosen]), jnp.asarray(tokens[chosen], jnp.int32), mask=mask)[0]
 
     shapes = jax.eval_shape(lambda: of(0))
     directory.mkdir(parents=True, exist_ok=True)

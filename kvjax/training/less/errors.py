@@ -22,13 +22,7 @@ from kvjax.training.less.train import OF_LAYERS, Training, mean_error, split_tex
 
 
 def held_out_errors(
-    model: Model,
-    features: Features,
-    training: Training,
-    recipe: Recipe,
-    dtype: DTypeLike,
-    *,
-    mesh: Mesh | None = None,
+    model: Model, features: Features, training: Training, recipe: Recipe, dtype: DTypeLike, *, mesh: Mesh | None = None
 ) -> list[dict[str, Any]]:
     """Measure each layer's error on held-out texts, for the policy alone and with the kernels as stored in `dtype`."""
     held = split_texts(features.q.shape[1], recipe)[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
@@ -31,7 +33,12 @@ def memory_attention(
     Args:
         dropout: random key in training; None for no dropout.
     """
-    phi, psi = kernel_features(params, recipe, seen, dropout)
+    shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
+    train = dropout is not None
+    rngs = [{"dropout": key} for key in jax.random.split(dropout)] if train else [{}, {}]
+    phi: Any = Phi(**shape).apply({"params": params["phi"]}, seen.q, train=train, rngs=rngs[0])
+    of_keys = Psi(**shape, literal=recipe.literal)
+    psi: Any = of_keys.apply({"params": params["psi"]}, seen.k, train=train, rngs=rngs[1])
     n, d = seen.v.shape[-2:]
     phi, psi = _chunks(phi), _chunks(psi * seen.leaving[..., None])
     pairs = _chunks(jnp.concatenate([seen.v, jnp.ones_like(seen.v[..., :1])], -1))  # the column of ones sums psi
@@ -44,19 +51,6 @@ def memory_attention(
     # Both parts are relative to the cache's; the limit keeps float32 finite if the cache's mass is tiny.
     mass = mass * jnp.exp(jnp.minimum(-seen.lse, 80.0))[..., None]
     return (seen.sparse + mass[..., :d]) / (1 + mass[..., d:])
-
-
-def kernel_features(
-    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
-) -> tuple[Float[Array, "b h g n R"], Float[Array, "b h n R"]]:
-    """Compute phi of the queries and psi of the evicted keys."""
-    shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
-    train = dropout is not None
-    rngs = [{"dropout": key} for key in jax.random.split(dropout)] if train else [{}, {}]
-    phi = Phi(**shape).apply({"params": params["phi"]}, seen.q, train=train, rngs=rngs[0])
-    of_keys = Psi(**shape, literal=recipe.literal)
-    psi = of_keys.apply({"params": params["psi"]}, seen.k, train=train, rngs=rngs[1])
-    return phi, psi  # type: ignore[return-value]
 
 
 def _chunks(x: Array) -> Array:

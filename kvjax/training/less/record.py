@@ -11,11 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import with_evicted
 from kvjax.cache.dense import Dense
-from kvjax.cache.empty import empty_layers
 from kvjax.cache.recompute import with_again, without_again
 from kvjax.cache.stats import answered
 from kvjax.cache.step import Pending, exchange, share_of_residual, sum_over_layers, update_score
-from kvjax.inference.cache import Cache
+from kvjax.inference.state import State
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
@@ -97,39 +96,23 @@ class Replayed(struct.PyTreeNode):
     """Attention probabilities of the kept pairs that the policy sees."""
 
 
-@functools.partial(jax.jit, static_argnames=("config", "capacities", "mask"))
-def record(
-    weights: Weights,
-    policy: Policy,
-    tokens: Int[Array, "b n"],
-    seed: Array,
-    limits: tuple[Int[Array, "b h"], ...],
-    *,
-    config: ModelConfig,
-    capacities: tuple[int, ...],
-    mask: str = "decode",
-) -> tuple[Features, Int[Array, "L b h n"]]:
+@functools.partial(jax.jit, static_argnames="mask")
+def record(state: State, tokens: Int[Array, "b n"], *, mask: str = "decode") -> tuple[Features, Int[Array, "L b h n"]]:
     """Run the frozen model over texts, and replay eviction on its queries, keys and values token by token.
 
     Args:
-        policy: the policy that evicts, bound to the model.
-        tokens: ids [b, n] without padding.
-        seed: seeds of the policy, uint32 [b].
-        limits: slots that each head may use, for each layer.
+        state: from `empty_state`, with the policy that evicts.
         mask: with `decode` the policy sees the probabilities of decoding; with `full-softmax` the same slots'
             probabilities in the full softmax, as in the code published with LESS.
 
     Returns:
         Features, stacked over layers, and the position evicted at each step, -1 for none.
     """
+    weights, config, cache = state.weights, state.config, state.cache
+    assert isinstance(cache.storage, Dense)
     reads, full = read_full(weights, config, tokens)
     rows, n = tokens.shape
-    dtype = reads[0].k.dtype
-    policies = [policy.layer(layer) for layer in range(config.layers)]
-    made = Dense(empty_layers(policy, config.layer_configs, limits, capacities, dtype))
-    # The replay treats the first token as the prompt and all others as generated.
-    end = jnp.full(rows, n, jnp.int32)
-    cache = Cache.empty(made, 1, end - 1, end, seed)
+    policies = [state.policy.layer(layer) for layer in range(config.layers)]
 
     def step(
         storage: Dense, inputs: tuple[Int[Array, ""], Int[Array, " b"], list[_Read]]
@@ -149,7 +132,7 @@ def record(
         return storage, tuple(seen)
 
     inputs = [jax.tree.map(by_steps, read, _AXES) for read in reads]
-    _, seen = jax.lax.scan(step, made, (jnp.arange(n), tokens.T, inputs))
+    _, seen = jax.lax.scan(step, cache.storage, (jnp.arange(n), tokens.T, inputs))
     features, evicted = [], []
     for shape, read, out, found in zip(config.layer_configs, reads, full, seen, strict=True):
         left = jnp.moveaxis(found.left, 0, -1)

@@ -171,11 +171,7 @@ def _texts(leaf: Array, *, chosen: np.ndarray, missing: int) -> np.ndarray:
 
 
 def split_texts(texts: int, recipe: Recipe) -> tuple[range, range]:
-    """Return the indices of the training texts and of the held-out ones, which are the last.
-
-    Raises:
-        ValueError: the training texts do not fill one batch.
-    """
+    """Return the indices of the training texts and of the held-out ones, which are the last."""
     held = max(1, round(recipe.held_out * texts))
     if texts - held < recipe.batch:
         raise ValueError(
@@ -201,7 +197,6 @@ def train(
     if the recipe has more epochs.
 
     Args:
-        directory: directory of the run's checkpoints.
         epochs: stop after this many; the run can be resumed later. None for the recipe's.
         show: called with the epochs done and the losses of the last one.
 

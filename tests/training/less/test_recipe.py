@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.inference.budget import plan_slots
+from kvjax.inference.empty import empty_state
 from kvjax.inference.prepare import ready
 from kvjax.methods.less.feature_maps import Phi, Psi, init_kernels
 from kvjax.model import Model
@@ -38,10 +38,7 @@ def layer_of(kernels: Any, layer: int) -> Any:
 def recorded(model: Model) -> tuple[Features, np.ndarray]:
     """What H2O's decoding leaves of two texts, and the positions that leave [L b h n]."""
     policy = ready(model, kvjax.policy("h2o"), BUDGET, None)
-    limits, slots = plan_slots(policy, BUDGET, np.ones(2, int), N - 1, model.config, 1)
-    limits = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
-    seeds, tokens = jnp.zeros(2, jnp.uint32), jnp.asarray(TOKENS, jnp.int32)
-    features, left = record(model.weights, policy, tokens, seeds, limits, config=model.config, capacities=slots)
+    features, left = record(empty_state(model, policy, 2, N, BUDGET), jnp.asarray(TOKENS, jnp.int32))
     return features, np.asarray(left)
 
 

@@ -21,7 +21,7 @@ import kvjax
 from kvjax.cache.dense import Dense
 from kvjax.cli import main, train_less
 from kvjax.evaluation.perplexity import begin
-from kvjax.inference.budget import plan_slots
+from kvjax.inference.empty import empty_state
 from kvjax.inference.prepare import ready
 from kvjax.inference.state import held_positions
 from kvjax.methods.less import checkpoint
@@ -60,12 +60,8 @@ class FullAnswers(Dense):
 def replay(model: Model, policy: kvjax.Policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
     seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
     policy = ready(model, policy, BUDGET, None)
-    limits, slots = plan_slots(policy, BUDGET, np.ones(2, int), N - 1, model.config, 1)
-    limits = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
-    tokens = jnp.asarray(TOKENS, jnp.int32)
-    features, left = record(
-        model.weights, policy, tokens, seed, limits, config=model.config, capacities=slots, mask=mask
-    )
+    state = empty_state(model, policy, 2, N, BUDGET).replace(seed=seed)
+    features, left = record(state, jnp.asarray(TOKENS, jnp.int32), mask=mask)
     return features, np.asarray(left)
 
 
@@ -177,7 +173,7 @@ def start(*words: str) -> subprocess.Popen[bytes]:
     """A run in a process of its own: those that are compared to the last bit are compiled as users' runs are."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
-        [sys.executable, "-m", "kvjax.cli.train_less", *words], env=environment, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "kvjax", "train_less", *words], env=environment, stdout=subprocess.DEVNULL
     )
 
 

@@ -4,8 +4,8 @@ Structure and counts are the published ones. Words and sentences are not, no wor
 `length` does not include the answer. Compare scores with each other, not with published numbers.
 """
 
+from kvjax.evaluation.tasks.ruler.drafts import HAYS as HAYS
 from kvjax.evaluation.tasks.ruler.drafts import KINDS as KINDS
+from kvjax.evaluation.tasks.ruler.drafts import NOISE as NOISE
 from kvjax.evaluation.tasks.ruler.families import FAMILIES as FAMILIES
 from kvjax.evaluation.tasks.ruler.fill import cases as cases
-from kvjax.evaluation.tasks.ruler.hay import HAYS as HAYS
-from kvjax.evaluation.tasks.ruler.hay import NOISE as NOISE

@@ -8,8 +8,7 @@ import random
 import string
 from collections.abc import Iterator, Sequence
 
-from kvjax.evaluation.tasks.ruler.drafts import KINDS, CaseRequest, Draft, Draws, QuestionFamily
-from kvjax.evaluation.tasks.ruler.hay import HAYS, Hay, hay_for
+from kvjax.evaluation.tasks.ruler.drafts import HAYS, KINDS, CaseRequest, Draft, Hay, QuestionFamily
 from kvjax.evaluation.tasks.words import ADJECTIVES, NOUNS
 
 
@@ -17,12 +16,16 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _magic(request: CaseRequest, draws: Draws, *, others: int = 0, values: int = 1, queries: int = 1) -> Draft:
+def _coded(request: CaseRequest, letters: str, length: int) -> str:
+    return request.fresh(lambda rng: "".join(rng.choices(letters, k=length)))
+
+
+def _magic(request: CaseRequest, *, others: int = 0, values: int = 1, queries: int = 1) -> Draft:
     """Draft RULER's needles in a haystack: sentences that state the value of a key."""
     name, opening = f"magic {KINDS[request.value_type].name}", "One" if values > 1 else "The"
 
     def draw(kind: str) -> str:
-        return draws.fresh(KINDS[kind].draw)
+        return request.fresh(KINDS[kind].draw)
 
     def needle(key: str) -> tuple[str, str]:
         value = draw(request.value_type)
@@ -31,10 +34,10 @@ def _magic(request: CaseRequest, draws: Draws, *, others: int = 0, values: int =
     keys = [draw(request.key_type) for _ in range(queries)]
     asked = [needle(key) for key in keys for _ in range(values)]
     needles = [text for text, _ in asked] + [needle(draw(request.key_type))[0] for _ in range(others)]
-    depths = [request.first_depth(draws), *(draws.rng.random() for _ in needles[1:])]
+    depths = [request.first_depth(), *(request.rng.random() for _ in needles[1:])]
     planted, of_needles = list(zip(depths, needles, strict=True)), request.hay == "needles"
     endless = (needle(draw(request.key_type))[0] for _ in itertools.count())
-    hay = Hay(endless, "\n") if of_needles else hay_for(request, draws)
+    hay = Hay(endless, "\n") if of_needles else request.text_hay()
     alone = len(needles) == 1 and not of_needles
     hidden, them = (f"a {name}", "it") if alone else (f"{name}s", "them")
     intro = f"The text below hides {hidden}. Remember {them}: you will be asked for {them}."
@@ -51,14 +54,14 @@ def _magic(request: CaseRequest, draws: Draws, *, others: int = 0, values: int =
     )
 
 
-def _variable_tracking(request: CaseRequest, draws: Draws) -> Draft:
+def _variable_tracking(request: CaseRequest) -> Draft:
     """Draft one chain of assignments, in order: a number, then each variable from the one before."""
-    value = str(draws.rng.randrange(10**4, 10**5))
-    names = [draws.fresh(lambda rng: "".join(rng.choices(string.ascii_uppercase, k=5))) for _ in range(request.needles)]
+    value = str(request.rng.randrange(10**4, 10**5))
+    names = [_coded(request, string.ascii_uppercase, 5) for _ in range(request.needles)]
     sources = [value, *(f"VAR {name}" for name in names)]
     chain = [f"VAR {name} = {source}." for name, source in zip(names, sources, strict=False)]
-    planted = list(zip(sorted(draws.rng.random() for _ in chain), chain, strict=True))
-    hay = hay_for(request, draws)
+    planted = list(zip(sorted(request.rng.random() for _ in chain), chain, strict=True))
+    hay = request.text_hay()
     intro = "The text below hides assignments of variables. Remember them and what value each variable gets."
     return Draft(
         lambda units: f"{intro}\n{hay.plant(units, planted)}",
@@ -69,15 +72,15 @@ def _variable_tracking(request: CaseRequest, draws: Draws) -> Draft:
     )
 
 
-def _common_words(request: CaseRequest, draws: Draws) -> Draft:
+def _common_words(request: CaseRequest) -> Draft:
     """Draft a numbered list with some words 30 times and others 3 times, or 6 and 1 in contexts below 4096."""
     often, rarely = (30, 3) if request.length >= 4096 else (6, 1)
-    words = draws.rng.sample(ADJECTIVES + NOUNS, len(ADJECTIVES + NOUNS))
-    common, order = words[: request.needles], draws.rng.random()
+    words = request.rng.sample(ADJECTIVES + NOUNS, len(ADJECTIVES + NOUNS))
+    common, order = words[: request.needles], request.rng.random()
 
     def pairs() -> Iterator[str]:
         while True:  # after the plain words; skips pairs that contain an answer
-            pair = draws.fresh(KINDS["words"].draw)
+            pair = request.fresh(KINDS["words"].draw)
             if not set(pair.split("-")) & set(common):
                 yield pair
 
@@ -101,16 +104,11 @@ def _common_words(request: CaseRequest, draws: Draws) -> Draft:
     )
 
 
-def _frequent_words(request: CaseRequest, draws: Draws) -> Draft:
+def _frequent_words(request: CaseRequest) -> Draft:
     """Draft coded words with frequencies of the zeta distribution of exponent 2; the most frequent is noise."""
-    most, order = 3, draws.rng.random()
-    coded = Hay(
-        itertools.chain(
-            ["..."],
-            (draws.fresh(lambda rng: "".join(rng.choices(string.ascii_lowercase, k=6))) for _ in itertools.count()),
-        ),
-        " ",
-    )
+    most, order = 3, request.rng.random()
+    words = (_coded(request, string.ascii_lowercase, 6) for _ in itertools.count())
+    coded = Hay(itertools.chain(["..."], words), " ")
 
     def share(rank: int) -> float:
         return 6 / (math.pi * rank) ** 2
@@ -132,17 +130,17 @@ def _frequent_words(request: CaseRequest, draws: Draws) -> Draft:
     )
 
 
-def _key_values(request: CaseRequest, draws: Draws) -> Draft:
+def _key_values(request: CaseRequest) -> Draft:
     """Draft a JSON object of uuids (Liu et al. 2023, Lost in the Middle, arXiv 2307.03172, section 3)."""
 
     def pair() -> tuple[str, str]:
-        return draws.fresh(KINDS["uuids"].draw), draws.fresh(KINDS["uuids"].draw)
+        return request.fresh(KINDS["uuids"].draw), request.fresh(KINDS["uuids"].draw)
 
     def line(key: str, value: str) -> str:
         return f'"{key}": "{value}"'
 
     key, value = pair()
-    planted = [(request.first_depth(draws), line(key, value))]
+    planted = [(request.first_depth(), line(key, value))]
     hay = Hay((line(*pair()) for _ in itertools.count()), ",\n ")
     return Draft(
         lambda units: f"The JSON object below holds keys and their values.\n{{{hay.plant(units, planted)}}}",
@@ -153,11 +151,11 @@ def _key_values(request: CaseRequest, draws: Draws) -> Draft:
     )
 
 
-def _pass_key(request: CaseRequest, draws: Draws) -> Draft:
+def _pass_key(request: CaseRequest) -> Draft:
     """Draft five digits in noise (Mohtashami and Jaggi 2023, arXiv 2305.16300, section 4.2)."""
-    key = str(draws.rng.randrange(10**4, 10**5))
+    key = str(request.rng.randrange(10**4, 10**5))
     needle = f"The pass key is {key}. Keep it in mind: {key} is the pass key."
-    planted, hay = [(request.first_depth(draws), needle)], hay_for(request, draws)
+    planted, hay = [(request.first_depth(), needle)], request.text_hay()
     intro = "The text below hides a pass key among things of no importance. Remember it: you will be asked for it."
     return Draft(
         lambda units: f"{intro}\n{hay.plant(units, planted)}", "What is the pass key?", (key,), "The pass key is"
@@ -167,7 +165,7 @@ def _pass_key(request: CaseRequest, draws: Draws) -> Draft:
 FAMILIES = {
     "single": QuestionFamily(_magic, "the value of a key, from one needle", HAYS, depth=True, types=True),
     "multi_key": QuestionFamily(
-        lambda request, draws: _magic(request, draws, others=request.needles - 1),
+        lambda request: _magic(request, others=request.needles - 1),
         "the value of a key among other keys",
         ("needles", "noise", "essay"),
         depth=True,
@@ -175,14 +173,14 @@ FAMILIES = {
         types=True,
     ),
     "multi_value": QuestionFamily(
-        lambda request, draws: _magic(request, draws, values=request.needles),
+        lambda request: _magic(request, values=request.needles),
         "all values of a key",
         HAYS,
         needles=(4, 1, 1000),
         types=True,
     ),
     "multi_query": QuestionFamily(
-        lambda request, draws: _magic(request, draws, queries=request.needles),
+        lambda request: _magic(request, queries=request.needles),
         "the values of several keys",
         HAYS,
         needles=(4, 1, 1000),

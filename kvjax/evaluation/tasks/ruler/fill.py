@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvjax.evaluation.tasks.cases import Case
-from kvjax.evaluation.tasks.ruler.drafts import KINDS, CaseRequest, Draft, Draws
+from kvjax.evaluation.tasks.ruler.drafts import KINDS, CaseRequest, Draft
 from kvjax.evaluation.tasks.ruler.families import FAMILIES
 from kvjax.utils.settings import whole_number
 
@@ -82,11 +82,10 @@ def cases(
             raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}.")
     settings: dict[str, Any] = {"hay": _hay_of(family, hay, text) if made_of.hays else None, "needles": needles}
     settings |= types if made_of.types else dict.fromkeys(types)
-    request = CaseRequest(length, depth, (text or "").split(), **settings)
-    made: list[Case] = []
+    made, words = list[Case](), (text or "").split()
     for index in range(count):
-        draws = Draws(random.Random(f"{family} {length} {depth} {seed} {index}"))
-        draft = made_of.draft(request, draws)
+        rng = random.Random(f"{family} {length} {depth} {seed} {index}")
+        draft = made_of.draft(CaseRequest(rng, length, depth, words, **settings))
         case = Case("", draft.question, draft.answers, draft.prefix)
         asked = len(tokenizer.encode(case.asked, add_special_tokens=False))
 
