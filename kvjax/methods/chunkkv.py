@@ -11,11 +11,12 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register
-from kvjax.methods.registry import base_policy, name_of
+from kvjax.methods.registry import name_of, policy
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import as_numbers
 from kvjax.policies.score import UNRANKED, ScoreOver, is_ranked
-from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
+from kvjax.types import Heads, New, PyTree, View, nothing, setting
+from kvjax.utils.fields import at_least
 
 
 @struct.dataclass
@@ -32,10 +33,7 @@ class ChunkSum(ScoreOver):
         length: L, number of tokens in a chunk.
     """
 
-    length: int = setting(20)
-
-    def __post_init__(self) -> None:
-        check(self.length >= 1, "length", self.length, "a number of tokens from 1")
+    length: int = setting(20, at_least(1, "a number of tokens"))
 
     def slot(self, new: New, state: PyTree) -> tuple[PyTree, Float[Array, "b h t"]]:
         """Return what the other score stores, and the lowest sum."""
@@ -82,5 +80,5 @@ def chunkkv(*, base: str | Policy = "snapkv", length: int = ChunkSum.length, **s
     Args:
         base: the policy that scores: a name or a `Policy`.
     """
-    chosen = base_policy(base, settings)
+    chosen = policy(base, **settings)
     return dataclasses.replace(chosen, score=ChunkSum(chosen.score, name_of(chosen), length), name="chunkkv")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,13 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register
-from kvjax.methods.registry import base_policy, name_of
+from kvjax.methods.registry import name_of, policy
+from kvjax.models.model import LanguageModel
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import recent_slots
 from kvjax.policies.rankings import SplitRanking, as_numbers
 from kvjax.policies.score import Requirements, ScoreOver, is_ranked
 from kvjax.types import New, PyTree, View, number, wide
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 BLOCK = 128
 """Number of tokens whose projected values are in memory at a time."""
@@ -54,7 +52,6 @@ class Critical(ScoreOver):
 
     @property
     def requires(self) -> Requirements:
-        """Requirements of the base, and all tokens of a head."""
         return dataclasses.replace(self.base_score.requires, whole_heads=True)
 
     def bind(self, model: LanguageModel) -> Critical:
@@ -118,7 +115,7 @@ def criticalkv(*, base: str | Policy = "h2o", epsilon: float = Critical.epsilon,
     Raises:
         ValueError: the base keeps the same tokens in all heads.
     """
-    chosen = base_policy(base, settings)
+    chosen = policy(base, **settings)
     name = name_of(chosen)
     if chosen.score.requires.shared_slots != "none":
         raise ValueError(f"policy criticalkv ranks each head by itself, but {name} keeps the same tokens in all heads.")

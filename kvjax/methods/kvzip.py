@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import struct
@@ -12,12 +11,10 @@ from jaxtyping import Array, Float
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register_score
+from kvjax.models.model import LanguageModel
 from kvjax.policies.score import UNRANKED, Replay, Requirements, StoredScore
 from kvjax.policies.stats import Peak
 from kvjax.types import Heads, New, View, nothing, setting, wide
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
