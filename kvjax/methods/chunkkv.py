@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register
-from kvjax.methods.registry import name_of, policy
+from kvjax.methods.registry import base_policy, name_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import as_numbers
 from kvjax.policies.score import UNRANKED, ScoreOver, is_ranked
@@ -80,5 +80,5 @@ def chunkkv(*, base: str | Policy = "snapkv", length: int = ChunkSum.length, **s
     Args:
         base: the policy that scores: a name or a `Policy`.
     """
-    chosen = policy(base, **settings)
+    chosen = base_policy(base, settings)
     return dataclasses.replace(chosen, score=ChunkSum(chosen.score, name_of(chosen), length), name="chunkkv")

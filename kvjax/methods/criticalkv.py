@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register
-from kvjax.methods.registry import name_of, policy
+from kvjax.methods.registry import base_policy, name_of
 from kvjax.models.model import LanguageModel
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import recent_slots
@@ -115,7 +115,7 @@ def criticalkv(*, base: str | Policy = "h2o", epsilon: float = Critical.epsilon,
     Raises:
         ValueError: the base keeps the same tokens in all heads.
     """
-    chosen = policy(base, **settings)
+    chosen = base_policy(base, settings)
     name = name_of(chosen)
     if chosen.score.requires.shared_slots != "none":
         raise ValueError(f"policy criticalkv ranks each head by itself, but {name} keeps the same tokens in all heads.")

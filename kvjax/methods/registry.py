@@ -31,7 +31,7 @@ from kvjax.policies.quantizer import Quantizer
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection
-from kvjax.types import check_kind
+from kvjax.types import check, check_kind
 from kvjax.utils.files import expanded
 from kvjax.utils.suggest import choices
 
@@ -94,6 +94,12 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     made = REGISTRY[name](**_typed(own, annotations_of(REGISTRY[name]) | annotations_of(combine)))
     # A policy over another one keeps the other's name.
     return made if "base" in known else dataclasses.replace(made, name=name)
+
+
+def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
+    """Return the base of a policy over another one; raises ValueError if it is neither a name nor a policy."""
+    check(isinstance(base, str | Policy), "base", base, "a policy name or a Policy instance")
+    return policy(base, **settings)
 
 
 def _names_file(name: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax.methods.less.memory import LowRankMemory
 from kvjax.methods.register import register
-from kvjax.methods.registry import policy
+from kvjax.methods.registry import base_policy, replaced
 from kvjax.policies.policy import Policy
 from kvjax.types import check
 
@@ -31,7 +31,7 @@ def less(
         base: the policy that evicts: a name or a `Policy`.
     """
     memory = dict(checkpoint=checkpoint, kernels=kernels, features=features, kernel_seed=kernel_seed)
-    return policy(base, residual="less", **{f"residual.{name}": value for name, value in memory.items()}, **settings)
+    return replaced(base_policy(base, settings), residual="less", settings={"residual": memory})
 
 
 @register(paper="LESS, 4", group="over another policy")
@@ -49,5 +49,5 @@ def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: 
     """
     even = isinstance(features, int) and features >= 2 and features % 2 == 0
     check(even, "features", features, "an even number from 2")
-    chosen = policy(base, **settings)
+    chosen = base_policy(base, settings)
     return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, extra_slots=features // 2))
