@@ -15,7 +15,7 @@ from tests.oracles.evict_every import EvictEvery
 
 
 class LastQueries(EvictEvery):
-    recent: int
+    recent: int  # type: ignore[assignment]
     kernel: int
     pooling: str
     evict_every: int

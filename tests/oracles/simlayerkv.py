@@ -8,7 +8,7 @@ from tests.oracles.basic import Window
 class SimLayerKV(Window):
     threshold: float
     sinks: int
-    recent: int
+    recent: int  # type: ignore[assignment]
     length: int
 
     def protected(self, h, i, newest):
