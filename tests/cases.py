@@ -17,9 +17,9 @@ import pytest
 import kvjax
 from kvjax.methods import PLANS
 from kvjax.methods.adakv import AdaKV
+from kvjax.methods.compactor import Leverage
 from kvjax.methods.fastgen import TokenClasses
 from kvjax.methods.keyformer import GumbelSoftmax
-from kvjax.methods.leverage import Leverage
 from kvjax.methods.lightkv import AfterLimit, LastQueries
 from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.models import ModelConfig

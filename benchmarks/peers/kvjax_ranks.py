@@ -12,7 +12,7 @@ import flax.struct
 import numpy as np
 
 import kvjax
-from kvjax.methods.leverage import Leverage
+from kvjax.methods.compactor import Leverage
 
 METHODS: dict[str, dict[str, Any]] = {
     "expected_attention": {},

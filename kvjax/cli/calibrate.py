@@ -48,7 +48,7 @@ def prompts_of(model: Model, files: list[Path], tokens: int, length: int) -> lis
 
 def run(options: argparse.Namespace) -> None:
     """Run the command line."""
-    from kvjax.methods.query_means import save
+    from kvjax.methods.triattention import save
     from kvjax.training.calibrate import query_means
 
     check_options(options, "tokens", "length")

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_part
 from kvjax.policies.allocation import Sizing, Uniform
-from kvjax.types import Heads, New, PyTree, check, number, setting, written
+from kvjax.types import Heads, New, PyTree, number, setting
+from kvjax.utils.fields import one_of, share
 
 
 @register_part("adakv")
@@ -36,13 +37,8 @@ class AdaKV(Uniform, interface=True):
         over: heads that compete with each other, those of a `layer` or of the whole `model`.
     """
 
-    floor: float = number(0.2)
-    over: str = setting("layer")
-
-    def __post_init__(self) -> None:
-        check(self.over in ("layer", "model"), "over", self.over, "'layer' or 'model'")
-        if written(self.floor) and not 0 <= self.floor <= 1:
-            raise ValueError(f"floor={self.floor!r} is not a share of the average budget in [0, 1].")
+    floor: float = number(0.2, share("a share of the average budget"))
+    over: str = setting("layer", one_of("layer", "model"))
 
     @property
     def sizing(self) -> Sizing:

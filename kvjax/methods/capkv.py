@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.queries import Expected, MomentScore
-from kvjax.types import New, View, check, number, written
+from kvjax.types import New, View, number
+from kvjax.utils.fields import at_least
 
 
 @register_score("capkv", paper="CapKV, 2026", group="ranked once for each prompt or turn", recent=32)
@@ -34,11 +35,7 @@ class Capacity(MomentScore):
 
     covariance = False
 
-    tau: float = number(5.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(not written(self.tau) or self.tau >= 0, "tau", self.tau, "a number from 0")
+    tau: float = number(5.0, at_least(0, "a number"))
 
     def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
         keys, values, mean, counts = of.keys, of.values, of.mean, of.counts[:, :, None]

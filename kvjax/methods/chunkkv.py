@@ -15,7 +15,8 @@ from kvjax.methods.registry import base_policy, name_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import as_numbers
 from kvjax.policies.score import UNRANKED, ScoreOver, is_ranked
-from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
+from kvjax.types import Heads, New, PyTree, View, nothing, setting
+from kvjax.utils.fields import at_least
 
 
 @struct.dataclass
@@ -32,10 +33,7 @@ class ChunkSum(ScoreOver):
         length: L, number of tokens in a chunk.
     """
 
-    length: int = setting(20)
-
-    def __post_init__(self) -> None:
-        check(self.length >= 1, "length", self.length, "a number of tokens from 1")
+    length: int = setting(20, at_least(1, "a number of tokens"))
 
     def slot(self, new: New, state: PyTree) -> tuple[PyTree, Float[Array, "b h t"]]:
         """Return what the other score stores, and the lowest sum."""

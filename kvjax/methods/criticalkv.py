@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,12 @@ from jaxtyping import Array, Float
 from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy, name_of
+from kvjax.models.model import LanguageModel
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import recent_slots
 from kvjax.policies.rankings import SplitRanking, as_numbers
 from kvjax.policies.score import Requirements, ScoreOver, is_ranked
 from kvjax.types import New, PyTree, View, number, wide
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 BLOCK = 128
 """Number of tokens whose projected values are in memory at a time."""
@@ -54,7 +52,6 @@ class Critical(ScoreOver):
 
     @property
     def requires(self) -> Requirements:
-        """Requirements of the base, and all tokens of a head."""
         return dataclasses.replace(self.base_score.requires, whole_heads=True)
 
     def bind(self, model: LanguageModel) -> Critical:

@@ -11,7 +11,8 @@ from kvjax.methods.neighbors import in_text_order
 from kvjax.methods.register import register_score
 from kvjax.policies.rankings import coarse
 from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, View, check, setting, wide
+from kvjax.types import New, View, setting, wide
+from kvjax.utils.fields import at_least
 from pallas_kernels.noise import uniform_at
 
 
@@ -34,17 +35,11 @@ class LeverageProduct(Score):
         projections: columns of G, 20 in the paper's random form; None for the norms themselves.
     """
 
-    neighbors: int = setting(16)
-    projections: int | None = setting(None)
-
-    def __post_init__(self) -> None:
-        check(self.neighbors >= 1, "neighbors", self.neighbors, "a number of tokens from 1")
-        columns = self.projections
-        check(columns is None or columns >= 1, "projections", columns, "a number of columns from 1, or None")
+    neighbors: int = setting(16, at_least(1, "a number of tokens"))
+    projections: int | None = setting(None, at_least(1, "a number of columns"))
 
     @property
     def requires(self) -> Requirements:
-        """All keys and values of a head."""
         return Requirements(whole_heads=True)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:

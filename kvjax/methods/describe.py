@@ -64,9 +64,7 @@ def describe_policy(name: str, own: bool = False) -> Description:
     made = policy(name)
     inner = getattr(made.plan, "plan", None)
     parts = (made.score, made.protection, made.plan, inner, made.selection, made.codec, made.residual)
-    known: dict[str, str] = {}
-    for source in (combine, *(base for part in reversed(parts) for base in reversed(type(part).__mro__)), method):
-        known |= _meanings(source)
+    known = _meanings(combine, *(base for part in reversed(parts) for base in reversed(type(part).__mro__)), method)
     kinds = annotations_of(combine) | annotations_of(method)
     usual = {setting.name: setting.default for setting in common()}
     settings = [
@@ -107,12 +105,11 @@ def explanation(source: Any) -> str:
 def _fields(part: str, kind: Any) -> list[Setting]:
     if not isinstance(kind, type):
         return []
-    known: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        known |= _meanings(base)
-    fields = [field for field in dataclasses.fields(kind) if field.name in setting_names(kind)]
+    known, names = _meanings(*reversed(kind.__mro__)), setting_names(kind)
     return [
-        Setting(f"{part}.{field.name}", str(field.type), field.default, known.get(field.name, "")) for field in fields
+        Setting(f"{part}.{field.name}", str(field.type), field.default, known.get(field.name, ""))
+        for field in dataclasses.fields(kind)
+        if field.name in names
     ]
 
 
@@ -132,8 +129,11 @@ def _said(what: str, described: Any) -> str:
     return next((" ".join(said.split()) for word, _, said in found if word == what), "")
 
 
-def _meanings(described: Any) -> dict[str, str]:
-    # The entries under Args in a docstring.
-    _, _, arguments = _text(described).partition("Args:\n")
-    found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", arguments.partition("\n\n")[0], flags=re.MULTILINE)
-    return {name: " ".join(meaning.split()) for name, meaning in found}
+def _meanings(*described: Any) -> dict[str, str]:
+    # The entries under Args in docstrings; later ones replace earlier ones.
+    found: dict[str, str] = {}
+    for each in described:
+        arguments = _text(each).partition("Args:\n")[2].partition("\n\n")[0]
+        for name, meaning in re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", arguments, flags=re.MULTILINE):
+            found[name] = " ".join(meaning.split())
+    return found

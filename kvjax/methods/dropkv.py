@@ -9,7 +9,8 @@ from kvjax.methods.register import register_score
 from kvjax.methods.step_windows import begin, ended, shifted, weights
 from kvjax.policies.score import Score
 from kvjax.policies.stats import Damage
-from kvjax.types import Heads, New, View, check, nothing, setting
+from kvjax.types import Heads, New, View, nothing, setting
+from kvjax.utils.fields import at_least
 
 Windows = tuple[Float[Array, "b h c"], Float[Array, "b h c"]]
 
@@ -32,10 +33,7 @@ class DropDamage(Score):
         window: w, in queries.
     """
 
-    window: int = setting(32)
-
-    def __post_init__(self) -> None:
-        check(self.window >= 1, "window", self.window, "a number of queries from 1")
+    window: int = setting(32, at_least(1, "a number of queries"))
 
     def slot(self, new: New, state: object) -> Windows:
         """Return zeros, the initial damage to the queries of the previous and of the current window."""

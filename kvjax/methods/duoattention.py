@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,26 +11,26 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.methods.combine import combine
-from kvjax.methods.ends import EndsOrAll
-from kvjax.methods.register import register
-from kvjax.methods.window import Recency
+from kvjax.methods.ends import EndsOrAll, ends_policy
+from kvjax.methods.register import register_score
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, embed, finish_block, project, sink_logits_of
+from kvjax.models.model import LanguageModel
 from kvjax.models.weights import require_weights
-from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protection
 from kvjax.rope import rotate
-from kvjax.types import LayerConfig, New, PyTree, View, check, setting
+from kvjax.types import LayerConfig, New, PyTree, View, setting
+from kvjax.utils.fields import at_least, share
 from pallas_kernels.attention import attend, with_sink
 
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
-
+@register_score(
+    "duoattention", paper="DuoAttention, 2024", group="ranked by position", make=ends_policy, sinks=128, recent=256
+)
 @struct.dataclass
 class RetrievalHeads(EndsOrAll):
-    r"""Full caches in retrieval heads, which attend to what followed the same token before.
+    r"""Keep everything in retrieval heads, and the first `sinks` and the newest `recent` tokens in the others.
+
+    Retrieval heads attend to what followed the same token before.
 
     .. math:: F_h = \frac 1 {G (L - 1)} \sum_{t = L}^{2 L - 2} \sum_g a_{tg}(t - L + 1)
 
@@ -39,6 +38,9 @@ class RetrievalHeads(EndsOrAll):
     largest F, are retrieval heads; the others keep s first and w newest tokens. Slots are for N = prompt +
     `max_new_tokens`, beyond which logits are NaN. Special tokens of the prompt get additional slots, generated ones
     do not. The paper trains a number for each head instead; its published lists of heads are not read.
+
+    When: with prompts much longer than `sinks` + `recent`. It has not been measured on many models yet. The heads are
+    found anew whenever a prompt is read, unless the policy is bound to its model: `kvjax.policy(...).bind(model)`.
 
     Args:
         retrieval: fraction of retrieval heads, in [0, 1]; in the paper 0.25 with and 0.5 without one KV head for each
@@ -51,19 +53,12 @@ class RetrievalHeads(EndsOrAll):
     method = "duoattention"
     of_heads = ("full",)
 
-    retrieval: float = setting(0.5)
-    length: int = setting(512)
-    seed: int = setting(0)
+    retrieval: float = setting(0.5, share("a fraction of the heads"))
+    length: int = setting(512, at_least(2, "a number of tokens"))
+    seed: int = setting(0, at_least(0, "a whole number"))
     full: tuple[Bool[Array, " h"], ...] | Bool[Array, " h"] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(0 <= self.retrieval <= 1, "retrieval", self.retrieval, "a fraction of the heads in [0, 1]")
-        check(self.length >= 2, "length", self.length, "a number of tokens from 2")
-        check(self.seed >= 0, "seed", self.seed, "a whole number from 0")
-
     def bind(self, model: LanguageModel) -> RetrievalHeads:
-        """Return a copy with the retrieval heads of a model."""
         sizes = [layer.kv_heads for layer in model.config.layer_configs]
         if self.full is not None:
             if [len(mask) for mask in self.full] != sizes:
@@ -118,25 +113,3 @@ def _read(
     out = with_sink(partial, sink_logits_of(layer, shape)).out
     after = jnp.diagonal(probs[:, :, :, lag:-1, 1:], axis1=3, axis2=4)
     return finish_block(layer, config, shape, x, normed, out), after.mean((0, 2, 3))
-
-
-@register(paper="DuoAttention, 2024", group="ranked by position")
-def duoattention(
-    *,
-    retrieval: float = RetrievalHeads.retrieval,
-    sinks: int = 128,
-    recent: int = 256,
-    length: int = RetrievalHeads.length,
-    seed: int = RetrievalHeads.seed,
-    special: tuple[int, ...] = (),
-    **common: Any,
-) -> Policy:
-    """Keep everything in retrieval heads, and the first `sinks` and the newest `recent` tokens in the others.
-
-    When: with prompts much longer than `sinks` + `recent`. It has not been measured on many models yet. The heads are
-    found anew whenever a prompt is read, unless the policy is bound to its model: `kvjax.policy(...).bind(model)`.
-    """
-    check(isinstance(recent, int), "recent", recent, "a number of tokens from 1")
-    plan = RetrievalHeads(sinks, recent, retrieval, length, seed)
-    protection = Protection(sinks, recent, special, generated=False)
-    return combine(Recency(), plan=plan, protection=protection, **common)

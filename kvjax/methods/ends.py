@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from kvjax.methods.combine import combine
+from kvjax.methods.window import Recency
 from kvjax.policies.allocation import Plan, Sizing, Uniform
-from kvjax.types import New, View, check, setting
+from kvjax.policies.policy import Policy
+from kvjax.policies.protection import Protection
+from kvjax.types import New, View, setting
+from kvjax.utils.fields import at_least
 
 
 @struct.dataclass
@@ -17,19 +22,15 @@ class EndsOrAll(Uniform, interface=True):
     """Slots for the whole text in some heads, and for its ends in the others: a subclass says which.
 
     Args:
-        initial: first tokens that the other heads keep.
-        newest: newest tokens that the other heads keep, the one being read included.
+        sinks: first tokens that the other heads keep.
+        recent: newest tokens that the other heads keep, the one being read included.
     """
 
     method: ClassVar[str] = ""
     """Name of the policy, in messages."""
 
-    initial: int = setting(4)
-    newest: int = setting(1024)
-
-    def __post_init__(self) -> None:
-        check(self.initial >= 0, "sinks", self.initial, "a number of tokens from 0")
-        check(self.newest >= 1, "recent", self.newest, "a number of tokens from 1")
+    sinks: int = setting(4, at_least(0, "a number of tokens"))
+    recent: int = setting(1024, at_least(1, "a number of tokens"))
 
     @property
     def sizing(self) -> Sizing:
@@ -45,8 +46,14 @@ class EndsOrAll(Uniform, interface=True):
 
     def slots_of(self, ends: Bool[Array, "b #h"], view: View, new: New) -> Int[Array, "b h"]:
         """Return slots for the ends, and for special tokens of the prompt, in the heads of a mask, else for all."""
-        few, every, special = self.initial + self.newest, new.end[:, None], view.slots.protection
+        few, every, special = self.sinks + self.recent, new.end[:, None], view.slots.protection
         if special is not None:
-            few += (view.live & special & (view.position >= self.initial)).sum(-1)
+            few += (view.live & special & (view.position >= self.sinks)).sum(-1)
         ends = jnp.broadcast_to(ends, view.limit.shape)
         return jnp.where(ends, jnp.minimum(few, every), every).astype(jnp.int32)
+
+
+def ends_policy(plan: EndsOrAll, *, sinks: int, recent: int, special: tuple[int, ...] = (), **common: Any) -> Policy:
+    """Return the policy of a plan: the oldest token is evicted first, generated special tokens are not protected."""
+    protection = Protection(sinks, recent, special, generated=False)
+    return combine(Recency(), plan=plan, protection=protection, **common)

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.queries import Expected, MomentScore
-from kvjax.types import New, View, check, number, written
+from kvjax.types import New, View, number
+from kvjax.utils.fields import at_least
 
 
 @register_score(
@@ -34,11 +35,7 @@ class ExpectedAttention(MomentScore):
         epsilon: constant added to the attention; 0.01 with the plan `adakv` in the published results.
     """
 
-    epsilon: float = number(0.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(not written(self.epsilon) or self.epsilon >= 0, "epsilon", self.epsilon, "a number from 0")
+    epsilon: float = number(0.0, at_least(0, "a number"))
 
     def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
         assert of.spread is not None

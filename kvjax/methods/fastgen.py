@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,14 +14,13 @@ from kvjax.cache.slots import sum_of_most
 from kvjax.methods.combine import combine
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import register
+from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan, Sizing, Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protected, Protection, Quota
 from kvjax.policies.stats import Near, Sums
 from kvjax.types import Heads, New, Parts, View, check, number, setting, wide, written
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
+from kvjax.utils.fields import Limit, at_least, one_of, share
 
 PARTS = ("special", "punctuation", "frequent", "local")
 SPECIAL, PUNCTUATION, FREQUENT, EVERYTHING = 1, 2, 4, 8
@@ -30,6 +29,9 @@ SPECIAL, PUNCTUATION, FREQUENT, EVERYTHING = 1, 2, 4, 8
 GENERATED = 128
 """Bit of a generated token, beside those of its classes."""
 
+_ORDER = Limit(
+    lambda order: 0 < len(set(order) & set(PARTS)) == len(order), f"one or more of {', '.join(PARTS)}, each once"
+)
 
 OF_FREQUENT = ("frequent", "frequent_among")
 """Settings that the plan and the protection share."""
@@ -129,16 +131,12 @@ class TokenClasses(Protection):
         kept = (view.slots.protection & found.wanted[..., None]) > 0
         generated = (view.slots.protection & GENERATED) > 0
         recent = jnp.maximum(window, self.recent - 1) + (not new.given)
-        return Protected(
-            jnp.zeros_like(view.limit), recent, kept & ~generated, kept & generated, self._quota(found.wanted, new)
-        )
-
-    def _quota(self, wanted: UInt8[Array, "b h"], new: New) -> Quota:
-        """Return floor(r_f L) for L earlier tokens; 0 in heads without frequent tokens, no bound in full heads."""
+        # floor(r_f L) for L earlier tokens; 0 in heads without frequent tokens, no bound in full heads.
         frequent = _share(self.frequent, length_before(new))[:, None]
-        most = jnp.where((wanted & FREQUENT) > 0, frequent, 0)
-        most = jnp.where((wanted & EVERYTHING) > 0, jnp.iinfo(jnp.int32).max, most)
-        return Quota(most, self.frequent_among == "all")
+        most = jnp.where((found.wanted & FREQUENT) > 0, frequent, 0)
+        most = jnp.where((found.wanted & EVERYTHING) > 0, jnp.iinfo(jnp.int32).max, most)
+        quota = Quota(most, self.frequent_among == "all")
+        return Protected(jnp.zeros_like(view.limit), recent, kept & ~generated, kept & generated, quota)
 
 
 @struct.dataclass
@@ -184,29 +182,14 @@ class Profiled(Uniform):
         spare_punctuation: slots for generated punctuation, as a fraction of `max_new_tokens`.
     """
 
-    threshold: float = number(0.95)
-    local: float = setting(0.3)
-    frequent: float = number(0.3)
-    order: tuple[str, ...] = setting(PARTS)
-    spare_special: int = number(8)
-    spare_punctuation: float = number(0.35)
+    threshold: float = number(0.95, Limit(lambda share: 0 < share <= 1, "a share of attention in (0, 1]"))
+    local: float = setting(0.3, share("a share of the length"))
+    frequent: float = number(0.3, share("a share of the length"))
+    order: tuple[str, ...] = setting(PARTS, _ORDER)
+    spare_special: int = number(8, at_least(0, "a number of slots"))
+    spare_punctuation: float = number(0.35, share("a share of the new tokens"))
     recent: int = setting(0)
-    frequent_among: str = setting("all")
-
-    def __post_init__(self) -> None:
-        check(0 <= self.local <= 1, "local", self.local, "a share of the length in [0, 1]")
-        known = isinstance(self.order, tuple) and 0 < len(set(self.order) & set(PARTS)) == len(self.order)
-        check(known, "order", self.order, f"one or more of {', '.join(PARTS)}, each once")
-        among = self.frequent_among in ("all", "others")
-        check(among, "frequent_among", self.frequent_among, "'all' or 'others'")
-        if not written(self.threshold, self.frequent, self.spare_special, self.spare_punctuation):
-            return
-        check(0 < self.threshold <= 1, "threshold", self.threshold, "a share of attention in (0, 1]")
-        check(0 <= self.frequent <= 1, "frequent", self.frequent, "a share of the length in [0, 1]")
-        whole = isinstance(self.spare_special, int) and self.spare_special >= 0
-        check(whole, "spare_special", self.spare_special, "a number of slots from 0")
-        share = 0 <= self.spare_punctuation <= 1
-        check(share, "spare_punctuation", self.spare_punctuation, "a share of the new tokens in [0, 1]")
+    frequent_among: str = setting("all", one_of("all", "others"))
 
     @property
     def sizing(self) -> Sizing:
@@ -227,7 +210,6 @@ class Profiled(Uniform):
         )
 
     def init(self, shape: New) -> Profile:
-        """Return an empty profile."""
         rows, heads = shape.k.shape[:2]
         none = jnp.zeros((rows, heads), wide(shape.k.dtype))
         return Profile(
@@ -241,7 +223,9 @@ class Profiled(Uniform):
         """Request the attention to each prompt token from all queries, from those nearby, and from itself."""
         most = max(int(self.local * new.position.shape[1]) + 1, self.recent, 1)
         newest = Near(jnp.full_like(new.position, self.recent), self.recent) if self.recent > 1 else Near()
-        return Sums(), Near(self._window(new.position + 1), most), newest
+        # The window of a row of eq. 1 in tokens, the row's own token included.
+        window = jnp.maximum(_share(self.local, new.position + 1), max(1, self.recent))
+        return Sums(), Near(window, most), newest
 
     def head_budgets(
         self, answers: tuple[Array, Array, Array], view: View, ranks: Float[Array, "b h c"] | None, new: New
@@ -271,10 +255,6 @@ class Profiled(Uniform):
         window = jnp.asarray([self.local * ("local" in parts) for parts in self.choices], total.dtype)[choice]
         kept = (view.live & ((classes & wanted[..., None]) > 0)).sum(-1, dtype=jnp.int32)
         return self._slots(choice, kept, new), Profile(choice, shares.astype(total.dtype), wanted, window)
-
-    def _window(self, length: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """Return the window of a row of eq. 1 in tokens, the row's own token included."""
-        return jnp.maximum(_share(self.local, length), max(1, self.recent))
 
     def _newest(self, length: Int[Array, "*b"], local: bool | Bool[Array, "b h"]) -> Int[Array, "..."]:
         """Return the number of newest tokens that heads keep after `length` tokens, with a local window or without."""

@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
+from kvjax.methods.register import register_score
 from kvjax.methods.snapkv import PromptWindow
-from kvjax.policies.policy import Policy
 from kvjax.policies.score import Requirements
 from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, View, check, setting
+from kvjax.types import Heads, New, View, derived, setting
+from kvjax.utils.fields import Limit
 
 QUESTION = 1e30
 """Score of the tokens of the question, above all others."""
 
 
+@register_score("finch", paper="FINCH, 2024", group="ranked once for each prompt or turn")
 @struct.dataclass
 class Question(PromptWindow):
-    r"""Attention of the queries after a delimiter, times the number of keys that each of them attends to.
+    r"""Attention of the question after the token `delimiter`, or of the last `recent` tokens without one.
 
     .. math:: F(i) = \sum_{t > t_0} (t + 1) \, \bar a_t(i)
 
-    with the attention averaged over the query heads of a KV head, and at position t_0 the last delimiter that is
-    followed by other tokens of the prompt or turn. The question is evicted last. In a text without a delimiter, the
-    last `recent` tokens are the question. Generated tokens score 0 and are evicted first, as under `snapkv`.
+    with the attention averaged over the query heads of a KV head, times the number t + 1 of keys that a query attends
+    to, and at position t_0 the last delimiter that is followed by other tokens of the prompt or turn. The question is
+    evicted last. In a text without a delimiter, the last `recent` tokens are the question. Generated tokens score 0 and
+    are evicted first, as under `snapkv`.
+
+    When: if each prompt is a long context, a delimiter of your choice and a question. It has not been measured on many
+    models yet.
 
     Args:
         delimiter: token id before the question; None for no delimiter.
     """
 
-    delimiter: int | None = setting(None)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.delimiter is None or self.delimiter >= 0, "delimiter", self.delimiter, "a token id, or None")
+    kernel: int = derived(1)
+    pooling: str = derived("average")
+    group: str = derived("mean")
+    delimiter: int | None = setting(None, Limit(lambda token: token >= 0, "a token id"))
 
     @property
     def requires(self) -> Requirements:
@@ -63,15 +64,3 @@ class Question(PromptWindow):
     def _pooled(self, own: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
         question = view.position >= self._begin(view, new)
         return jnp.where(question, QUESTION, super()._pooled(own, view, new))
-
-
-@register(paper="FINCH, 2024", group="ranked once for each prompt or turn")
-def finch(
-    *, delimiter: int | None = Question.delimiter, recent: int | float = PromptWindow.recent, **common: Any
-) -> Policy:
-    """Attention of the question after the token `delimiter`, or of the last `recent` tokens without one.
-
-    When: if each prompt is a long context, a delimiter of your choice and a question. It has not been measured on many
-    models yet.
-    """
-    return combine(Question(recent, kernel=1, delimiter=delimiter), recent=recent, **common)

@@ -7,7 +7,8 @@ from flax import struct
 
 from kvjax.methods.register import register_part
 from kvjax.policies.allocation import Plan
-from kvjax.types import number, written
+from kvjax.types import number
+from kvjax.utils.fields import at_least
 
 
 @register_part("interleaved")
@@ -27,12 +28,8 @@ class Interleaved(Plan):
         ratio: slots of such a layer divided by those of the others, at least 1.
     """
 
-    period: int = number(2)
-    ratio: float = number(4.0)
-
-    def __post_init__(self) -> None:
-        if written(self.period, self.ratio) and (self.period < 2 or self.ratio < 1):
-            raise ValueError(f"period={self.period!r}, ratio={self.ratio!r} are not layers from 2 and a ratio from 1.")
+    period: int = number(2, at_least(2, "a number of layers"))
+    ratio: float = number(4.0, at_least(1, "a ratio"))
 
     def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
         weights = np.where(np.arange(layers) % self.period == 0, self.ratio, 1.0)

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, View, check, setting, wide
+from kvjax.types import New, View, setting, wide
+from kvjax.utils.fields import at_least
 
 
 @register_score("keydiff", paper="KeyDiff, eq. 5", group="ranked by keys, values or chance, without attention")
@@ -28,10 +29,7 @@ class KeyDifference(Score):
         block: number of prompt tokens read between two evictions; None for the whole prompt.
     """
 
-    block: int | None = setting(128)
-
-    def __post_init__(self) -> None:
-        check(self.block is None or self.block >= 1, "block", self.block, "a number of tokens from 1, or None")
+    block: int | None = setting(128, at_least(1, "a number of tokens"))
 
     @property
     def requires(self) -> Requirements:

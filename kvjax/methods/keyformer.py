@@ -10,7 +10,10 @@ from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import register_score
 from kvjax.policies.score import Requirements
 from kvjax.policies.stats import Noise, Sums
-from kvjax.types import Heads, New, check, derived, number, setting, written
+from kvjax.types import Heads, New, derived, number, setting, written
+from kvjax.utils.fields import Limit, above_zero
+
+_NOISES = ("gumbel", "gaussian", "constant", "none")
 
 
 @register_score("keyformer", paper="Keyformer, eq. 9, 10", group="ranked by attention at every token", recent=0.25)
@@ -39,23 +42,18 @@ class GumbelSoftmax(Accumulated):
         damping: alpha, factor of each score per new token, in (0, 1].
     """
 
-    noise: str = setting("gumbel")
-    tau_init: float = setting(1.0)
-    tau_end: float = number(2.0)
+    noise: str = setting("gumbel", Limit(lambda noise: noise in _NOISES, f"one of {', '.join(_NOISES)}"))
+    tau_init: float = setting(1.0, above_zero("a temperature"))
+    tau_end: float = number(2.0, above_zero("a temperature"))
     fresh_noise: bool = setting(False)
     shared: bool = setting(False)
-    damping: float = number(1.0)
+    damping: float = number(1.0, Limit(lambda alpha: 0 < alpha <= 1, "a factor in (0, 1]"))
     steady: bool = derived(False)
     """True if the temperature is constant, which makes programs smaller."""
     damped: bool = derived(False)
 
     def __post_init__(self) -> None:
-        kinds = ("gumbel", "gaussian", "constant", "none")
-        check(self.noise in kinds, "noise", self.noise, f"one of {', '.join(kinds)}")
-        check(self.tau_init > 0, "tau_init", self.tau_init, "a temperature above 0")
         if written(self.tau_end, self.damping):
-            check(self.tau_end > 0, "tau_end", self.tau_end, "a temperature above 0")
-            check(0 < self.damping <= 1, "damping", self.damping, "a factor in (0, 1]")
             object.__setattr__(self, "steady", self.tau_init == self.tau_end)
             object.__setattr__(self, "damped", self.damping != 1)
 

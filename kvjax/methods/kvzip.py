@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import struct
@@ -12,12 +11,11 @@ from jaxtyping import Array, Float
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register_score
+from kvjax.models.model import LanguageModel
 from kvjax.policies.score import UNRANKED, Replay, Requirements, StoredScore
 from kvjax.policies.stats import Peak
 from kvjax.types import Heads, New, View, nothing, setting, wide
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
+from kvjax.utils.fields import at_least
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -60,14 +58,11 @@ class Reconstruction(StoredScore):
     of_heads = ("gram",)
 
     prompt: str | tuple[int, ...] = setting(REPEAT)
-    chunk: int = setting(2048)
+    chunk: int = setting(2048, at_least(1, "a number of tokens"))
     later: str | tuple[int, ...] = setting(REPEAT_LATER)
-    overlap: int = setting(8)
+    overlap: int = setting(8, at_least(0, "a number of tokens"))
     normalized: bool = setting(False)
     gram: tuple[Float[Array, "h g e e"], ...] | Float[Array, "h g e e"] | None = None
-
-    def __post_init__(self) -> None:
-        Replay(chunk=self.chunk, overlap=self.overlap)  # checks them
 
     @property
     def requires(self) -> Requirements:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
+from kvjax.models.model import LanguageModel
 from kvjax.policies.rankings import OldestFirst, Ranking, coarse
 from kvjax.policies.score import Score
 from kvjax.types import New, PyTree, View, check, derived, setting, wide
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
+from kvjax.utils.fields import at_least
 
 
 @register_score("l2", paper="Devoto et al. 2024", group="ranked by keys, values or chance, without attention")
@@ -34,13 +32,9 @@ class KeyNorm(Score):
             `prefill` a list of budgets with the length of the text for these layers.
     """
 
-    skip_layers: int = setting(0)
+    skip_layers: int = setting(0, at_least(0, "a whole number"))
     skipped: bool = derived(False)
     """True in a skipped layer; set by `layer`."""
-
-    def __post_init__(self) -> None:
-        whole = isinstance(self.skip_layers, int) and self.skip_layers >= 0
-        check(whole, "skip_layers", self.skip_layers, "a whole number from 0")
 
     def bind(self, model: LanguageModel) -> KeyNorm:
         """Return the score unchanged, after a check that the model has at least `skip_layers` layers."""
@@ -53,9 +47,7 @@ class KeyNorm(Score):
         return dataclasses.replace(self, skipped=index < self.skip_layers)
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
-        """Return the norm of the key."""
         return coarse(jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1))
 
     def score(self, view: View, new: New) -> Ranking:
-        """Return the negated norm; skipped layers rank by age."""
         return OldestFirst() if self.skipped else -view.slots.score

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.register import register_score
 from kvjax.policies.score import PromptScore
-from kvjax.types import New, View, check, setting, wide
+from kvjax.types import New, View, setting, wide
+from kvjax.utils.fields import at_least
 
 
 @register_score("lagkv", paper="LagKV, 2025", group="ranked once for each prompt or turn", recent=32)
@@ -36,10 +37,7 @@ class LagRelative(PromptScore):
     """
 
     sinks: int = setting(4)
-    lag: int = setting(128)
-
-    def __post_init__(self) -> None:
-        check(self.lag >= 2, "lag", self.lag, "a number of tokens from 2")
+    lag: int = setting(128, at_least(2, "a number of tokens"))
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         kind, capacity = wide(new.k.dtype), view.capacity

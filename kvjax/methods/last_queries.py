@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.policies.score import Requirements, Score
 from kvjax.policies.stats import Again
-from kvjax.types import Heads, New, PyTree, View, check, nothing, setting, wide
+from kvjax.types import Heads, New, PyTree, View, nothing, setting, wide
+from kvjax.utils.fields import ODD, at_least, one_of
 
 
 def no_queries(shape: New, count: int) -> Float[Array, "b h a g d"]:
@@ -44,22 +45,16 @@ class WindowAttention(Score, interface=True):
     """Score by the mean attention of the last queries, which attend again before each eviction.
 
     Args:
-        window: number of queries.
-        every: number of tokens from one eviction to the next, the policy's `evict_every`.
+        recent: newest tokens, which are never evicted and whose queries rank the others.
+        evict_every: number of tokens from one eviction to the next; in between a head grows beyond its budget.
         kernel: number of neighbors that are pooled, odd.
         pooling: `average` or `max` over neighbors.
     """
 
-    window: int = setting(32)
-    every: int = setting(128)
-    kernel: int = setting(7)
-    pooling: str = setting("average")
-
-    def __post_init__(self) -> None:
-        check(self.window >= 1, "window", self.window, "a number of queries from 1")
-        check(self.every >= 1, "every", self.every, "a number of tokens from 1")
-        check(self.kernel > 0 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd number from 1")
-        check(self.pooling in ("average", "max"), "pooling", self.pooling, "'average' or 'max'")
+    recent: int = setting(32, at_least(1, "a number of queries"))
+    evict_every: int = setting(128, at_least(1, "a number of tokens"))
+    kernel: int = setting(7, ODD)
+    pooling: str = setting("average", one_of("average", "max"))
 
     @property
     def requires(self) -> Requirements:
@@ -67,18 +62,16 @@ class WindowAttention(Score, interface=True):
         return Requirements(whole_heads=True, keeps_idle_rows=True)
 
     def init(self, shape: New) -> PyTree:
-        """Return empty storage for the queries."""
-        return no_queries(shape, self.window)
+        return no_queries(shape, self.recent)
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
-        """Return zeros: no query has attended to the new tokens yet."""
         return nothing(new)
 
     def asks(self, heads: Heads, new: New) -> Again:
         """Request the mean attention of the queries if the next token will find no empty slot."""
         kept = self.advance(heads, new)
-        position = positions_of_queries(self.window, new, self._window(new))
-        share = 1 / jnp.clip(new.read, 1, self.window)
+        position = positions_of_queries(self.recent, new, self._window(new))
+        share = 1 / jnp.clip(new.read, 1, self.recent)
         counts = (position >= 0) & self._due(new)[:, None]
         weights = jnp.where(counts, share[:, None], 0.0).astype(wide(new.q.dtype))
         return self._looking(Again(kept, position, jnp.broadcast_to(weights[:, None], kept.shape[:3])), new)
@@ -88,7 +81,6 @@ class WindowAttention(Score, interface=True):
         """Return the queries, whose weights add up to 1, with the attention that counts."""
 
     def advance(self, heads: Heads, new: New) -> PyTree:
-        """Return the stored queries with the new ones included."""
         return with_newest_queries(heads.state.score, new, self._window(new))
 
     def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
@@ -111,10 +103,10 @@ class WindowAttention(Score, interface=True):
 
     def _before(self, new: New) -> Int[Array, "b 1 1"]:
         # The newest position before the window; a decoded token has no slot yet.
-        return (new.newest - (not new.given) - self.window)[:, None, None]
+        return (new.newest - (not new.given) - self.recent)[:, None, None]
 
     def _window(self, new: New) -> Int[Array, "b 1"]:
-        return jnp.full((len(new.read), 1), self.window, jnp.int32)
+        return jnp.full((len(new.read), 1), self.recent, jnp.int32)
 
     def _due(self, new: New) -> Array:
-        return (new.read % self.every == 0) | jnp.asarray(new.given)
+        return (new.read % self.evict_every == 0) | jnp.asarray(new.given)

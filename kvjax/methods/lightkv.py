@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,17 +15,14 @@ from kvjax.methods.combine import combine
 from kvjax.methods.last_queries import no_queries, positions_of_queries, with_newest_queries
 from kvjax.methods.register import register, register_part
 from kvjax.methods.step_windows import shifted
+from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan, Sizing
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection, one_slot_in
 from kvjax.policies.score import Requirements, Score, StoredScore
 from kvjax.policies.stats import Again, Sums
-from kvjax.types import Heads, New, PyTree, View, check, nothing, number, setting, wide, written
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from kvjax.models.model import LanguageModel
+from kvjax.types import Heads, New, PyTree, View, check, nothing, number, setting, wide
+from kvjax.utils.fields import at_least, one_of
 
 
 @register_part("arithmetic")
@@ -44,11 +41,7 @@ class Arithmetic(Plan):
         ratio: C_1 / C_L, at least 1.
     """
 
-    ratio: float = number(3.0)
-
-    def __post_init__(self) -> None:
-        if written(self.ratio) and self.ratio < 1:
-            raise ValueError(f"ratio={self.ratio!r} is not a ratio of the first layer's slots to the last's from 1.")
+    ratio: float = number(3.0, at_least(1, "a ratio of the first layer's slots to the last's"))
 
     def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
         last = 2 * budget / (1 + self.ratio)
@@ -76,14 +69,9 @@ class AfterLimit(Plan):
     """
 
     plan: Plan = Arithmetic()
-    context_limit: int | None = setting(None)
+    context_limit: int | None = setting(None, at_least(1, "a number of tokens"))
     mask: Protection = Protection()
-    middle: str = setting("rest")
-
-    def __post_init__(self) -> None:
-        tokens = self.context_limit is None or (isinstance(self.context_limit, int) and self.context_limit >= 1)
-        check(tokens, "context_limit", self.context_limit, "a number of tokens from 1, or None")
-        check(self.middle in ("rest", "mask"), "middle", self.middle, "'rest' or 'mask'")
+    middle: str = setting("rest", one_of("rest", "mask"))
 
     @property
     def sizing(self) -> Sizing:
@@ -91,7 +79,6 @@ class AfterLimit(Plan):
         return Sizing(may_shrink=self.context_limit is not None)
 
     def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
-        """Return the layer budgets of the inner plan."""
         return self.plan.layer_budgets(budget, layers)
 
     def spread_by(self, other: Plan) -> Plan:
@@ -126,12 +113,8 @@ class AfterLimit(Plan):
 class _Observed(Score):
     # What both forms of the observation window share.
 
-    alpha: int | None = setting(None)
+    alpha: int | None = setting(None, at_least(1, "a number of queries"))
     offload: bool = setting(False)
-
-    def __post_init__(self) -> None:
-        queries = self.alpha is None or (isinstance(self.alpha, int) and self.alpha >= 1)
-        check(queries, "alpha", self.alpha, "a number of queries from 1, or None")
 
     @property
     def requires(self) -> Requirements:
@@ -192,7 +175,6 @@ class LastQueries(_Observed, StoredScore):
         return self if self.alpha is not None else dataclasses.replace(self, lines=slots)
 
     def layer(self, index: int) -> LastQueries:
-        """Return a copy with the number of queries of one layer."""
         return dataclasses.replace(self, lines=self.lines[index : index + 1])
 
     def init(self, shape: New) -> PyTree:
@@ -266,7 +248,6 @@ class RunningQueries(_Observed):
         return older + answers[0], newer + answers[1]
 
     def advance(self, heads: Heads, new: New) -> Windows:
-        """Return the boundaries of the windows after the new tokens."""
         return self._windows(heads, new)[0]
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:

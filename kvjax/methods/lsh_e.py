@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,12 @@ from flax import struct
 from jaxtyping import Array, Float, UInt32
 
 from kvjax.methods.register import register_score
+from kvjax.models.model import LanguageModel
 from kvjax.policies.rankings import HammingDistance
 from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, PyTree, View, check, setting
+from kvjax.types import New, PyTree, View, setting
+from kvjax.utils.fields import SEED, Limit, one_of
 from pallas_kernels.hamming import Hashing
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 
 @register_score(
@@ -50,15 +49,10 @@ class Hamming(Score):
 
     of_heads = ("planes",)
 
-    bits: int = setting(16)
-    prompt: str = setting("sequential")
-    seed: int = setting(0)
+    bits: int = setting(16, Limit(lambda bits: 1 <= bits <= 256, "a whole number from 1 to 256"))
+    prompt: str = setting("sequential", one_of("sequential", "one_shot"))
+    seed: int = setting(0, SEED)
     planes: tuple[Float[Array, "h bits d"], ...] | Float[Array, "h bits d"] | None = None
-
-    def __post_init__(self) -> None:
-        check(isinstance(self.bits, int) and 1 <= self.bits <= 256, "bits", self.bits, "a whole number from 1 to 256")
-        check(self.prompt in ("sequential", "one_shot"), "prompt", self.prompt, "'sequential' or 'one_shot'")
-        check(isinstance(self.seed, int) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number below 2^32")
 
     @property
     def requires(self) -> Requirements:
@@ -66,7 +60,6 @@ class Hamming(Score):
         return Requirements(prompt_chunk=1 if self.prompt == "sequential" else None)
 
     def bind(self, model: LanguageModel) -> Hamming:
-        """Return a copy with R for the layers of a model."""
         layers = enumerate(model.config.layer_configs)
         planes = (projections(self.seed, i, layer.kv_heads, self.bits, layer.key_width) for i, layer in layers)
         return dataclasses.replace(self, planes=tuple(planes))

@@ -51,7 +51,6 @@ class Moments(Residual):
     against_alibi: ClassVar[str] = "momentkv sums keys without their distances"
 
     def init(self, shape: New) -> MomentState:
-        """Return the moments of no pairs."""
         rows, heads, _, keys = shape.k.shape
         values, dtype = shape.v.shape[-1], wide(shape.k.dtype)
         each = [(rows, heads), (rows, heads, keys), (rows, heads, values), (rows, heads, values, keys)]

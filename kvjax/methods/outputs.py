@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax
 from jaxtyping import Array
 
+from kvjax.models.decoder import Linear
+from kvjax.models.model import LanguageModel
 from kvjax.models.weights import is_shape
 from kvjax.types import wide
-
-if TYPE_CHECKING:
-    from kvjax.models.decoder import Linear
-    from kvjax.models.model import LanguageModel
 
 
 def output_weights(model: LanguageModel, change: Callable[[Array], Array] = lambda x: x) -> tuple[Array, ...]:

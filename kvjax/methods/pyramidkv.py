@@ -12,7 +12,8 @@ from kvjax.methods.register import register, register_part
 from kvjax.methods.snapkv import PromptWindow
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.types import number, written
+from kvjax.types import number
+from kvjax.utils.fields import at_least
 
 
 @register_part("pyramid")
@@ -34,12 +35,8 @@ class Pyramid(Plan):
         window: w, slots that every layer gets in addition to k_l.
     """
 
-    beta: float = number(20.0)
-    window: int = number(0)
-
-    def __post_init__(self) -> None:
-        if written(self.beta, self.window) and (self.beta < 1 or self.window < 0):
-            raise ValueError(f"beta={self.beta!r}, window={self.window!r} are not a divisor from 1 and slots from 0.")
+    beta: float = number(20.0, at_least(1, "a divisor"))
+    window: int = number(0, at_least(0, "a number of slots"))
 
     def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
         if layers == 1:

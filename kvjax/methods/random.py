@@ -29,5 +29,4 @@ class Random(Score):
         return uniform_at(new.seed, new.layer, position, head=new.head)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return the priority."""
         return view.slots.score

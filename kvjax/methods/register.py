@@ -41,7 +41,7 @@ TABLES: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "code
 BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "codec": Quantizer, "selection": Selection}
 
 _M = TypeVar("_M", bound=Method)
-_S = TypeVar("_S", bound="type[Score]")
+_S = TypeVar("_S", bound="type[Score | Plan]")
 _P = TypeVar("_P", bound="type[Plan | Residual | Quantizer | Selection]")
 
 
@@ -76,7 +76,9 @@ def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
     return registered
 
 
-def register_score(name: str, *, paper: str, group: Group, **usual: Any) -> Callable[[_S], _S]:
+def register_score(
+    name: str, *, paper: str, group: Group, make: Callable[..., Policy] = combine, **usual: Any
+) -> Callable[[_S], _S]:
     """Register a policy that consists of a class of scores and of what `combine` adds.
 
     Its settings are those of the score and those of `combine`. Settings of the same name, such as `recent`, are one.
@@ -85,6 +87,7 @@ def register_score(name: str, *, paper: str, group: Group, **usual: Any) -> Call
         name: name of the policy.
         paper: as in `register`.
         group: as in `register`.
+        make: function that makes the policy from the score and the other settings; it may also take a plan.
         usual: defaults of settings, where they differ from those of the score and of `combine`; or other parts.
 
     Example:
@@ -96,7 +99,8 @@ def register_score(name: str, *, paper: str, group: Group, **usual: Any) -> Call
 
     def registered(kind: _S) -> _S:
         score: Any = kind
-        own = {field.name: field for field in dataclasses.fields(score) if field.name in setting_names(score)}
+        names = setting_names(score)
+        own = {field.name: field for field in dataclasses.fields(score) if field.name in names and not field.kw_only}
         common = {each.name: each for each in signature(combine).parameters.values() if each.kind is each.KEYWORD_ONLY}
         kinds = {name: each.annotation for name, each in common.items()} | {name: own[name].type for name in own}
         defaults: dict[str, Any] = {name: field.default for name, field in own.items()}
@@ -105,7 +109,7 @@ def register_score(name: str, *, paper: str, group: Group, **usual: Any) -> Call
         def method(**settings: Any) -> Policy:
             given = usual | defaults | settings
             others = {name: value for name, value in given.items() if name in common or name not in own}
-            return combine(score(**{name: given[name] for name in own}), **others)
+            return make(score(**{name: given[name] for name in own}), **others)
 
         takes = [
             Parameter(each, Parameter.KEYWORD_ONLY, default=value, annotation=kinds[each])

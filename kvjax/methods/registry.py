@@ -97,17 +97,9 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
 
 
 def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
-    """Return the base policy of a policy over another one.
-
-    Raises:
-        ValueError: `base` is neither a name nor a `Policy`, or there are settings for a `Policy`.
-    """
-    if isinstance(base, str):
-        return policy(base, **settings)
-    check(isinstance(base, Policy), "base", base, "a policy name or a Policy instance")
-    for name in settings:
-        raise ValueError(f"{name} cannot be set for a base that is an instance; set it on that policy.")
-    return base
+    """Return the base of a policy over another one; raises ValueError if it is neither a name nor a policy."""
+    check(isinstance(base, str | Policy), "base", base, "a policy name or a Policy instance")
+    return policy(base, **settings)
 
 
 def _names_file(name: str) -> bool:
@@ -190,9 +182,10 @@ def replaced(
     """Return a policy with some of its parts replaced; see `policy`."""
     for part, given in {"residual": residual, "codec": codec, "selection": selection, "plan": plan}.items():
         own = (settings or {}).get(part, {})
-        if given is None and own and part not in _USUAL:
-            raise ValueError(f"{part}.{next(iter(own))} is a setting of a {part}; name one.")
-        given = _USUAL[part] if given is None and own else given
+        if given is None and own:
+            if part not in _USUAL:
+                raise ValueError(f"{part}.{next(iter(own))} is a setting of a {part}; name one.")
+            given = _USUAL[part]
         if given is None:
             continue
         if part == "codec" and isinstance(given, Codec):
@@ -218,10 +211,9 @@ def residual_by_name(name: str, **settings: Any) -> Residual:
     Raises:
         ValueError: the name or a setting is unknown.
     """
-    arrays = {}
-    if "kernels" in settings and not isinstance(settings["kernels"], str):
-        arrays = {"layers": settings.pop("kernels")}
-    return _made("residual", name, settings | arrays)
+    if not isinstance(settings.get("kernels", ""), str):
+        settings["layers"] = settings.pop("kernels")
+    return _made("residual", name, settings)
 
 
 def plan_by_name(plan: Plan | str | None) -> Plan | None:
@@ -301,9 +293,8 @@ def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], di
 def settings_of(name: str) -> dict[str, Any]:
     """Return a policy's settings and their defaults."""
     method = REGISTRY[name]
-    takes = inspect.signature(method).parameters
     own = _keywords(method)
-    return own | ({k: v for k, v in _keywords(combine).items() if k not in own} if "common" in takes else {})
+    return own | _keywords(combine) | own if "common" in annotations_of(method) else own
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -329,6 +320,7 @@ def settings_in(made: Policy) -> dict[str, Any]:
         names = settings_of(made.score.base) | names  # type: ignore[attr-defined]
     parts = (made.score, base, made.protection, made.plan, inner, made.selection, made.codec)
     found = {name: getattr(part, name) for name in names for part in reversed(parts) if hasattr(part, name)}
+    found.pop("evict_every", None)
     if made.evict_every != names.get("evict_every", 1):
         found["evict_every"] = made.evict_every
     if made.plan.extra_slots:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.methods.combine import combine
 from kvjax.methods.last_queries import WindowAttention
-from kvjax.methods.register import register
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.stats import Again
-from kvjax.types import New, View, check, number, setting, wide
+from kvjax.types import New, View, derived, number, setting, wide
+from kvjax.utils.fields import Limit, at_least
 
 
+@register_score("rkv", paper="R-KV", group="ranked by attention at every token")
 @struct.dataclass
 class Redundancy(WindowAttention):
-    r"""Attention of the last queries minus the redundancy of the key.
+    r"""Tokens that the last queries attend to and whose keys are unlike the other keys.
 
     .. math:: F(i) = \lambda \max_{|j - i| \le 3} \bar a(j) - (1 - \lambda) \, \mathrm{softmax}_i
         \left( \frac 1 n \sum_{j \ne i, \; i \ne N(j)} \cos(k_i, k_j) \right)
@@ -29,20 +27,20 @@ class Redundancy(WindowAttention):
     own tokens are not in it, as in the authors' code. N(j) is the newest key whose cosine with key j is above the
     threshold, so the newest of similar keys is not redundant. The tokens of the window stay.
 
+    When: for long generated texts in which the model repeats itself. It has not been measured on many models yet.
+
     Args:
         importance: lambda; 0.1 in the paper, 0.07 in its code.
         threshold: cosine above which keys are similar.
     """
 
+    recent: int = setting(8, at_least(1, "a number of queries"))
+    pooling: str = derived("max")
     importance: float = number(0.1)
-    threshold: float = setting(0.5)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(-1 <= self.threshold <= 1, "threshold", self.threshold, "a cosine")
+    threshold: float = setting(0.5, Limit(lambda cosine: -1 <= cosine <= 1, "a cosine"))
 
     def _looking(self, queries: Again, new: New) -> Again:
-        return queries.replace(newest=new.newest - self.window, group="max")
+        return queries.replace(newest=new.newest - self.recent, group="max")
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         keys = view.keys(new).astype(wide(new.k.dtype))
@@ -73,24 +71,3 @@ class Redundancy(WindowAttention):
             return sums + jnp.where((at != own) & ~(similar & (at == newest)), cosine, 0.0).sum(2)
 
         return jax.lax.fori_loop(0, blocks, add, jnp.zeros(position.shape, unit.dtype))
-
-
-@register(paper="R-KV", group="ranked by attention at every token")
-def rkv(
-    *,
-    importance: float = Redundancy.importance,
-    threshold: float = Redundancy.threshold,
-    recent: int = 8,
-    kernel: int = Redundancy.kernel,
-    evict_every: int = Redundancy.every,
-    **common: Any,
-) -> Policy:
-    """Tokens that the last queries attend to and whose keys are unlike the other keys.
-
-    When: for long generated texts in which the model repeats itself. It has not been measured on many models yet.
-
-    Args:
-        recent: newest tokens, which are never evicted and whose queries rank the others.
-    """
-    score = Redundancy(recent, evict_every, kernel, "max", importance, threshold)
-    return combine(score, recent=recent, evict_every=evict_every, **common)

@@ -10,9 +10,11 @@ from jaxtyping import Array, Bool, Float, UInt32
 from kvjax.methods.register import register_score
 from kvjax.policies.score import Score
 from kvjax.policies.stats import Probs, Seen
-from kvjax.types import Heads, New, PyTree, View, check, setting
+from kvjax.types import Heads, New, PyTree, View, setting
+from kvjax.utils.fields import Limit
 
-WORD, MOST = 32, 2**16
+WORD = 32
+_HISTORY = Limit(lambda queries: queries in range(WORD, 2**16 + 1, WORD), "a multiple of 32 queries from 32 to 65536")
 
 
 @register_score(
@@ -34,14 +36,9 @@ class Persistence(Score):
         history: w, number of queries in the window, a multiple of 32 up to 65536; a slot stores one bit for each.
     """
 
-    history: int = setting(128)
-
-    def __post_init__(self) -> None:
-        whole = isinstance(self.history, int) and 0 < self.history <= MOST and self.history % WORD == 0
-        check(whole, "history", self.history, f"a multiple of 32 queries from 32 to {MOST}")
+    history: int = setting(128, _HISTORY)
 
     def slot(self, new: New, state: PyTree) -> UInt32[Array, "b h t words"]:
-        """Return zeros: no query has attended to the new tokens yet."""
         return jnp.zeros((*new.k.shape[:3], self.history // WORD), jnp.uint32)
 
     def asks(self, heads: Heads, new: New) -> Probs:
@@ -75,5 +72,4 @@ class Persistence(Score):
         return jnp.where(place[..., None] // size == jnp.arange(self.history // size), bit[..., None], 0)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return the negated number of times that attention was below average."""
         return -jax.lax.population_count(view.slots.score).sum(-1).astype(jnp.float32)

@@ -1,4 +1,7 @@
-"""SnapKV (Li et al. 2024, Listing 1): attention of the queries at the end of the prompt, pooled over neighbors."""
+"""SnapKV (Li et al. 2024, Listing 1): attention of the last queries, pooled over neighbors.
+
+`snapkv` ranks a prompt once, by the queries at its end. `snapkv_decode` ranks at every eviction, by the newest queries.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
+from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.methods.register import register_score
 from kvjax.policies.protection import recent_slots
 from kvjax.policies.score import Score
-from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, PyTree, View, check, nothing, number, setting, wide
+from kvjax.policies.stats import Again, Sums
+from kvjax.types import Heads, New, PyTree, View, nothing, number, setting, wide
+from kvjax.utils.fields import ODD, one_of
 
 
 @register_score("snapkv", paper="SnapKV, Listing 1", group="ranked once for each prompt or turn")
@@ -36,15 +41,9 @@ class PromptWindow(Score):
     """
 
     recent: int | float = number(32)
-    kernel: int = setting(7)
-    pooling: str = setting("average")
-    group: str = setting("mean")
-
-    def __post_init__(self) -> None:
-        odd = isinstance(self.kernel, int) and self.kernel > 0 and self.kernel % 2 == 1
-        check(odd, "kernel", self.kernel, "an odd number from 1")
-        check(self.pooling in ("average", "max"), "pooling", self.pooling, "'average' or 'max'")
-        check(self.group in ("mean", "max"), "group", self.group, "'mean' or 'max'")
+    kernel: int = setting(7, ODD)
+    pooling: str = setting("average", one_of("average", "max"))
+    group: str = setting("mean", one_of("mean", "max"))
 
     def slot(self, new: New, state: PyTree) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
         """Return zeros: the attention of the window's queries, and the same pooled over neighbors."""
@@ -81,3 +80,25 @@ class PromptWindow(Score):
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         return view.slots.score[1]
+
+
+@register_score(
+    "snapkv_decode", paper="SnapKV, Listing 1, at every eviction", group="ranked by attention at every token"
+)
+@struct.dataclass
+class NewestWindow(WindowAttention):
+    r"""Attention of the last `recent` queries, pooled over neighbors, at every eviction.
+
+    .. math:: F(i) = \mathrm{pool}_{|j - i| \le 3} \frac 1 w \sum_{t = n - w}^{n - 1} \bar a_t(j)
+
+    with the attention averaged over the query heads of a KV head and the last w queries of the text so far. Before each
+    eviction, these queries attend again to the cached tokens of the head. Their own tokens stay.
+
+    When: for long generated texts; `snapkv` ranks only prompts and turns. It has not been measured on many models yet.
+    """
+
+    def _looking(self, queries: Again, new: New) -> Again:
+        return queries.replace(weights=queries.weights / new.q.shape[2])
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        return self.with_window(new.spread.own_slots(self.attention(view, new)), view, new)

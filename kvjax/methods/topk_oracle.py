@@ -17,7 +17,10 @@ from kvjax.methods.register import register, register_part
 from kvjax.methods.window import Recency
 from kvjax.policies.policy import Policy
 from kvjax.policies.selection import Selection
-from kvjax.types import New, check, is_share, number, written
+from kvjax.types import New, check, is_share, number
+from kvjax.utils.fields import Limit
+
+_K = Limit(lambda k: k >= 1 if isinstance(k, int) else 0 < k <= 1, "a number of tokens from 1, or a fraction up to 1.0")
 
 
 @register_part("topk")
@@ -35,13 +38,7 @@ class TopK(Selection):
         k: number of tokens that each query attends to, or a fraction of the visible ones; None for the budget.
     """
 
-    k: int | float | None = number(None)
-
-    def __post_init__(self) -> None:
-        whole = isinstance(self.k, int) and self.k >= 1
-        fraction = isinstance(self.k, float) and 0 < self.k <= 1
-        fine = self.k is None or whole or fraction or not written(self.k)
-        check(fine, "k", self.k, "a number of tokens from 1, or a fraction up to 1.0")
+    k: int | float | None = number(None, _K)
 
     def budgeted(self, budget: Any) -> TopK:
         """Return a copy whose k is the budget, unless k was given."""

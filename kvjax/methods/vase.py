@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.methods.combine import combine
 from kvjax.methods.cur import projected
 from kvjax.methods.neighbors import in_text_order, pooled
-from kvjax.methods.register import register
+from kvjax.methods.register import register_score
 from kvjax.methods.step_windows import begin, ended, shifted, weights
-from kvjax.policies.policy import Policy
 from kvjax.policies.protection import recent_slots
 from kvjax.policies.rankings import coarse
 from kvjax.policies.score import Requirements, Score
 from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, View, check, nothing, number, setting, wide
+from kvjax.types import Heads, New, View, nothing, number, setting, wide
+from kvjax.utils.fields import ODD, at_least, one_of
 from pallas_kernels.noise import gumbel, uniform_at
 
 COLUMNS = 20
 """Columns of the Gaussian matrix G."""
 
 
+@register_score("vase", paper="VaSE", group="ranked by attention at every token")
 @struct.dataclass
 class ValueSpread(Score):
-    r"""Tokens with the largest value ranges, then tokens sampled without replacement in proportion to pooled attention.
+    r"""Tokens with the largest value ranges, and a random sample of the others in proportion to attention.
 
     .. math::
         F(i) = \begin{cases}
@@ -39,8 +37,11 @@ class ValueSpread(Score):
     so the tokens with the highest sums are a sample without replacement. Attention is pooled over neighbors among the
     rest. The last r queries t are those since the last ranking, or after a prompt, turn or chunk its own last r.
 
+    When: for long generated texts, with a budget of several times `evict_every`. It has not been measured on many
+    models yet.
+
     Args:
-        every: r, number of tokens from one ranking to the next, the policy's `evict_every`.
+        evict_every: r, number of tokens from one ranking to the next; in between a head grows beyond its budget.
         large: n_large, as a number of slots or as a fraction of a head's.
         by: `range` for max v - min v, `dkv` for |k G|^2 |v G|^2 with a Gaussian matrix G drawn for each ranking.
         recent: newest tokens, which are always kept, as a number of slots or as a fraction of a head's.
@@ -48,21 +49,15 @@ class ValueSpread(Score):
         kernel: number of neighbors that are pooled, odd.
     """
 
-    every: int = setting(64)
+    evict_every: int = setting(64, at_least(1, "a number of tokens"))
     large: int | float = number(0.5)
-    by: str = setting("range")
+    by: str = setting("range", one_of("range", "dkv"))
     recent: int | float = number(64)
     sinks: int = setting(4)
-    kernel: int = setting(5)
-
-    def __post_init__(self) -> None:
-        check(self.every >= 1, "every", self.every, "a number of tokens from 1")
-        check(self.by in ("range", "dkv"), "by", self.by, "'range' or 'dkv'")
-        check(self.kernel % 2 == 1, "kernel", self.kernel, "an odd number from 1")
+    kernel: int = setting(5, ODD)
 
     @property
     def requires(self) -> Requirements:
-        """All tokens of a head, with their neighbors."""
         return Requirements(whole_heads=True)
 
     def slot(self, new: New, state: object) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
@@ -73,15 +68,15 @@ class ValueSpread(Score):
         """Request the attention of a new token, or in a prompt or turn that for both sums."""
         if not new.given:
             return Sums()
-        last = new.position > (new.newest - self.every)[:, None]
-        after = new.position >= begin(new, self.every)[:, None]
+        last = new.position > (new.newest - self.evict_every)[:, None]
+        after = new.position >= begin(new, self.evict_every)[:, None]
         return tuple(Sums(weights(queries, new)) for queries in (last, after))
 
     def fold(
         self, answers: Array | tuple[Array, Array], view: View, new: New
     ) -> tuple[Float[Array, "b h c"], Float[Array, "b h c"]]:
         """Return both sums with the new queries' attention added."""
-        (before,) = shifted(view.slots.score[1:], ended(new, self.every))
+        (before,) = shifted(view.slots.score[1:], ended(new, self.evict_every))
         if isinstance(answers, tuple):
             return answers[0], before + answers[1]
         return before + answers, before + answers
@@ -94,7 +89,9 @@ class ValueSpread(Score):
         best_first = jnp.lexsort((-position, jnp.where(rest, -size, jnp.inf)))
         chosen = jnp.argsort(best_first, axis=-1) < recent_slots(self.large, view.limit)[..., None]
         pool = in_text_order(lambda x: pooled(x, self.kernel), jnp.where(rest, attention, 0.0), position)
-        drawn = jnp.log(jnp.maximum(pool, jnp.finfo(pool.dtype).tiny)) + self._gumbel(position, new)
+        uniform = uniform_at(new.seed, new.layer, position, self._ranking(new), new.head)[:, :, 0]
+        noise = gumbel(uniform.astype(wide(new.k.dtype)))
+        drawn = jnp.log(jnp.maximum(pool, jnp.finfo(pool.dtype).tiny)) + noise
         highest = float(jnp.finfo(drawn.dtype).max) / 4
         return new.spread.own_slots(jnp.where(rest & ~chosen, drawn, highest))
 
@@ -106,28 +103,4 @@ class ValueSpread(Score):
         return coarse(norms[0] * norms[1])
 
     def _ranking(self, new: New) -> Int[Array, "b 1"]:
-        return (new.newest // self.every)[:, None]
-
-    def _gumbel(self, position: Int[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
-        uniform = uniform_at(new.seed, new.layer, position, self._ranking(new), new.head)[:, :, 0]
-        return gumbel(uniform.astype(wide(new.k.dtype)))
-
-
-@register(paper="VaSE", group="ranked by attention at every token")
-def vase(
-    *,
-    large: int | float = ValueSpread.large,
-    by: str = ValueSpread.by,
-    kernel: int = ValueSpread.kernel,
-    sinks: int = ValueSpread.sinks,
-    recent: int | float = ValueSpread.recent,
-    evict_every: int = ValueSpread.every,
-    **common: Any,
-) -> Policy:
-    """Tokens with the largest value ranges, and a random sample of the others in proportion to attention.
-
-    When: for long generated texts, with a budget of several times `evict_every`. It has not been measured on many
-    models yet.
-    """
-    score = ValueSpread(evict_every, large, by, recent, sinks, kernel)
-    return combine(score, sinks=sinks, recent=recent, evict_every=evict_every, **common)
+        return (new.newest // self.evict_every)[:, None]

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register, register_score
-from kvjax.policies.policy import Policy
+from kvjax.methods.register import register_score
 from kvjax.policies.rankings import OldestFirst
 from kvjax.policies.score import Score
-from kvjax.types import New, View, check, number, written
+from kvjax.types import New, View, number
+from kvjax.utils.fields import at_least
 
 
+@register_score("window", paper="Longformer, 3.1", group="ranked by position")
 @struct.dataclass
 class Recency(Score):
-    r"""Ranking by position: the oldest token is evicted first (Longformer's sliding window as a cache).
+    r"""Keep the most recent tokens: the oldest is evicted first (Longformer's sliding window as a cache).
 
     .. math:: F(i) = i
+
+    When: as a control. SmolLM2 needs its first tokens: at a quarter of the slots its perplexity is 36.8 here and 17.3
+    under `lambda_mask`, which also keeps the first four.
     """
 
     def score(self, view: View, new: New) -> OldestFirst:
-        """Rank by position."""
         return OldestFirst()
 
 
@@ -46,23 +46,9 @@ class Dilated(Score):
         dilation: number of tokens skipped between two kept ones, at least 0; 0 is `Recency`, 1 is Keyformer's Figure 2.
     """
 
-    dilation: int = number(1)
-
-    def __post_init__(self) -> None:
-        whole = isinstance(self.dilation, int) and self.dilation >= 0
-        check(whole or not written(self.dilation), "dilation", self.dilation, "a whole number from 0")
+    dilation: int = number(1, at_least(0, "a whole number"))
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return the position, lowered below zero in a gap (exact in float32 for the first 16 million tokens)."""
         position = view.position.astype(jnp.float32)
         return jnp.where(view.position % (self.dilation + 1) == 0, position, position - 2.0**24)
-
-
-@register(paper="Longformer, 3.1", group="ranked by position")
-def window(**common: Any) -> Policy:
-    """Keep the most recent tokens: the oldest is evicted first (Longformer's sliding window as a cache).
-
-    When: as a control. SmolLM2 needs its first tokens: at a quarter of the slots its perplexity is 36.8 here and 17.3
-    under `lambda_mask`, which also keeps the first four.
-    """
-    return combine(Recency(), **common)

@@ -14,8 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.int8 import product_with_codes
-from kvjax.models.matmul import in_blocks, product
+from kvjax.models.matmul import in_blocks, product, product_with_codes
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide, with_sink

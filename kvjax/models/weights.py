@@ -159,16 +159,8 @@ def quantised(
         for first in range(0, len(rows), step):
             wide = rows[first : first + step].astype(np.float32)
             end = start + len(wide)
-            _round_rows(wide, channels[start:end], factors[start:end])
+            factors[start:end] = np.maximum(np.maximum(wide.max(1), -wide.min(1)) / 127, np.finfo(np.float32).tiny)
+            wide /= factors[start:end, None]
+            channels[start:end] = np.rint(wide, out=wide)
             start = end
     return codes, scale
-
-
-def _round_rows(
-    wide: Float[np.ndarray, "out in"], codes: Int8[np.ndarray, "out in"], scale: Float[np.ndarray, " out"]
-) -> None:
-    """Write the integers and scales of some rows, and use the rows for intermediate results."""
-    np.maximum(wide.max(1), -wide.min(1), out=scale)
-    np.maximum(scale / 127, np.finfo(np.float32).tiny, out=scale)
-    wide /= scale[:, None]
-    codes[...] = np.rint(wide, out=wide)

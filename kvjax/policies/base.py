@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvjax.types import Heads, New, PyTree, check_kind, setting_names, written
+from kvjax.utils.fields import check_limit
 
 if TYPE_CHECKING:
     from typing import Self
@@ -56,6 +57,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
             # A placeholder for a number, in a program or another tree, has no kind to check.
             if name in given and (fields[name].metadata.get("pytree_node") is False or written(given[name])):
                 check_kind(name, given[name], fields[name].type)
+                check_limit(name, given[name], fields[name])
         return super().__new__(cls)
 
     def bind(self, model: LanguageModel) -> Self:

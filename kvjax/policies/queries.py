@@ -12,7 +12,8 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.score import PromptScore
 from kvjax.rope import Turns, rotate_by, turns_of
-from kvjax.types import Heads, New, View, check, setting, wide
+from kvjax.types import Heads, New, View, setting, wide
+from kvjax.utils.fields import at_least
 
 
 class QueryMoments(struct.PyTreeNode):
@@ -79,10 +80,7 @@ class MomentScore(PromptScore, interface=True):
     covariance: ClassVar[bool] = True
 
     sinks: int = setting(4)
-    future: int = setting(512)
-
-    def __post_init__(self) -> None:
-        check(self.future >= 1, "future", self.future, "a number of positions from 1")
+    future: int = setting(512, at_least(1, "a number of positions"))
 
     def init(self, shape: New) -> QueryMoments:
         """Return the moments of no queries."""

@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.inference.extend import prefill
-from kvjax.methods.query_means import QueryMeans, pair_norms, ropes_of
+from kvjax.methods.triattention import QueryMeans, pair_norms, ropes_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import OldestFirst

@@ -5,16 +5,47 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
 
-def setting(default: Any) -> Any:
+class Limit(NamedTuple):
+    """Values that a hyperparameter may have: a test, and their description in messages. None passes every limit."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+
+
+def at_least(least: float, what: str) -> Limit:
+    """Return the limit of numbers from `least` on, described as `what`."""
+    return Limit(lambda value: value >= least, f"{what} from {least}")
+
+
+def above_zero(what: str) -> Limit:
+    """Return the limit of positive numbers, described as `what`."""
+    return Limit(lambda value: value > 0, f"{what} above 0")
+
+
+def share(what: str) -> Limit:
+    """Return the limit of fractions, described as `what`."""
+    return Limit(lambda value: 0 <= value <= 1, f"{what} in [0, 1]")
+
+
+def one_of(*words: str) -> Limit:
+    """Return the limit of a choice of words."""
+    return Limit(lambda value: value in words, " or ".join(map(repr, words)))
+
+
+ODD = Limit(lambda value: value > 0 and value % 2 == 1, "an odd number from 1")
+SEED = Limit(lambda value: 0 <= value < 2**32, "a whole number below 2^32")
+
+
+def setting(default: Any, limit: Limit | None = None) -> Any:
     """Declare a static hyperparameter of a part: each value compiles its own program."""
-    return struct.field(pytree_node=False, default=default, metadata={"setting": True})
+    return struct.field(pytree_node=False, default=default, metadata={"setting": True, "limit": limit})
 
 
 def directory(default: str) -> Any:
@@ -22,13 +53,13 @@ def directory(default: str) -> Any:
     return struct.field(pytree_node=False, default=default, metadata={"setting": True, "directory": True})
 
 
-def number(default: Any) -> Any:
+def number(default: Any, limit: Limit | None = None) -> Any:
     """Declare a traced hyperparameter: a program takes it as an argument and serves all values of one dtype."""
-    return struct.field(default=default, metadata={"setting": True})
+    return struct.field(default=default, metadata={"setting": True, "limit": limit})
 
 
 def derived(default: Any) -> Any:
-    """Declare a field that `__post_init__` computes from hyperparameters; it is static, as a `setting` is."""
+    """Declare a static field that users do not set: it is computed from hyperparameters, or fixed by a subclass."""
     return struct.field(pytree_node=False, default=default, metadata={"setting": False}, repr=False)
 
 
@@ -98,3 +129,11 @@ def check_kind(name: str, value: object, annotation: object) -> None:
     if all(kind is not None for kind in kinds):
         known = [kind for kind in kinds if kind is not None]
         check(any(fits(value) for fits, _ in known), name, value, " or ".join(what for _, what in known))
+
+
+def check_limit(name: str, value: Any, field: dataclasses.Field[Any]) -> None:
+    """Refuse a value outside the limit that the field of a hyperparameter declares."""
+    limit: Limit | None = field.metadata.get("limit")
+    if limit is not None and value is not None:
+        optional = ", or None" if str(field.type).endswith("None") else ""
+        check(limit.fits(value), name, value, limit.expected + optional)

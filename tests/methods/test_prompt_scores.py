@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.methods.omp import chosen_first
+from kvjax.methods.attention_matching import chosen_first
 from tests.small_models import GQA, random_model
 
 MODEL = random_model(GQA)

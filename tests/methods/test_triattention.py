@@ -19,8 +19,7 @@ import kvjax
 from kvjax import generate
 from kvjax.cli import calibrate
 from kvjax.inference.extend import lower_prefill
-from kvjax.methods.query_means import FILE, QueryMeans, load, save
-from kvjax.methods.triattention import TriAttention
+from kvjax.methods.triattention import FILE, QueryMeans, TriAttention, load, save
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.training.calibrate import query_means

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.models.int8 import product_with_codes
+from kvjax.models.matmul import product_with_codes
 
 RANDOM = np.random.default_rng(0)
 CODES = jnp.asarray(RANDOM.integers(-127, 128, (24, 96), np.int8))

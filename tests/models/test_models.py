@@ -72,6 +72,20 @@ def test_an_empty_config_means_what_transformers_makes_of_it(name: str) -> None:
     assert read_model_config({"model_type": name})[1] == read_model_config(CONFIG_MAPPING[name]().to_dict())[1]
 
 
+OTHER_NAMES = {"hidden_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 3, "max_position_embeddings": 99}
+OTHER_NAMES |= {"num_experts": 16, "num_local_experts": 16}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_settings_have_the_other_names_that_transformers_takes(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    kind: Any = CONFIG_MAPPING[name]
+    for other in kind.attribute_map:
+        given = {other: OTHER_NAMES[other]}
+        assert read_model_config({"model_type": name, **given})[1] == read_model_config(kind(**given).to_dict())[1]
+
+
 def test_defaults_of_llama4_are_those_of_transformers() -> None:
     from transformers import Llama4TextConfig
 

@@ -16,8 +16,8 @@ class DuoAttention(SimLayerKV):
     def read(self, prompt):
         self.length = prompt.prompt_length
         # The token being read has one of the slots, unless it takes it first.
-        slots = self.initial + self.newest - (0 if self.evicts_first else 1)
-        slots += sum(token in self.special for token in prompt.tokens[self.initial :])
+        slots = self.sinks + self.recent - (0 if self.evicts_first else 1)
+        slots += sum(token in self.special for token in prompt.tokens[self.sinks :])
         for h, retrieves in enumerate(self.full[self.layer]):
             self.limits[h] = self.limits[h] if retrieves else min(slots, self.limits[h])
 

@@ -15,10 +15,10 @@ from tests.oracles.evict_every import EvictEvery
 
 
 class LastQueries(EvictEvery):
-    window: int
+    recent: int  # type: ignore[assignment]
     kernel: int
     pooling: str
-    every: int
+    evict_every: int
 
     def start(self):
         super().start()
@@ -37,12 +37,12 @@ class LastQueries(EvictEvery):
 
     def after(self, new, probs):
         self.asked.append((new.position, new.queries))
-        if (new.position + 1) % self.every == 0:
+        if (new.position + 1) % self.evict_every == 0:
             self.look(new.position + 1)
 
     def look(self, length: int) -> None:
         """Let the last queries of a text of so many tokens attend again."""
-        last = [(position, queries) for position, queries in self.asked if position >= length - self.window]
+        last = [(position, queries) for position, queries in self.asked if position >= length - self.recent]
         for h, head in enumerate(self.heads):
             sums = [0.0] * len(head.positions)
             for position, queries in last:
@@ -75,7 +75,7 @@ class LastQueries(EvictEvery):
 
     def begin(self, new) -> int:
         """The first position of the window; a new token that is decoded is not in it."""
-        return new.position + hasattr(new, "probs") - self.window
+        return new.position + hasattr(new, "probs") - self.recent
 
     def with_window(self, h, new, found: list[float]) -> list[float]:
         """Scores with which the tokens of the window stay."""
@@ -99,7 +99,7 @@ class RKV(LastQueries):
     threshold: float
 
     def newest_seen(self, position, length):
-        return length - self.window - 1
+        return length - self.recent - 1
 
     def shares(self, logits):
         return softmax(np.max(logits, axis=0))

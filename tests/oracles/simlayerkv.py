@@ -7,8 +7,8 @@ from tests.oracles.basic import Window
 
 class SimLayerKV(Window):
     threshold: float
-    initial: int
-    newest: int
+    sinks: int
+    recent: int  # type: ignore[assignment]
     length: int
 
     def protected(self, h, i, newest):
@@ -22,11 +22,11 @@ class SimLayerKV(Window):
         n, total = prompt.prompt_length, 0.0
         for h in range(self.kv_heads):
             for g in range(self.groups):
-                ends = [i for i in range(n) if i < self.initial or i > n - 1 - self.newest]
+                ends = [i for i in range(n) if i < self.sinks or i > n - 1 - self.recent]
                 total += sum(prompt.probs[h][g][n - 1, i] for i in ends)
         mass = total / (self.kv_heads * self.groups)
-        if mass > self.threshold and self.threshold < 1 and n > self.initial + self.newest:
+        if mass > self.threshold and self.threshold < 1 and n > self.sinks + self.recent:
             # The token being read has one of the slots, unless it takes it first.
-            slots = self.initial + self.newest - (0 if self.evicts_first else 1)
-            slots += sum(token in self.special for token in prompt.tokens[self.initial :])
+            slots = self.sinks + self.recent - (0 if self.evicts_first else 1)
+            slots += sum(token in self.special for token in prompt.tokens[self.sinks :])
             self.limits = [min(slots, limit) for limit in self.limits]

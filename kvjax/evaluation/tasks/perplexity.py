@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import math
+import weakref
 from typing import Any
 
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ class PerplexityTask(TextTask):
             return _of_nats(model, read, prefix, masked.nats[:, prefix - 1 :]) | sizes
         made = perplexity(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
         steps = costs(model, entry.policy, read.tokens, entry.budget, made)
-        choices = _first_choices(model, tuple(map(tuple, read.tokens.tolist())))
+        choices = first_choices(model, read.tokens)
         return _of_nats(model, read, prefix, made.nats) | {
             "agreement": float((made.likeliest == choices[:, prefix:]).mean()),
             "cache_bytes": made.cache_bytes,
@@ -67,12 +67,18 @@ class PerplexityTask(TextTask):
         }
 
 
-@functools.lru_cache(1)
-def _first_choices(model: Model, rows: tuple[tuple[int, ...], ...]) -> Int[np.ndarray, "b n"]:
+_READ: weakref.WeakKeyDictionary[Model, tuple[np.ndarray, np.ndarray]] = weakref.WeakKeyDictionary()
+"""Tokens that a model read last, and its choices: all policies and budgets read the same passages."""
+
+
+def first_choices(model: Model, tokens: Int[np.ndarray, "b n"]) -> Int[np.ndarray, "b n"]:
     """Return the likeliest token in the place of each under full attention; the first of a row is itself."""
-    # All policies and budgets read the same passages. Logits are large: those of one row at a time.
-    choices = [np.asarray(jnp.argmax(model.logits([row])[0, :-1], axis=-1)) for row in rows]
-    return np.stack([np.concatenate([row[:1], chosen]) for row, chosen in zip(rows, choices, strict=True)])
+    read = _READ.get(model)
+    if read is None or not np.array_equal(read[0], tokens):
+        # Logits are large: those of one row at a time.
+        choices = [np.asarray(jnp.argmax(model.logits([row])[0, :-1], axis=-1)) for row in tokens.tolist()]
+        read = _READ[model] = tokens, np.concatenate([tokens[:, :1], np.stack(choices)], axis=1)
+    return read[1]
 
 
 def _of_nats(model: Model, read: Passages, prefix: int, nats: Float[np.ndarray, "b m"]) -> dict[str, Any]:

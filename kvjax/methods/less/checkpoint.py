@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,42 +16,23 @@ from jax.typing import DTypeLike
 
 from kvjax.methods.less.feature_maps import Params, init_kernels
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
+from kvjax.models.model import LanguageModel
 from kvjax.models.weights import leaf_name, require_weights
 from kvjax.rope import Rope
 from kvjax.utils.files import expanded
 
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
-
 _SETTINGS, _KERNELS = "settings.json", "kernels"
 SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 """Directory of the embedded model's kernels, with one subdirectory for each base policy and budget."""
-_OPTIONAL = {
-    "sinks",
-    "clamped_swiglu",
-    "router_bias",
-    "chunked",
-    *("probability", "weighted_inputs", "shared_width"),
-    *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
-    *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
-    *(
-        "embedding_scale",
-        "norm_offset",
-        "post_norms",
-        "query_key_norms",
-        "query_key_norm_over",
-        "query_key_scales",
-        "mixture",
-        "pre_norms",
-        "residual_scale",
-        "query_growth",
-        "spread",
-    ),
-    *("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors", "attention_factor"),
+_ALWAYS = {
+    *("norm", "norm_eps", "norm_bias", "shared_norm", "activation", "gated_mlp", "parallel", "tied", "sliding_window"),
+    *("qkv_bias", "output_bias", "mlp_bias", "unembedding_bias", "renormalised", "dense_layers", "offset", "unrotated"),
+    *("position", "position_offset", "rope", "theta", "interleaved", "scaling", "factor", "original_max_positions"),
+    *("low_freq_factor", "high_freq_factor"),
 }
-"""Settings of models and RoPE that enter a fingerprint only if they differ from their defaults.
+"""Settings with defaults that enter every fingerprint; all others enter it only if they differ from their defaults.
 
-Older kernels, made before a setting existed, thus keep their fingerprint.
+Older kernels thus keep their fingerprint when models or RoPE get new settings.
 """
 
 
@@ -129,7 +110,9 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
     check_fits(settings, model, policy, where=str(directory))
     # Restore to host memory: orbax commits device arrays to their device, and every program that mixes them with
     # uncommitted arrays would be compiled again.
-    wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, stored["dtype"]), _like(model.config, settings))
+    sizes: dict[str, Any] = dict(features=settings.features, hidden=settings.hidden, literal=settings.literal)
+    shapes = jax.eval_shape(lambda key: init_kernels(key, model.config, **sizes), jax.random.key(0))
+    wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, stored["dtype"]), shapes)
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             params = checkpointer.restore(Path(directory).absolute() / _KERNELS, wanted)
@@ -164,8 +147,7 @@ def fingerprint(model: LanguageModel) -> str:
         ValueError: the model has no weights, only their shapes.
     """
     require_weights(model.weights, "comparing a model with what was made for it")
-    shape = _unusual(model.config)
-    del shape["bos"], shape["eos"]  # the tokens that begin and end a text do not affect attention
+    shape = _unusual(dataclasses.replace(model.config, bos=None, eos=()))  # which do not affect attention
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     layers = model.weights.layers
     ups = [leaf for path, leaf in jax.tree.leaves_with_path(layers[-1].mlp) if leaf_name(path).endswith("up.weight")]
@@ -181,7 +163,7 @@ def _unusual(described: ModelConfig | Rope | Mixture | QueryGrowth) -> dict[str,
     return {
         name: [_plain(each) for each in value] if name == "ropes" else _plain(value)
         for name, value in settings.items()
-        if name not in _OPTIONAL or value != usual[name]
+        if name in _ALWAYS or value != usual[name]
     }
 
 
@@ -229,12 +211,3 @@ def _read(directory: str | Path) -> dict[str, Any]:
         return json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is damaged: {error}.") from error
-
-
-def _like(config: ModelConfig, settings: Settings) -> Params:
-    return jax.eval_shape(
-        lambda key: init_kernels(
-            key, config, features=settings.features, hidden=settings.hidden, literal=settings.literal
-        ),
-        jax.random.key(0),
-    )

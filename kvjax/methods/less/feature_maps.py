@@ -138,18 +138,12 @@ def performer_kernels(key: Key[Array, ""], config: ModelConfig, *, features: int
     return {"phi": stacked, "psi": stacked}
 
 
-def layer_params(params: Params, layer: int) -> Params:
-    """Return one layer's parameters, from kernels stacked over layers or from a tuple of layers."""
-    if isinstance(params, Mapping):
-        return jax.tree.map(lambda leaf: leaf[layer], params)
-    return params[layer]
-
-
 def unstack(params: Params) -> tuple[Params, ...]:
     """Split kernels into a tuple of layers: from a stack, each compiled step would copy every layer out."""
     if not isinstance(params, Mapping):
         return tuple(params)
-    return tuple(layer_params(params, layer) for layer in range(jax.tree.leaves(params)[0].shape[0]))
+    layers = jax.tree.leaves(params)[0].shape[0]
+    return tuple(jax.tree.map(lambda leaf, layer=layer: leaf[layer], params) for layer in range(layers))
 
 
 def _mlp(

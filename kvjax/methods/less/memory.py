@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,12 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_part
+from kvjax.models.model import LanguageModel
 from kvjax.policies.residual import Residual
-from kvjax.types import Evicted, Kernels, New, Partial, check, directory, setting, wide
+from kvjax.types import Evicted, Kernels, New, Partial, directory, setting, wide
+from kvjax.utils.fields import SEED, at_least, one_of
 from pallas_kernels import less_kernels
 from pallas_kernels.attention import LowRank
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
-
 
 AUTO = Kernels()
 
@@ -65,19 +63,12 @@ class LowRankMemory(Residual, interface=True):
     of_heads = ("layers",)
 
     checkpoint: str = directory("")
-    kernels: str = setting("learned")
-    features: int = setting(0)
-    kernel_seed: int = setting(0)
+    kernels: str = setting("learned", one_of("learned", "performer"))
+    features: int = setting(0, at_least(0, "a whole number"))
+    kernel_seed: int = setting(0, SEED)
     base: str = setting("h2o")
     layers: Any = None
     trained: tuple[tuple[float, float, Any], ...] = ()
-
-    def __post_init__(self) -> None:
-        check(self.kernels in ("learned", "performer"), "kernels", self.kernels, "'learned' or 'performer'")
-        check(isinstance(self.features, int) and self.features >= 0, "features", self.features, "a whole number from 0")
-        seed = self.kernel_seed
-        check(isinstance(seed, int) and 0 <= seed < 2**32, "kernel_seed", seed, "a whole number below 2^32")
-        check(isinstance(self.checkpoint, str), "checkpoint", self.checkpoint, "the name of a directory")
 
     def bind(self, model: LanguageModel) -> LowRankMemory:
         """Return a copy with kernels for a model, as a tuple of layers.
@@ -133,7 +124,6 @@ class LowRankMemory(Residual, interface=True):
                 )
 
     def layer(self, index: int) -> LowRankMemory:
-        """Return a copy with the kernels of one layer."""
         return self if self.layers is None else dataclasses.replace(self, layers=self.layers[index], trained=())
 
     def phi(self, q: Float[Array, "b h g t d"], kernels: Kernels = AUTO) -> Float[Array, "b h g t R"]:

@@ -24,15 +24,18 @@ class Header:
     Args:
         shapes: shape of each tensor, [out, in].
         factors: the tensors that contain factors of RoPE's wavelengths [half].
+        known: names of the metadata that have been read; other metadata may change what the model computes.
     """
 
     name: str
     metadata: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     factors: Mapping[str, Float[np.ndarray, " half"]]
+    known: set[str] = dataclasses.field(default_factory=set)
 
     def get(self, key: str, usual: Any = None) -> Any:
         """Return the architecture's metadata of a name; a list of equal values becomes one value."""
+        self.known.add(key)
         value = self.metadata.get(f"{self.name}.{key}", usual)
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]  # one value for each layer
@@ -45,14 +48,12 @@ class Architecture:
 
     Args:
         model_type: the `model_type` of the family.
-        reads: metadata that `adapt` reads, in addition to that of all architectures.
         adapt: function from the common settings and the header to the further settings of this architecture.
         restore: functions that undo the format's changes to tensors, by the stem of the tensor's name.
         factors: the tensors with factors of RoPE's wavelengths that `adapt` reads; a file has all of them or none.
     """
 
     model_type: str
-    reads: tuple[str, ...] = ()
     adapt: Callable[[Settings, Header], Settings] = lambda settings, header: {}
     restore: Mapping[str, Restore] = dataclasses.field(default_factory=dict)
     factors: tuple[str, ...] = ()
@@ -188,33 +189,28 @@ def _falcon(settings: Settings, header: Header) -> Settings:
     }
 
 
-_EXPERTS = ("expert_count", "expert_used_count")
 _PAIRED = {"attn_q": _unpermuted("num_attention_heads"), "attn_k": _unpermuted("num_key_value_heads")}
 _GEMMA_NORMS = ("attn", "attn_q", "attn_k", "post_attention", "ffn", "post_ffw", "output")
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", _EXPERTS, _llama, _PAIRED, ("rope_freqs",)),
+    "llama": Architecture("llama", _llama, _PAIRED, ("rope_freqs",)),
     "smollm3": Architecture("smollm3", restore=_PAIRED),
-    "granite": Architecture(
-        "granite", ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _granite, _PAIRED
-    ),
+    "granite": Architecture("granite", _granite, _PAIRED),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "qwen3moe": Architecture("qwen3_moe", (*_EXPERTS, "expert_feed_forward_length", "expert_weights_norm"), _qwen3_moe),
-    "olmoe": Architecture("olmoe", (*_EXPERTS, "attention.clamp_kqv"), _olmoe),
-    "gpt-oss": Architecture("gpt_oss", (*_EXPERTS, "expert_feed_forward_length"), _gpt_oss),
-    "olmo2": Architecture("olmo2", adapt=_olmo2),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3_moe),
+    "olmoe": Architecture("olmoe", _olmoe),
+    "gpt-oss": Architecture("gpt_oss", _gpt_oss),
+    "olmo2": Architecture("olmo2", _olmo2),
     "gemma3": Architecture(
         "gemma3_text",
-        ("rope.freq_base_swa", "final_logit_softcapping", "attention.sliding_window_pattern"),
         _gemma3,
         # GGUF adds to the norms' weights the 1 that the model adds.
         {f"{norm}_norm": lambda tensor, settings: tensor - 1 for norm in _GEMMA_NORMS},
     ),
-    "phi3": Architecture("phi3", adapt=_phi3, factors=("rope_factors_long", "rope_factors_short")),
-    "falcon": Architecture("falcon", (), _falcon, {"attn_qkv": _by_kv_head}),
+    "phi3": Architecture("phi3", _phi3, factors=("rope_factors_long", "rope_factors_short")),
+    "falcon": Architecture("falcon", _falcon, {"attn_qkv": _by_kv_head}),
     "gptneox": Architecture(
         "gpt_neox",
-        ("use_parallel_residual",),
         lambda settings, header: {"use_parallel_residual": header.get("use_parallel_residual", True)},
         {"attn_qkv": _by_kv_head},
     ),

@@ -22,10 +22,6 @@ _KNOWN: Mapping[str, str] = {
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.sliding_window": "sliding_window",
 }
-_ROPE = ("dimension_count", "freq_base", "scale_linear", "scaling.type", "scaling.factor", "scaling.attn_factor")
-_ROPE += ("scaling.original_context_length", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow")
-_READ = (*_NEEDED, *_KNOWN, *(f"rope.{name}" for name in _ROPE), "attention.key_length", "attention.value_length")
-"""Metadata read for every architecture."""
 _DESCRIBES = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 """Metadata without effect on the model."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -51,18 +47,17 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def _check_keys(header: Header, head_width: int) -> None:
-    """Refuse unsupported metadata of the architecture that may change what the model computes."""
-    known = {*_READ, *_DESCRIBES, *ARCHITECTURES[header.name].reads}
-    for key, value in header.metadata.items():
-        name = key.removeprefix(f"{header.name}.")
-        if name == key or name in known or value in _NEUTRAL.get(name, ()):
-            continue
-        raise LoadError(f"metadata {key} ({value!r}) is not supported.")
+    """Refuse metadata of the architecture that nothing has read and that may change what the model computes."""
     for name in ("attention.key_length", "attention.value_length"):
         if header.get(name, head_width) != head_width:
             raise LoadError(
                 f"metadata {header.name}.{name} is {header.get(name)}, but the tensors' heads have {head_width}."
             )
+    for key, value in header.metadata.items():
+        name = key.removeprefix(f"{header.name}.")
+        if name == key or name in header.known or name in _DESCRIBES or value in _NEUTRAL.get(name, ()):
+            continue
+        raise LoadError(f"metadata {key} ({value!r}) is not supported.")
 
 
 def _check_factors(header: Header) -> None:
@@ -99,7 +94,6 @@ def config_settings(header: Header) -> Settings:
     settings.setdefault("num_key_value_heads", heads)
     queries = header.shapes.get("blk.0.attn_q.weight")
     width = settings["hidden_size"] // heads if queries is None else queries[0] // heads
-    _check_keys(header, width)
     _check_factors(header)
     ids = {role: header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
     settings |= {
@@ -112,25 +106,28 @@ def config_settings(header: Header) -> Settings:
         "bos_token_id": ids.pop("bos"),
         "eos_token_id": sorted({token for token in ids.values() if token is not None}),
     }
-    return settings | ARCHITECTURES[header.name].adapt(settings, header)
+    settings |= ARCHITECTURES[header.name].adapt(settings, header)
+    _check_keys(header, width)
+    return settings
 
 
 def _rope(header: Header, head_width: int) -> Settings:
     """Return the settings of RoPE; as in llama.cpp, a factor without a type means linear scaling."""
     width, factor = header.get("rope.dimension_count", head_width), header.get("rope.scaling.factor")
-    factor = header.get("rope.scale_linear") if factor is None else factor  # the name in files of 2023
+    of_2023 = header.get("rope.scale_linear")
+    factor = of_2023 if factor is None else factor
     kind = header.get("rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
     rope: Settings = {"rope_type": "default", "rope_theta": header.get("rope.freq_base", 10_000.0)}
+    original = header.get("rope.scaling.original_context_length")
+    betas = {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
     if width != head_width:
         rope["partial_rotary_factor"] = width / head_width
     if kind != "none":
         factor = 1.0 if factor in (None, 0) else factor
-        original = header.get("rope.scaling.original_context_length")
         rope |= {"rope_type": kind, "factor": factor}
         rope |= {} if original is None else {"original_max_position_embeddings": original}
     multiplier = header.get("rope.scaling.attn_factor", 1.0)
     if kind == "yarn":
-        betas = {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         rope |= {name: value for name, value in betas.items() if value is not None}
         if multiplier != 1:
             rope["attention_factor"] = multiplier * (1 + 0.1 * math.log(rope["factor"]))

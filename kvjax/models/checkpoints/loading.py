@@ -24,7 +24,6 @@ from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
 from kvjax.models.checkpoints.origins import TensorReads, find_origins, spellings
-from kvjax.models.checkpoints.packed import unpacked
 from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.config import ModelConfig
@@ -36,7 +35,6 @@ from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, weight_shapes
 
 _WEIGHT, _BIAS = (jax.tree_util.GetAttrKey(name) for name in ("weight", "bias"))
-_EMBEDDING = "embedding"
 _LARGE = 1 << 30
 """Smallest size of a checkpoint, in bytes, that is loaded with a progress bar."""
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -79,39 +77,43 @@ def read_checkpoint(
         raise ValueError(f"weights={weights!r} is not supported: give int8, auto, or None for weights in the dtype.")
     if mesh is not None:
         check_mesh(mesh)
-    int8 = weights == "int8" or (weights == "auto" and _int8_is_faster(wanted, mesh))
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    int8 = weights == "int8" or (weights == "auto" and platform == "cpu" and wanted.name != "float64")
     if int8 and weights == "auto":
         print(f"kvjax: weights in int8, which decode faster than {wanted.name} on a CPU.", file=sys.stderr)
     place = locate(path_or_hub_id, revision)
-    name = str(path_or_hub_id)
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
         with _naming(place):
             family, config = read_model_config(settings)
-        made, config = _read_weights(stored, family, config, wanted, int8, mesh)
-        return Checkpoint(made, config, name, settings, place, metadata)
-    file = place / "config.json"
-    check_kind_of(place)
+    else:
+        settings, family, config = _read_config(place)
+        metadata = None
+        stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
+        if (quantization := read_quantization(settings)) is not None:
+            stored = decoded(stored, quantization)
+            settings = {name: value for name, value in settings.items() if name != "quantization_config"}
+    made, found = _read_weights(stored, family, config, wanted, int8, mesh)
+    if found.tied != config.tied:
+        settings = {**settings, "tie_word_embeddings": found.tied}
+    return Checkpoint(made, found, str(path_or_hub_id), settings, place, metadata)
+
+
+def _read_config(directory: Path) -> tuple[Settings, Family, ModelConfig]:
+    """Read the settings of a directory's model, and its family and config."""
+    file, generation = directory / "config.json", directory / "generation_config.json"
+    check_kind_of(directory)
     given = read_json(file)
     with _naming(file):
         settings = text_half(given)
         family, config = read_model_config(settings)
     if settings is not given:
-        warnings.warn(f"{file}: only the text half of {given['model_type']} is loaded.", stacklevel=3)
-    generation = place / "generation_config.json"
+        warnings.warn(f"{file}: only the text half of {given['model_type']} is loaded.", stacklevel=4)
     if generation.exists():
         ends = read_json(generation)
         with _naming(generation):
             config = dataclasses.replace(config, eos=special_token_ids(ends, "eos_token_id") or config.eos)
-    stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
-    if (quantization := read_quantization(settings)) is not None:
-        stored = decoded(stored, quantization)
-        stored = stored if quantization.packing is None else unpacked(stored, quantization.packing)
-        settings = {name: value for name, value in settings.items() if name != "quantization_config"}
-    made, found = _read_weights(stored, family, config, wanted, int8, mesh)
-    if found.tied != config.tied:
-        settings = {**settings, "tie_word_embeddings": found.tied}
-    return Checkpoint(made, found, name, settings, place)
+    return settings, family, config
 
 
 TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|audio_tower)\..*"
@@ -150,12 +152,6 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
     if wanted.name == "float64" and jax.dtypes.canonicalize_dtype(wanted) != wanted:
         raise ValueError("dtype float64 needs 64-bit JAX: call jax.config.update('jax_enable_x64', True) first.")
     return wanted
-
-
-def _int8_is_faster(dtype: jnp.dtype, mesh: Mesh | None) -> bool:
-    """Return whether products with 8-bit weights are faster than those in the dtype, and precise enough for it."""
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    return platform == "cpu" and dtype.name != "float64"
 
 
 def _read_weights(
@@ -204,6 +200,11 @@ def _read_weights(
 
     of_leaves = [] if mesh is None else jax.tree.leaves_with_path(weight_shardings(config, mesh))
     shardings: dict[str, NamedSharding] = {leaf_name(path): sharding for path, sharding in of_leaves}
+    if int8 and config.tied:  # a table of 8 bits is the unembedding
+        shapes = dataclasses.replace(shapes, embedding=None, unembedding=shapes.table)
+        origins["unembedding.weight"] = origins.pop("embedding")
+        if mesh is not None:
+            shardings["unembedding.weight"] = shardings.pop("embedding")
 
     def refuse_damage(finite: bool, name: str) -> None:
         if not finite:
@@ -259,24 +260,14 @@ def _read_weights(
         path = (*path, _WEIGHT)
         if not int8:
             return Linear(placed(path), bias)
-        return rounded(path, bias, origins[leaf_name(path)].read_quantised(read_blocks))
-
-    def rounded(path: tuple[Any, ...], bias: Array | None, numbers: tuple[np.ndarray, np.ndarray]) -> Linear:
-        (weight, scale), sharding = numbers, shardings.get(leaf_name(path))
-        of_scale = (
-            None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: scale.ndim]))
-        )
+        (weight, scale), sharding = origins[leaf_name(path)].read_quantised(read_blocks), shardings.get(leaf_name(path))
+        of_scale = sharding and NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: scale.ndim]))
         return Linear(place(weight, sharding), bias, place(scale, of_scale))
 
     total = sum(tensors[name].size for origin in origins.values() for name in origin.names)
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
-        shapes = dataclasses.replace(shapes, embedding=None) if int8 and config.tied else shapes
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
-        if int8 and config.tied:
-            numbers = origins[_EMBEDDING].read_quantised(read_blocks)
-            table = rounded((jax.tree_util.GetAttrKey(_EMBEDDING),), None, numbers)
-            made = dataclasses.replace(made, unembedding=table)
     return made, config
 
 

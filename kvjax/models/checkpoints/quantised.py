@@ -1,4 +1,7 @@
-"""Quantised tensors of checkpoints, decoded to floating point one tensor at a time as they are read."""
+"""Quantized tensors of checkpoints, decoded to floating point one tensor at a time as they are read.
+
+GPTQ, Frantar et al. 2022; AWQ, Lin et al. 2023: the layouts are those that AutoGPTQ and AutoAWQ write.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,11 @@ import dataclasses
 import math
 
 import numpy as np
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Float, Int, Shaped, UInt8
 
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.families import LoadError
-from kvjax.models.families.quantization import Quantization
+from kvjax.models.families.quantization import Packing, Quantization
 
 _PER_BLOCK = 32
 """Numbers of an MXFP4 block, two in each byte."""
@@ -21,10 +24,12 @@ _POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np
 """The factor of each scale E8M0."""
 _SCALES = ("_scale_inv", "_scale")
 _CODES = ("F8_E4M3", "I8")
+_PACKED = ("qweight", "qzeros", "scales", "g_idx")
+"""Tensors of a linear map whose integers share words."""
 
 
 def decoded(stored: Stored, quantization: Quantization) -> Stored:
-    """Return the tensors of a checkpoint with each quantized one in place of its codes and scales.
+    """Return the tensors of a checkpoint with each quantized one in place of its codes, scales and zero points.
 
     Scales of activations are dropped: kvjax computes products with them in floating point.
     """
@@ -38,6 +43,10 @@ def decoded(stored: Stored, quantization: Quantization) -> Stored:
             tensors[name] = _of_codes(name, tensor, tensors.pop(scale), quantization.block)
             for other in ("activation_scale", "input_scale"):
                 tensors.pop(f"{name.removesuffix('weight')}{other}", None)
+        elif quantization.packing is not None and name.endswith(".qweight"):
+            module = name.removesuffix("qweight")
+            parts = {part: tensors.pop(module + part) for part in _PACKED if module + part in tensors}
+            tensors[f"{module}weight"] = _of_words(module, parts, quantization.packing)
     return dataclasses.replace(stored, tensors=tensors)
 
 
@@ -118,3 +127,52 @@ def of_scales(
         factors = np.repeat(scales[rows // sizes[0]], sizes[1], axis=1)[:, :into]
         whole[rows[0] : rows[-1] + 1] = codes[rows[0] : rows[-1] + 1].astype(np.float32) * factors
     return whole
+
+
+def _of_words(module: str, parts: dict[str, Tensor], packing: Packing) -> Tensor:
+    codes = parts["qweight"]
+    for part in ("qzeros", "scales"):
+        if part not in parts:
+            raise LoadError(f"{codes.file}: tensor {module}qweight has no {module}{part} beside it.")
+    for part in ("qweight", "qzeros", "g_idx"):
+        if part in parts and parts[part].kind != "I32":
+            raise LoadError(f"{codes.file}: tensor {module}{part} is stored as {parts[part].kind}, not as I32.")
+    count, (groups, out) = len(packing.order), _matrix(module, parts["scales"])
+    rows, columns = _matrix(module, codes)
+    into, width = (rows * count, columns) if packing.along_inputs else (rows, columns * count)
+    wanted = {"qzeros": (groups, out // count), "g_idx": (into,)}
+    fits = all(parts[part].shape == shape for part, shape in wanted.items() if part in parts)
+    if not fits or width != out or out % count or ("g_idx" not in parts and into % groups):
+        shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
+        raise LoadError(f"{codes.file}: shapes of {module.removesuffix('.')} do not fit {packing.bits} bits: {shapes}.")
+
+    def read(dtype: np.dtype) -> np.ndarray:
+        integers = {name: part.codes() for name, part in parts.items() if part.codes is not None}
+        group = integers.get("g_idx", np.arange(into) // (into // groups))
+        numbers = unpack(integers["qweight"], packing, axis=0 if packing.along_inputs else 1)
+        zeros = unpack(integers["qzeros"], packing, axis=1).astype(np.int32) + packing.zero_offset
+        zeros %= 2**packing.bits
+        factors = parts["scales"].read(np.dtype(np.float32)).astype(np.float32)
+        whole, step = np.empty((out, into), dtype), 256
+        for start in range(0, into, step):
+            of = group[start : start + step]
+            whole[:, start : start + step] = ((numbers[start : start + step] - zeros[of]) * factors[of]).T
+        return whole
+
+    return Tensor(codes.file, (out, into), sum(part.size for part in parts.values()), read)
+
+
+def _matrix(module: str, tensor: Tensor) -> tuple[int, int]:
+    if len(tensor.shape) != 2:
+        raise LoadError(
+            f"{tensor.file}: a tensor of {module.removesuffix('.')} has shape {list(tensor.shape)}, not two axes."
+        )
+    return tensor.shape[0], tensor.shape[1]
+
+
+def unpack(words: Int[np.ndarray, "n m"], packing: Packing, axis: int) -> UInt8[np.ndarray, "n2 m2"]:
+    """Return the unsigned integers in words of 32 bits, which follow each other along an axis."""
+    shifts = np.array(packing.order, np.uint32) * np.uint32(packing.bits)
+    words = np.moveaxis(words.view(np.uint32), axis, -1)
+    numbers = words[..., None] >> shifts & np.uint32(2**packing.bits - 1)
+    return np.moveaxis(numbers.astype(np.uint8).reshape(len(words), -1), -1, axis)

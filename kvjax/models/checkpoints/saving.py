@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -42,11 +41,8 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
     """
     from safetensors.numpy import save_file
 
-    plain = None
-    if config.rope is not None:
-        rope = Rope(config.head_width, config.rope.theta)
-        plain = ModelConfig(**{name: getattr(config, name) for name in _WRITTEN}, rope=rope)
-    if config.rope is None or config != plain:
+    rope = config.rope and Rope(config.head_width, config.rope.theta)
+    if rope is None or config != ModelConfig(**{name: getattr(config, name) for name in _WRITTEN}, rope=rope):
         raise ValueError("only a Llama without biases and without scaled RoPE can be written; this model is another.")
     if weights.embedding is None:
         weights = dataclasses.replace(weights, embedding=weights.table.matrix, unembedding=None)
@@ -59,18 +55,19 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         "eos_token_id": list(config.eos) or None,
         "pad_token_id": 1,
         "hidden_act": "silu",
-        "rope_theta": config.rope.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "rope_theta": rope.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
         "attention_bias": False,
         "mlp_bias": False,
         "dtype": dtype,
     }
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
 
-    def in_floats(node: Any) -> Any:
-        return Linear(node.matrix) if isinstance(node, Linear) else node
-
-    floats = jax.tree.map(in_floats, weights, is_leaf=lambda node: isinstance(node, Linear))
+    floats = jax.tree.map(
+        lambda node: Linear(node.matrix) if isinstance(node, Linear) else node,
+        weights,
+        is_leaf=lambda node: isinstance(node, Linear),
+    )
     tensors = {LLAMA.source(leaf_name(path)).name: leaf for path, leaf in jax.tree.leaves_with_path(floats)}
     cast = {name: np.asarray(leaf.astype(dtype)) for name, leaf in tensors.items()}
     save_file(cast, directory / "model.safetensors", {"format": "pt"})

@@ -10,9 +10,7 @@ from kvjax.models.families.falcon import FALCON
 from kvjax.models.families.family import Family as Family
 from kvjax.models.families.family import LoadError as LoadError
 from kvjax.models.families.family import Settings as Settings
-from kvjax.models.families.gemma import GEMMA
-from kvjax.models.families.gemma2 import GEMMA2
-from kvjax.models.families.gemma3 import GEMMA3
+from kvjax.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from kvjax.models.families.gpt2 import GPT2
 from kvjax.models.families.gpt_neox import GPT_NEOX
 from kvjax.models.families.gpt_oss import GPT_OSS
@@ -20,18 +18,12 @@ from kvjax.models.families.gptj import GPTJ
 from kvjax.models.families.granite import GRANITE
 from kvjax.models.families.llama import LLAMA
 from kvjax.models.families.llama4 import LLAMA4
-from kvjax.models.families.ministral3 import MINISTRAL3
-from kvjax.models.families.mistral import MISTRAL
-from kvjax.models.families.mixtral import MIXTRAL
+from kvjax.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from kvjax.models.families.mpt import MPT
-from kvjax.models.families.olmo2 import OLMO2
-from kvjax.models.families.olmo3 import OLMO3
-from kvjax.models.families.olmoe import OLMOE
+from kvjax.models.families.olmo import OLMO2, OLMO3, OLMOE
 from kvjax.models.families.phi3 import PHI3
 from kvjax.models.families.quantization import read_quantization
-from kvjax.models.families.qwen2 import QWEN2
-from kvjax.models.families.qwen3 import QWEN3
-from kvjax.models.families.qwen3_moe import QWEN3_MOE
+from kvjax.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from kvjax.models.families.settings import check_only, flag
 from kvjax.models.families.settings import special_token_ids as special_token_ids
 from kvjax.models.families.smollm3 import SMOLLM3
@@ -187,7 +179,8 @@ def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
         raise _unknown(name)
     read_quantization(settings)
     family = FAMILIES[name]
-    settings = {**family.defaults, **settings}
+    aliased = {ours: settings[theirs] for theirs, ours in family.aliases.items() if theirs in settings}
+    settings = {**family.defaults, **settings, **aliased}
     for key in LAYERS:
         if isinstance(layers := settings.get(key), int) and layers > MOST_LAYERS:
             raise LoadError(f"{key} must be at most {MOST_LAYERS}, not {layers}.")

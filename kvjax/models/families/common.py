@@ -14,11 +14,34 @@ from kvjax.models.families.settings import (
     flag,
     head_width,
     integer,
+    optional_integer,
     positive_number,
     read_rope,
     special_token_ids,
 )
 from kvjax.models.families.sources import module_sources
+
+LLAMA_NAMES: Mapping[str, str] = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "mlp_width": "intermediate_size",
+}
+"""Names in Llama of the settings that every family has."""
+
+
+def _common_fields(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a config that every family has, given the names of their settings."""
+    readers = {"norm_eps": positive_number, "activation": functools.partial(choice, choices=ACTIVATIONS)}
+    return {ours: readers.get(ours, integer)(settings, theirs) for ours, theirs in names.items()} | {
+        "vocab_size": integer(settings, "vocab_size"),
+        "tied": flag(settings, "tie_word_embeddings"),
+        "bos": next(iter(special_token_ids(settings, "bos_token_id")), None),
+        "eos": special_token_ids(settings, "eos_token_id"),
+    }
 
 
 def llama_config(settings: Settings, *, partial: bool = False, windowed: bool = False) -> ModelConfig:
@@ -26,33 +49,22 @@ def llama_config(settings: Settings, *, partial: bool = False, windowed: bool = 
 
     Llama has no sliding window, even if its config sets one; `windowed` is True for families that have it.
     """
-    width, heads = integer(settings, "hidden_size"), integer(settings, "num_attention_heads")
+    fields = _common_fields(settings, LLAMA_NAMES)
+    width, heads = fields["width"], fields["heads"]
     if settings.get("head_dim") is None and width % heads:
         raise LoadError(
             f"hidden_size {width} is not a multiple of num_attention_heads {heads}, and there is no head_dim."
         )
-    head_width = width // heads if settings.get("head_dim") is None else integer(settings, "head_dim")
-    kv_heads = heads if settings.get("num_key_value_heads") is None else integer(settings, "num_key_value_heads")
-    windowed = windowed and settings.get("sliding_window") is not None
+    head_width = optional_integer(settings, "head_dim") or width // heads
     return ModelConfig(
-        vocab_size=integer(settings, "vocab_size"),
-        width=width,
-        layers=integer(settings, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
+        **fields,
+        kv_heads=optional_integer(settings, "num_key_value_heads") or heads,
         head_width=head_width,
-        mlp_width=integer(settings, "intermediate_size"),
-        max_positions=integer(settings, "max_position_embeddings"),
-        norm_eps=positive_number(settings, "rms_norm_eps"),
-        activation=choice(settings, "hidden_act", ACTIVATIONS),
         rope=read_rope(settings, head_width, partial=partial),
         qkv_bias=flag(settings, "attention_bias"),
         output_bias=flag(settings, "output_bias" if "output_bias" in settings else "attention_bias"),
         mlp_bias=flag(settings, "mlp_bias"),
-        tied=flag(settings, "tie_word_embeddings"),
-        sliding_window=integer(settings, "sliding_window") if windowed else None,
-        bos=next(iter(special_token_ids(settings, "bos_token_id")), None),
-        eos=special_token_ids(settings, "eos_token_id"),
+        sliding_window=optional_integer(settings, "sliding_window") if windowed else None,
     )
 
 
@@ -61,26 +73,18 @@ def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> M
 
     Args:
         settings: settings of the model.
-        names: the family's name of each of `width`, `layers`, `heads`, `max_positions`, `norm_eps`, `activation` and
-            `mlp_width`. If the setting of `mlp_width` is None, it is 4 * `width`.
+        names: the family's names of the settings in `LLAMA_NAMES`. If that of `mlp_width` is None, it is 4 * `width`.
         others: further fields of the config; by default `kv_heads` is `heads` and `norm_bias` is True.
     """
-    readers = {"norm_eps": positive_number, "activation": functools.partial(choice, choices=ACTIVATIONS)}
     if settings[names["mlp_width"]] is None:
         settings = {**settings, names["mlp_width"]: 4 * integer(settings, names["width"])}
-    fields = {ours: readers.get(ours, integer)(settings, theirs) for ours, theirs in names.items()}
-    fields |= {
-        "vocab_size": integer(settings, "vocab_size"),
-        "kv_heads": fields["heads"],
+    fields = _common_fields(settings, names) | {
         "head_width": head_width(settings, names["width"], names["heads"]),
         "norm": "layer",
         "norm_bias": True,
         "gated_mlp": False,
-        "tied": flag(settings, "tie_word_embeddings"),
-        "bos": next(iter(special_token_ids(settings, "bos_token_id")), None),
-        "eos": special_token_ids(settings, "eos_token_id"),
     }
-    return ModelConfig(**(fields | others))
+    return ModelConfig(**({"kv_heads": fields["heads"]} | fields | others))
 
 
 GPT_NAMES: Mapping[str, str] = {
@@ -93,6 +97,9 @@ GPT_NAMES: Mapping[str, str] = {
     "mlp_width": "n_inner",
 }
 """Names of settings in GPT-2 and GPT-J, for `gpt_config`."""
+GPT_ALIASES: Mapping[str, str] = {
+    LLAMA_NAMES[ours]: GPT_NAMES[ours] for ours in ("width", "layers", "heads", "max_positions")
+}
 LLAMA_SOURCES: Mapping[str, Source] = module_sources(
     "model.layers",
     {
@@ -110,6 +117,10 @@ LLAMA_SOURCES: Mapping[str, Source] = module_sources(
         "layers.mlp.down": "mlp.down_proj",
     },
 )
+QUERY_KEY_NORMS: Mapping[str, Source] = {
+    "layers.query_norm.scale": Source("model.layers.{layer}.self_attn.q_norm.weight"),
+    "layers.key_norm.scale": Source("model.layers.{layer}.self_attn.k_norm.weight"),
+}
 LLAMA_DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32_000,
     "hidden_size": 4096,

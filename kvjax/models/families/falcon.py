@@ -8,17 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import gpt_config
+from kvjax.models.families.common import LLAMA_NAMES, gpt_config
 from kvjax.models.families.family import Family, LoadError, Settings, Source
-from kvjax.models.families.settings import flag, head_width, integer, read_rope
+from kvjax.models.families.settings import flag, head_width, integer, optional_integer, read_rope
 from kvjax.models.families.sources import fused_by_head, module_sources
 from pallas_kernels.attention import alibi_slopes
 
 _NAMES = {
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "max_positions": "max_position_embeddings",
+    **LLAMA_NAMES,
     "norm_eps": "layer_norm_epsilon",
     "activation": "activation",
     "mlp_width": "ffn_hidden_size",
@@ -37,9 +34,9 @@ def _config(settings: Settings) -> ModelConfig:
             "1 norm where it is False."
         )
     kv_heads = heads
-    if grouped and settings["num_kv_heads"] is not None:
-        kv_heads = integer(settings, "num_kv_heads")
-    elif not grouped and flag(settings, "multi_query"):
+    if grouped:
+        kv_heads = optional_integer(settings, "num_kv_heads") or heads
+    elif flag(settings, "multi_query"):
         kv_heads = 1
     return gpt_config(
         settings,

@@ -63,6 +63,7 @@ class Family:
         only: the supported values of some settings; other values are refused.
         variant: function from the config to sources that replace entries of `sources`.
         ignored: patterns of the names of tensors that some checkpoints contain and no model needs.
+        aliases: other names of settings that transformers takes, each with the name that is read.
     """
 
     config: Callable[[Settings], ModelConfig]
@@ -71,6 +72,7 @@ class Family:
     only: Settings = dataclasses.field(default_factory=dict)
     variant: Callable[[ModelConfig], Mapping[str, Source]] = lambda _: {}
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def base(self) -> str:

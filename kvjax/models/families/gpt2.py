@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import GPT_NAMES, gpt_config
+from kvjax.models.families.common import GPT_ALIASES, GPT_NAMES, gpt_config
 from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.settings import flag, head_width, integer
 from kvjax.models.families.sources import fused_in_turn, module_sources, transposed
@@ -55,5 +55,6 @@ GPT2 = Family(
         "eos_token_id": 50256,
     },
     only={"add_cross_attention": (False,)},
+    aliases=GPT_ALIASES,
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
 )

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import gpt_config
+from kvjax.models.families.common import LLAMA_NAMES, gpt_config
 from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.settings import flag, head_width, read_rope
 from kvjax.models.families.sources import fused_by_head, module_sources
-from kvjax.rope import Rope
-
-
-def _rope(settings: Settings) -> Rope:
-    named = {"partial_rotary_factor": settings["rotary_pct"], "rope_theta": settings["rotary_emb_base"]}
-    width = head_width(settings, "hidden_size", "num_attention_heads")
-    return read_rope({**settings, **named}, width, partial=True)
-
-
-_NAMES = {
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "max_positions": "max_position_embeddings",
-    "norm_eps": "layer_norm_eps",
-    "activation": "hidden_act",
-    "mlp_width": "intermediate_size",
-}
 
 
 def _config(settings: Settings) -> ModelConfig:
+    named = {"partial_rotary_factor": settings["rotary_pct"], "rope_theta": settings["rotary_emb_base"]}
+    width = head_width(settings, "hidden_size", "num_attention_heads")
     return gpt_config(
         settings,
-        _NAMES,
+        {**LLAMA_NAMES, "norm_eps": "layer_norm_eps"},
         parallel=flag(settings, "use_parallel_residual"),
-        rope=_rope(settings),
+        rope=read_rope({**settings, **named}, width, partial=True),
         qkv_bias=flag(settings, "attention_bias"),
         output_bias=flag(settings, "attention_bias"),
         mlp_bias=True,

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, Settings, Source
-from kvjax.models.families.mixture import read_mixture
-from kvjax.models.families.settings import LAYER_TYPES, integer, positive_number, read_windows, with_default_rope
-from kvjax.models.families.sources import gates_and_ups, transposed
+from kvjax.models.families.settings import (
+    LAYER_TYPES,
+    integer,
+    positive_number,
+    read_mixture,
+    read_windows,
+    with_default_rope,
+)
+from kvjax.models.families.sources import fused_experts, transposed
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
@@ -33,17 +40,16 @@ def _or(source: Source, name: str) -> Source:
     return dataclasses.replace(source, others=(Source(name),))
 
 
-_SINKS = "model.layers.{layer}.self_attn.sinks"
-_MLP = "model.layers.{layer}.mlp"
-_EXPERTS = f"{_MLP}.experts"
-_WEIGHTS = {
-    **gates_and_ups(f"{_EXPERTS}.gate_up_proj", axis=1, alternating=True),
-    "down": Source(f"{_EXPERTS}.down_proj"),
-}
-_BIASES = {
-    **gates_and_ups(f"{_EXPERTS}.gate_up_proj_bias", axis=1, alternating=True),
-    "down": Source(f"{_EXPERTS}.down_proj_bias"),
-}
+def _experts() -> Mapping[str, Source]:
+    sources: dict[str, Source] = {}
+    for part, end in (("weight", ""), ("bias", "_bias")):
+        for leaf, fused in fused_experts(_MLP, end, alternating=True).items():
+            stored = transposed(fused) if part == "weight" else fused
+            sources[f"layers.mlp.experts.{leaf}.{part}"] = _or(stored, f"{_MLP}.experts.{leaf}_proj.{part}")
+    return sources
+
+
+_SINKS, _MLP = "model.layers.{layer}.self_attn.sinks", "model.layers.{layer}.mlp"
 
 GPT_OSS = Family(
     _config,
@@ -52,14 +58,7 @@ GPT_OSS = Family(
         "layers.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
         "layers.mlp.router": Source(f"{_MLP}.router.weight"),
         "layers.mlp.router_bias": Source(f"{_MLP}.router.bias"),
-        **{
-            f"layers.mlp.experts.{leaf}.weight": _or(transposed(source), f"{_EXPERTS}.{leaf}_proj.weight")
-            for leaf, source in _WEIGHTS.items()
-        },
-        **{
-            f"layers.mlp.experts.{leaf}.bias": _or(source, f"{_EXPERTS}.{leaf}_proj.bias")
-            for leaf, source in _BIASES.items()
-        },
+        **_experts(),
     },
     {
         **LLAMA_DEFAULTS,
@@ -81,4 +80,5 @@ GPT_OSS = Family(
         "swiglu_limit": 7.0,
     },
     only={"mlp_bias": (False,), "hidden_act": ("silu",)},
+    aliases={"num_experts": "num_local_experts"},
 )

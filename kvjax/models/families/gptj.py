@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import GPT_NAMES, gpt_config
+from kvjax.models.families.common import GPT_ALIASES, GPT_NAMES, gpt_config
 from kvjax.models.families.family import Family, Settings
 from kvjax.models.families.settings import integer
 from kvjax.models.families.sources import module_sources
@@ -53,5 +53,6 @@ GPTJ = Family(
         "eos_token_id": 50256,
     },
     only={"tie_word_embeddings": (False,)},
+    aliases=GPT_ALIASES,
     ignored=(r"transformer\.h\.\d+\.attn\.((masked_)?bias|embed_positions)",),
 )

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
 from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.family import Family, LoadError, Settings, Source
-from kvjax.models.families.mixture import fused_experts, read_mixture
-from kvjax.models.families.settings import flag, integer, layer_numbers, positive_number, read_layer_types
+from kvjax.models.families.settings import flag, integer, layer_numbers, positive_number, read_layer_types, read_mixture
 from kvjax.models.families.smollm3 import rotated_layers
-from kvjax.models.families.sources import transposed
+from kvjax.models.families.sources import fused_experts, transposed
 
 _LAYER_TYPES = ("full_attention", "chunked_attention")
 

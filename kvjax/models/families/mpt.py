@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import gpt_config
+from kvjax.models.families.common import LLAMA_NAMES, gpt_config
 from kvjax.models.families.family import Family, LoadError, Settings
-from kvjax.models.families.settings import check_only, integer, positive_number
+from kvjax.models.families.settings import check_only, integer, optional_number, positive_number
 from kvjax.models.families.sources import fused_in_turn, module_sources
 from pallas_kernels.attention import alibi_slopes
 
@@ -53,7 +53,7 @@ def _config(settings: Settings) -> ModelConfig:
         position="alibi",
         slopes=tuple(alibi_slopes(heads, positive_number(attention, "alibi_bias_max")).tolist()),
         qkv_clip=positive_number(attention, "clip_qkv") if attention["clip_qkv"] else None,  # 0 also means no clipping
-        attention_scale=None if attention["softmax_scale"] is None else positive_number(attention, "softmax_scale"),
+        attention_scale=optional_number(attention, "softmax_scale"),
         logit_scale=scale,
     )
 
@@ -93,4 +93,5 @@ MPT = Family(
         "no_bias": (True,),
         "norm_type": ("layernorm", "low_precision_layernorm"),
     },
+    aliases={LLAMA_NAMES[ours]: _NAMES[ours] for ours in ("width", "layers", "heads")},
 )

@@ -27,11 +27,6 @@ class Packing:
     order: tuple[int, ...]
     zero_offset: int
 
-    @property
-    def per_word(self) -> int:
-        """Number of integers in a word."""
-        return len(self.order)
-
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:

@@ -1,4 +1,4 @@
-"""Settings of a config.json: numbers, choices, special tokens, RoPE and windows, checked as they are read.
+"""Settings of a config.json: numbers, choices, special tokens, RoPE, windows and experts, checked as they are read.
 
 A setting that is missing, has the wrong type or is not supported raises a `LoadError` that names it.
 """
@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvjax.models.config import Mixture
 from kvjax.models.families.family import LoadError, Settings
 from kvjax.rope import Rope
 
@@ -21,21 +22,16 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# The numbers that each type of RoPE needs besides theta: from our names to those of config.json.
-_ORIGINAL = {"original_max_positions": "original_max_position_embeddings"}
-_ROPES: Mapping[str, Mapping[str, str]] = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "dynamic": {"factor": "factor", "original_max_positions": "max_position_embeddings"},
-    "yarn": {"factor": "factor", **_ORIGINAL},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        **_ORIGINAL,
-    },
-    "longrope": {"factor": "factor", **_ORIGINAL},
+_ORIGINAL = "original_max_position_embeddings"
+_ROPES: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "max_position_embeddings"),
+    "yarn": ("factor", _ORIGINAL),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "longrope": ("factor", _ORIGINAL),
 }
+"""Numbers that each type of RoPE needs besides theta."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -47,6 +43,16 @@ def integer(settings: Settings, key: str) -> int:
 def positive_number(settings: Settings, key: str) -> float:
     """Return a setting that must be a finite number above 0."""
     return _above_zero(settings, key, int | float, "a number")
+
+
+def optional_integer(settings: Settings, key: str) -> int | None:
+    """Return a setting that must be an integer above 0, or null."""
+    return None if settings.get(key) is None else integer(settings, key)
+
+
+def optional_number(settings: Settings, key: str) -> float | None:
+    """Return a setting that must be a finite number above 0, or null."""
+    return None if settings.get(key) is None else float(positive_number(settings, key))
 
 
 def _above_zero(settings: Settings, key: str, kind: Any, what: str) -> Any:
@@ -154,13 +160,17 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     if share != 1.0 and not (partial and 0 < positive_number(merged, "partial_rotary_factor") < 1):
         raise LoadError(f"partial_rotary_factor {share!r} is not supported; only {'up to ' if partial else ''}1.0 is.")
     merged["rope_type"] = kind = merged.get("rope_type", merged.get("type", "default"))
-    fields = choice(merged, "rope_type", _ROPES)
-    original = "original_max_position_embeddings"  # some models have it outside of their RoPE settings
+    needed = choice(merged, "rope_type", _ROPES)
     longest = settings.get("max_position_embeddings")
-    merged |= {"max_position_embeddings": longest, original: settings.get(original, merged.get(original, longest))}
-    if kind == "longrope" and merged.get("factor") is None:
-        merged["factor"] = positive_number(merged, "max_position_embeddings") / positive_number(merged, original)
-    numbers: dict[str, Any] = {field: positive_number(merged, key) for field, key in fields.items()}
+    # Some models have the original length outside of their RoPE settings.
+    original = settings.get(_ORIGINAL, merged.get(_ORIGINAL, longest))
+    merged |= {"max_position_embeddings": longest, _ORIGINAL: original}
+    if kind in ("yarn", "longrope") and merged.get("factor") is None:
+        merged["factor"] = positive_number(merged, "max_position_embeddings") / positive_number(merged, _ORIGINAL)
+    numbers: dict[str, Any] = {key: positive_number(merged, key) for key in needed}
+    for key in ("max_position_embeddings", _ORIGINAL):
+        if key in numbers:
+            numbers["original_max_positions"] = numbers.pop(key)
     return Rope(
         width=int(width * share),
         theta=float(positive_number(merged, "rope_theta")),
@@ -215,19 +225,25 @@ def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
-    """Return the windows of Qwen: with `use_sliding_window`, layers from `max_window_layers` on have one."""
-    if not flag(settings, "use_sliding_window") or settings["sliding_window"] is None:
-        return None
-    layers, first = integer(settings, "num_hidden_layers"), settings["max_window_layers"]
-    if not isinstance(first, int) or first < 0:
-        raise LoadError(f"max_window_layers must be an integer from 0, not {first!r}.")
-    return read_windows(settings, [LAYER_TYPES[index >= first] for index in range(layers)])
-
-
 def layer_numbers(settings: Settings, key: str) -> list[int] | None:
     """Return a setting that must be a list of layers' numbers, or null."""
     value = settings.get(key)
     if value is not None and (not isinstance(value, list) or not all(isinstance(layer, int) for layer in value)):
         raise LoadError(f"{key} must be a list of layers' numbers, not {value!r}.")
     return value
+
+
+def read_mixture(settings: Settings, width: str, renormalised: bool, dense_layers: tuple[int, ...] = ()) -> Mixture:
+    """Return the experts of a model.
+
+    Args:
+        settings: settings of the model; `num_local_experts` replaces `num_experts` in configs of transformers 5.
+        width: name of the setting of one expert's inner size.
+        renormalised: True if the weights of a token's experts sum to 1.
+        dense_layers: numbers of the layers without experts.
+    """
+    count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
+    experts, used = integer(settings, count), integer(settings, "num_experts_per_tok")
+    if used > experts:
+        raise LoadError(f"num_experts_per_tok is {used}, but {count} is {experts}.")
+    return Mixture(experts, used, integer(settings, width), renormalised, dense_layers)

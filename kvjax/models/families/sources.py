@@ -1,4 +1,4 @@
-"""Sources of weights: modules by their names, maps fused in one tensor, and transposed matrices."""
+"""Sources of weights: modules by their names, maps fused in one tensor, transposed matrices and experts."""
 
 from __future__ import annotations
 
@@ -94,3 +94,34 @@ def transposed(source: Source) -> Source:
         return turned.copy() if source.read is None else source.read(turned, config)
 
     return dataclasses.replace(source, shape=shape, read=read)
+
+
+def expert_sources(block: str, maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, Source]:
+    """Return the sources of the router and of all experts.
+
+    Three layouts are known: one tensor for each map of each expert, all experts' gates and up projections in one
+    tensor (transformers 5 in memory), and one tensor for each map (GGUF).
+
+    Args:
+        maps: names of an expert's gate, up and down projection.
+    """
+    fused = fused_experts(block)
+    sources = {
+        f"layers.mlp.experts.{ours}.weight": Source(
+            f"{block}.experts.{{expert}}.{theirs}.weight",
+            others=(fused[ours], Source(f"{block}.experts.{theirs}.weight")),
+        )
+        for ours, theirs in zip(fused, maps, strict=True)
+    }
+    return {"layers.mlp.router": Source(f"{block}.gate.weight"), **sources}
+
+
+def fused_experts(block: str, end: str = "", *, alternating: bool = False) -> dict[str, Source]:
+    """Return the sources of gate, up and down of all experts, of which gate and up are in one tensor.
+
+    Args:
+        end: end of the tensors' names.
+        alternating: as in `gates_and_ups`.
+    """
+    fused = gates_and_ups(f"{block}.experts.gate_up_proj{end}", axis=1, alternating=alternating)
+    return {**fused, "down": Source(f"{block}.experts.down_proj{end}")}

@@ -19,7 +19,7 @@ from kvjax import generate
 from kvjax.cache.slots import TOKEN_BLOCK
 from kvjax.cli import options
 from kvjax.methods.less import checkpoint
-from kvjax.methods.less.feature_maps import Psi, init_kernels, layer_params, performer_kernels, unstack
+from kvjax.methods.less.feature_maps import Psi, init_kernels, performer_kernels, unstack
 from kvjax.methods.less.memory import LowRankMemory
 from kvjax.methods.registry import REGISTRY
 from kvjax.models import ModelConfig
@@ -123,7 +123,7 @@ def test_folds_what_leaves_a_prompt(chunk: int | None, x64: None) -> None:
     cache = layers(whole)[0]
     order = np.argsort(np.where(cache.position < 0, 10**6, cache.position), axis=-1)[..., :n, None]
     k, v = (np.take_along_axis(np.asarray(leaf), order, axis=2) for leaf in (cache.kv.k, cache.kv.v))
-    features = np.asarray(Psi(8, HIDDEN).apply({"params": layer_params(kernels, 0)["psi"]}, jnp.asarray(k)))
+    features = np.asarray(Psi(8, HIDDEN).apply({"params": unstack(kernels)[0]["psi"]}, jnp.asarray(k)))
     features = features[:, :, : n - budget]
     policy = kvjax.policy("less", base="window", kernels=kernels)
     _, state = run(model, policy, tokens, budget, steps=1, prefill_chunk=chunk)

@@ -443,7 +443,6 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"hidden_size": None}, "hidden_size must be an integer above 0, not None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer above 0, not 0"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, not 1000000000"),
-        ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer must be at most 10000, not 1000000000"),
         ({"vocab_size": True}, "vocab_size must be an integer above 0, not True"),
         ({"hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4, and there is no head_dim"),
         ({"head_dim": 7}, "width must be even, not 7"),
@@ -472,7 +471,10 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"model_type": "gpt_neox", "head_dim": 24}, "head_dim=24 is not supported for this family; only 8 is"),
         ({"is_causal": False}, "is_causal=False is not supported for llama; only True is"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True is not supported for gpt2"),
-        ({"model_type": "gpt2", "n_embd": 100}, "n_embd 100 is not a multiple of n_head 12"),
+        (
+            {"model_type": "gpt2", "hidden_size": 100, "num_attention_heads": 12},
+            "n_embd 100 is not a multiple of n_head 12",
+        ),
         ({"model_type": "gptj", "rotary_dim": None}, "rotary_dim must be an integer above 0, not None"),
         ({"model_type": "gptj", "tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for gptj"),
         ({"model_type": "gpt_neox", "rotary_pct": "all"}, "partial_rotary_factor must be a number above 0, not 'all'"),
@@ -498,6 +500,12 @@ def test_config_is_refused_by_name(changes: dict, sentence: str, tmp_path: Path)
     refused(tmp_path, rf"config\.json: .*{sentence}")
 
 
+@pytest.mark.parametrize(("name", "layers"), [("gpt2", "n_layer"), ("mpt", "n_layers")])
+def test_the_number_of_layers_is_bounded_by_every_name(name: str, layers: str) -> None:
+    with pytest.raises(LoadError, match=f"{layers} must be at most 10000, not 1000000000"):
+        read_model_config({"model_type": name, layers: 10**9})
+
+
 @pytest.mark.parametrize(
     ("changes", "rope"),
     [
@@ -521,6 +529,10 @@ def test_config_is_refused_by_name(changes: dict, sentence: str, tmp_path: Path)
             Rope(8, scaling="yarn", factor=4.0, original_max_positions=32),
         ),
         ({"rope_scaling": YARN}, Rope(8, scaling="yarn", factor=4.0, original_max_positions=32)),
+        (
+            {"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 256},
+            Rope(8, scaling="yarn", factor=8.0, original_max_positions=32),
+        ),
         (
             {"model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16},
             Rope(4),
