@@ -26,7 +26,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     and h. With paged storage, b counts pages and h is 1.
 
     A base class that adds public methods of its own declares them: `class Mine(Score, interface=True)`. Without this
-        declaration kvjax takes such a method for a misspelt one and raises an error.
+    declaration kvjax takes such a method for a misspelt one and raises an error.
 
     Raises:
         TypeError: the class is not a `flax.struct.dataclass`, or has a public method that kvjax never calls.
