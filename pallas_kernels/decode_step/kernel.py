@@ -250,7 +250,7 @@ def kernel(
     @when(split == splits - 1)
     def _() -> None:
         top, total = (ref[...] for ref in scratch.softmax)
-        out = scratch.acc[...] / positive(total)
+        out = scratch.acc[...] / jnp.where(total > 0, total, 1.0)
         made.out[0] = running.packed(out, heads, groups).astype(made.out.dtype)
         made.lse[0] = running.along_lanes(log_sum(top, total), heads)
         if wanted is None:

@@ -92,7 +92,7 @@ def evict(x: Evict, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
     )
     number = made((b, h, 1), part(1), jnp.int32)
     taken = [made(new.array.shape, new.spec, new.array.dtype) for new in added]
-    semaphores = pltpu.SemaphoreType.DMA((2, max(1, len(held)), 2))
+    semaphores = pltpu.SemaphoreType.DMA((2, max(1, kinds.count("wide")), 2))
     found = run(
         functools.partial(_kernel, units=units, blocks=blocks, kinds=kinds),
         (inputs,),
@@ -156,19 +156,19 @@ def _kernel(x: Evict, outputs: Outputs, scratch: Scratch, *, units: int, blocks:
 
     def start(step: Any, which: Any, *, into_cache: bool) -> None:
         row, first = place(step)
-        for leaf, tile in wide:
+        for i, (leaf, tile) in enumerate(wide):
             rows = tile.shape[2]
             for head in range(heads):
                 begin = pl.multiple_of(slots[which, head] & -rows, rows)
                 cache = outputs.buffers[leaf].at[row, first + head, pl.ds(begin, rows)]
                 ends = (tile.at[which, head], cache) if into_cache else (cache, tile.at[which, head])
-                pltpu.make_async_copy(*ends, semaphores.at[int(into_cache), leaf, which]).start()
+                pltpu.make_async_copy(*ends, semaphores.at[int(into_cache), i, which]).start()
 
     def wait(which: Any, *, into_cache: bool) -> None:
         # Semaphores count bytes, so one wait covers the tiles of all heads.
-        for leaf, tile in wide:
+        for i, (_, tile) in enumerate(wide):
             whole = tile.at[which]
-            pltpu.make_async_copy(whole, whole, semaphores.at[int(into_cache), leaf, which]).wait()
+            pltpu.make_async_copy(whole, whole, semaphores.at[int(into_cache), i, which]).wait()
 
     @pl.when(step >= 2)
     def _() -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -198,7 +199,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
         (_placed(blocks, tiles, wanted),),
         outputs,
         grid=(b, h, g, tiles.queries, tiles.keys),
-        scratch_shapes=[scratch],
+        scratch_shapes=[OrderedDict(scratch)],
         scalars=common.bounds,
         compiler_params=tpu_params(4, 1) if held is None else tpu_params(2, 3, held),
         interpret=common.interpret,
@@ -316,7 +317,8 @@ def _placed(blocks: dict[str, Array], tiles: Tiles, at: Callable[..., Any]) -> d
         shape = (length, array.shape[3]) if name in "qkv" else (array.shape[2], length)
         return block(array, pl.BlockSpec((1, 1, *((1, LANES) if name == "slope" else shape)), index))
 
-    return {name: placed(name, array) for name, array in blocks.items()}
+    # JAX would sort a dict's names, and the compiler's schedules depend on the order.
+    return OrderedDict((name, placed(name, array)) for name, array in blocks.items())
 
 
 def _logits(ref: dict[str, Any], spec: AttentionSpec, key: Array, part: slice) -> Array:
