@@ -72,9 +72,15 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
         noisy_lse=None if gumbel is None else of_parts[1],
     )
     settings = dict(size=size, split=split, splits=splits, multiply=products(interpret))
-    compiled = functools.partial(kernel, **settings)
-    call = dict(grid=(parts, h, b), compiler_params=PARAMS, interpret=interpret, name="decode_attention")
-    found = run(compiled, (inputs, None), outputs, **call)
+    found = run(
+        functools.partial(kernel, **settings),
+        (inputs, None),
+        outputs,
+        grid=(parts, h, b),
+        compiler_params=PARAMS,
+        interpret=interpret,
+        name="decode_attention",
+    )
     return merged(found, g, splits, x.scores)
 
 

@@ -44,7 +44,7 @@ def decode_step(x: DecodeStep, *, interpret: Any) -> Stepped:
     parts = _Parts(heads, g, slots, lambda core, step, split: (*row_and_block(core, step, units, blocks), split))
     attention = parts.inputs(x.attention(x.slots), parts.of_heads(c))
     gumbel = attention.gumbel
-    wanted = query.scores if gumbel is None else "sum"
+    wanted = "sum" if isinstance(query.scores, Gumbel) else query.scores
     entries = [parts.entry(*some) for some in zip((k, v), (new_k, new_v), channels, strict=True)]
     inputs = Inputs(attention, parts.ranking(x.ranking, c), *entries)
     standing = inputs.ranking.standing

@@ -47,9 +47,15 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
     span = Span(*(block((page * size).reshape(b, h, 1), of_head(1)) for page in ranges(x.owner, x.pages, b * h)))
     outputs = Parts(*parts_of(b, h, splits, e), logits=made((count, g, size), whole(count, g, size)))
     settings = dict(size=steps(max(d, e) * x.q.dtype.itemsize), split=None, splits=splits, multiply=products(interpret))
-    compiled = functools.partial(kernel, **settings)
-    call = dict(grid=(splits, h, b), compiler_params=PARAMS, interpret=interpret, name="paged_attention")
-    found = run(compiled, (inputs, span), outputs, **call)
+    found = run(
+        functools.partial(kernel, **settings),
+        (inputs, span),
+        outputs,
+        grid=(splits, h, b),
+        compiler_params=PARAMS,
+        interpret=interpret,
+        name="paged_attention",
+    )
     out, lse = combined(found, g)
     return Paged(out, lse, found.logits)
 

@@ -65,10 +65,10 @@ def _attend(
             acc, running = carry
             keys = pl.ds(j * tiles.width, tiles.width)
             x, tempered = _logits(refs, own, keys, spec, tau, noisy, multiply)
-            p, shrink, *first = add_logits(*running[:2], x)
+            p, shrink, *first = add_logits(running[0], running[1], x)
             v = refs["v"][keys]
             acc = acc * shrink[:, None] + multiply(p.astype(v.dtype), v)
-            return acc, (*first, *(add_logits(*running[2:], tempered)[2:] if noisy else ()))
+            return acc, (*first, *(add_logits(running[2], running[3], tempered)[2:] if noisy else ()))
 
         nothing = jnp.zeros(tiles.size, jnp.float32)
         running = (jnp.full(tiles.size, LOWEST / 2, jnp.float32), nothing) * (2 if noisy else 1)

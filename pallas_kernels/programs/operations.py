@@ -78,8 +78,8 @@ def decode(label: str, sizes: Sizes, *, rank: int = 0) -> Program:
     b, h, g = sizes[:3]
     shapes = sizes.shapes() | {"query_position": Shape((b,), jnp.int32)}
     if rank:
-        share: Any = ((b, h, g, rank), (b, h, rank, sizes.width), (b, h, rank))
-        shapes["low_rank"] = LowRank(*(Shape(size, jnp.float32) for size in share))
+        share = ((b, h, g, rank), (b, h, rank, sizes.width), (b, h, rank))
+        shapes["low_rank"] = LowRank(*(operand(size, jnp.float32, None) for size in share))
     return Program("decode_attention", label, functools.partial(decode_attention, scores=sizes.scores), shapes)
 
 
@@ -242,8 +242,8 @@ def stepping(
         return of_words or Shape((b, h, *slots), jnp.float32)
 
     k, v, position, newest = (shapes.pop(name) for name in ("k", "v", "position", "new_position"))
-    pair: Any = Shape((b, h, d), dtype), Shape((b, h, sizes.width), dtype)
-    shapes |= {"slots": Slots(position, k, v, held(c)), "token": Token(newest, *pair, held())}
+    new_k, new_v = (operand((b, h, width), dtype, None) for width in (d, sizes.width))
+    shapes |= {"slots": Slots(position, k, v, held(c)), "token": Token(newest, new_k, new_v, held())}
     if words:
         shapes |= {"planes": Shape((h, hashed, d), jnp.float32), "key": Shape((b, h, d), dtype)}
     if apart:

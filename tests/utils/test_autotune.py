@@ -10,6 +10,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -272,7 +273,8 @@ def test_random_inputs_tell_right_from_wrong(monkeypatch):
     class ForgetsABlock(DecodeAttention):
         def __call__(self, implementation="auto", interpret=False, platform=None):
             seen = self.position if implementation == "xla" else self.position.at[:, :, :8].set(-1)
-            return decode_attention(**vars(self) | {"position": seen})
+            arguments: dict[str, Any] = vars(self) | {"position": seen}
+            return decode_attention(**arguments)
 
     task = each.task._replace(call=ForgetsABlock(**vars(each.task.call)))
     with pytest.warns(UserWarning, match="as 'pallas' differs"):
