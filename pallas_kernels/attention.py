@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ QUERY_BLOCK = 256
 """Maximum queries of a prompt that attend together."""
 
 
-def static(default: Any) -> Any:
+def static(default: Any = dataclasses.MISSING) -> Any:
     """Return a dataclass field that is part of a pytree's structure."""
     return dataclasses.field(default=default, metadata={"static": True})
 
@@ -29,9 +29,7 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["slopes"], meta_fields=["scale", "soft_cap", "window"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """Settings of a layer's attention beyond softmax(q k) v.
@@ -43,9 +41,9 @@ class AttentionSpec:
         slopes: ALiBi slopes, by which a logit falls per token of distance (Press et al., 2022); None without ALiBi.
     """
 
-    scale: float
-    soft_cap: float | None = None
-    window: int | None = None
+    scale: float = static()
+    soft_cap: float | None = static(None)
+    window: int | None = static(None)
     slopes: Float[Array, "h g"] | None = None
 
     def described(self) -> dict[str, Any]:
@@ -113,18 +111,36 @@ def attend(
     Returns:
         The unmerged attention, and the probabilities (free if unused).
     """
-    b, h, g, t, d = q.shape
+    b, h, _, t, d = q.shape
     c = k.shape[-2]
     # A decode step reads the slots in blocks, which XLA runs in parallel on all cores.
     most = 2 * SLOT_BLOCK if c > 4 * SLOT_BLOCK else SLOT_BLOCK
     n = c // slot_block(c, SLOT_BLOCK, most) if t == 1 else 1
     blocks_k, blocks_v = k.reshape(b, h, n, c // n, d), v.reshape(b, h, n, c // n, v.shape[-1])
     float_type = wide(q.dtype)
+    products = jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type)
+
+    def weigh(weights: Array) -> Array:
+        weights = weights.astype(v.dtype)
+        return jnp.einsum("bhngts,bhnsd->bhngtd", weights, blocks_v, preferred_element_type=float_type).sum(2)
+
+    return attend_blocks(products, weigh, mask, spec, bias, others)
+
+
+def attend_blocks(
+    products: Float[Array, "b h n g t s"],
+    weigh: Callable[[Float[Array, "b h n g t s"]], Float[Array, "b h g t e"]],
+    mask: Bool[Array, "b #h t c"],
+    spec: AttentionSpec,
+    bias: Float[Array, "b h g t c"] | None,
+    others: tuple[Bool[Array, "b h g t c"], Float[Array, "b h g t c"]] | None,
+) -> tuple[Partial, Float[Array, "b h g t c"]]:
+    """Run `attend` from the products of queries and n blocks of keys; `weigh` sums the values with weights."""
+    b, h, n, g, t, s = products.shape
 
     def blocks(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(*x.shape[:-1], n, c // n), -2, 2)
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], n, s), -2, 2)
 
-    products = jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type)
     if others is not None:
         elsewhere, found = others
         products = jnp.where(blocks(elsewhere), blocks(found), products)
@@ -132,17 +148,16 @@ def attend(
     if bias is not None:
         logits += blocks(bias)
     visible = blocks(mask[:, :, None])
-    lowest = jnp.finfo(float_type).min
+    lowest = jnp.finfo(logits.dtype).min
     logits = jnp.where(visible, logits, lowest)
     # Shifts numerators and total equally, so it needs no derivative.
     highest = jax.lax.stop_gradient(jnp.maximum(logits.max((2, 5), keepdims=True), lowest / 2))
     weights = jnp.exp(logits - highest)
     total = weights.sum((2, 5), keepdims=True)
     safe_total = jnp.where(total > 0, total, 1)  # a derivative squares it, and tiny squared is 0
-    out = jnp.einsum("bhngts,bhnsd->bhngtd", weights.astype(v.dtype), blocks_v, preferred_element_type=float_type)
-    out = out.sum(2) / safe_total[:, :, 0]
-    lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0, :, :, 0]
-    probs = jnp.moveaxis(weights / safe_total, 2, -2).reshape(b, h, g, t, c)
+    out = weigh(weights) / safe_total[:, :, 0]
+    lse = log_sum(highest, total)[:, :, 0, :, :, 0]
+    probs = jnp.moveaxis(weights / safe_total, 2, -2).reshape(b, h, g, t, n * s)
     return Partial(out, lse), probs
 
 
@@ -150,6 +165,19 @@ def log_sum(top: Float[Array, "*b"], total: Float[Array, "*b"], empty: float = -
     """Return the logarithm of a sum of exponentials that are relative to `top`; `empty` if it is over no tokens."""
     some = total > 0
     return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), empty)
+
+
+def add_logits(
+    top: Float[Array, "*b"], total: Float[Array, "*b"], logits: Float[Array, "*b s"]
+) -> tuple[Float[Array, "*b s"], Float[Array, "*b"], Float[Array, "*b"], Float[Array, "*b"]]:
+    """Add a block of logits to a running softmax, which has a maximum and a sum of exponentials relative to it.
+
+    Returns:
+        The block's exponentials, the factor of earlier ones, and the new maximum and sum.
+    """
+    highest = jnp.maximum(top, logits.max(-1))
+    weights, kept = jnp.exp(logits - highest[..., None]), jnp.exp(top - highest)
+    return weights, kept, highest, kept * total + weights.sum(-1)
 
 
 def positive(total: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -239,6 +267,12 @@ def query_block(tokens: int, rows: int) -> int:
 def power_below(x: int) -> int:
     """Return the largest power of two up to x."""
     return 1 << (x.bit_length() - 1)
+
+
+def pad_to(x: Array, axis: int, size: int, value: int = 0) -> Array:
+    """Pad an axis at its end to a size."""
+    widths = [(0, size - x.shape[i] if i == axis else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value)
 
 
 def split_queries(x: Array, axis: int, block: int) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -54,26 +54,45 @@ def aliases(inputs: Any, outputs: Any) -> dict[int, int]:
     return {place[id(x.over)]: i for i, x in enumerate(results) if x.over is not None}
 
 
-def run(kernel: Callable[..., None], inputs: tuple[Any, ...], outputs: Any, **call: Any) -> Any:
+def run(
+    kernel: Callable[..., None],
+    inputs: tuple[Any, ...],
+    outputs: Any,
+    *,
+    grid: tuple[Any, ...],
+    scratch_shapes: Sequence[Any] = (),
+    scalars: Any = None,
+    **call: Any,
+) -> Any:
     """Run a kernel.
 
     Args:
         kernel: function of references in the records of the inputs, the outputs and the scratch memory.
         inputs: records of `block`s.
         outputs: record of results, from `made` and `over`.
+        grid: sizes of the grid.
+        scratch_shapes: records of scratch memory.
+        scalars: record of arrays that a TPU reads before its steps; the kernel and the specs' index maps get its
+            references, the kernel first of all, the maps after the step. None for none.
         call: other arguments of `pallas_call`.
 
     Returns:
         The record of results.
     """
+    where: dict[str, Any] = dict(
+        grid=grid, in_specs=specs(inputs), out_specs=[specs(outputs)], scratch_shapes=scratch_shapes
+    )
+    if scalars is not None:
+        from jax.experimental.pallas import tpu as pltpu
+
+        where = dict(grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, **where))
     (found,) = pl.pallas_call(
         kernel,
-        in_specs=specs(inputs),
-        out_specs=[specs(outputs)],
         out_shape=[arrays(outputs)],
         input_output_aliases=aliases(inputs, outputs),
+        **where,
         **call,
-    )(*arrays(inputs))
+    )(*(() if scalars is None else (scalars,)), *arrays(inputs))
     return found
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -49,16 +48,12 @@ class Task(NamedTuple):
 
     bucket: str
     """Name from `bucket`; tasks of one bucket share a verdict."""
-    run: Callable[..., Any]
-    """Function of the arguments by name, and of `implementation` and `platform`."""
-    arguments: dict[str, Any]
-    """Arrays, trees of arrays, settings."""
-    in_place: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})
-    """Arguments whose memory the results reuse, and the functions that find them in the results."""
+    call: Any
+    """The call, a `pallas_kernels.op.Op`."""
 
 
 class Asked(NamedTuple):
-    """A task with shapes for arrays, and the implementations that can run it."""
+    """A task whose call has shapes for arrays, and the implementations that can run it."""
 
     task: Task
     candidates: tuple[str, ...]
@@ -116,8 +111,7 @@ class Survey(_Itself):
             def shape(x: Any) -> Any:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
-            shapes = jax.tree.map(shape, task.arguments)
-            self.asked[task.bucket] = Asked(task._replace(arguments=shapes), candidates)
+            self.asked[task.bucket] = Asked(task._replace(call=jax.tree.map(shape, task.call)), candidates)
 
 
 def choose(

@@ -52,9 +52,10 @@ def options_of(implementation: str = "auto", interpret: Any = False, platform: s
 class Op(abc.ABC, Generic[Result]):
     """One call of an operation, bound to its arguments.
 
-    A subclass is a dataclass whose fields are the operation's arguments. It defines the result (`reference`), names its
-    kernels (`backends`) and their limits, and says which calls share a benchmark (`workload`). The choice between
-    reference and kernels is here.
+    A subclass is a dataclass whose fields are the operation's arguments. It names its kernels (`backends`) and their
+    limits, and says which calls share a benchmark (`workload`). The modules beside it have a function of the
+    operation's name, which takes the call: `reference` defines the result, and the kernels' modules must return the
+    same. A subclass is registered as a pytree, so kernels get references to blocks of the arguments in the same record.
     """
 
     name: ClassVar[str]
@@ -63,13 +64,13 @@ class Op(abc.ABC, Generic[Result]):
     in_place: ClassVar[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({})
     """Arguments whose memory the result reuses if the caller donates them, and functions that find them in it."""
 
-    @abc.abstractmethod
     def reference(self, options: Options) -> Result:
         """Run in XLA, which takes all arguments on all platforms."""
+        return getattr(self.module("reference"), self.name)(self, options)
 
-    @abc.abstractmethod
     def kernel(self, backend: str, options: Options) -> Result:
         """Run a backend's kernel, for arguments within its limits."""
+        return getattr(self.module(backend), self.name)(self, interpret=options.interpret)
 
     @abc.abstractmethod
     def limits(self, backend: str) -> Iterator[Limit]:
@@ -86,9 +87,10 @@ class Op(abc.ABC, Generic[Result]):
 
     def choose(self, options: Options) -> str:
         """Return the implementation to run: `xla`, `pallas`, `triton` or `mosaic`; see `common.choose`."""
-        limits = {name: self.unsupported(name, options.platform) for name in self.implementations()}
+        written = [name for name in IMPLEMENTATIONS if any(kernel.startswith(name) for kernel in self.backends)]
+        limits = {name: self.unsupported(name, options.platform) for name in written}
         workload = self.workload()
-        task = None if workload is None else self._task(bucket(self.name, *workload))
+        task = None if workload is None else Task(bucket(self.name, *workload), self)
         implementation, interpret, platform = options
         return choose(self.name, implementation, limits, platform=platform, interpret=interpret, task=task)
 
@@ -98,14 +100,6 @@ class Op(abc.ABC, Generic[Result]):
             return self.reference(options)
         return self.kernel(backend_of(implementation, options.platform), options)
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments by name."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    def implementations(self) -> tuple[str, ...]:
-        """Return the implementations that have a kernel for some platform."""
-        return tuple(name for name in IMPLEMENTATIONS if any(kernel.startswith(name) for kernel in self.backends))
-
     def unsupported(self, implementation: str, platform: str) -> str | None:
         """Return what these arguments need that an implementation's kernel for a platform cannot do, or None."""
         backend = backend_of(implementation, platform)
@@ -113,17 +107,9 @@ class Op(abc.ABC, Generic[Result]):
             return f"it is written for {', '.join(name.partition('_')[2] for name in self.backends)} alone"
         return next((text for within, text in self.limits(backend) if not within), None)
 
-    def module(self, backend: str) -> Any:
-        """Import a kernel's module, when it runs: Pallas imports slowly, and jax-triton may be missing."""
-        return importlib.import_module(f"{type(self).__module__.rpartition('.')[0]}.{backend}")
-
-    @classmethod
-    def repeat(cls, implementation: str, platform: str | None = None, **arguments: Any) -> Result:
-        """Run the operation with other arguments, as benchmarks do."""
-        return cls(**arguments)(implementation=implementation, platform=platform)
-
-    def _task(self, name: str) -> Task:
-        return Task(name, self.repeat, self.arguments(), self.in_place)
+    def module(self, name: str) -> Any:
+        """Import a module beside the subclass's when it runs: Pallas imports slowly, and jax-triton may be missing."""
+        return importlib.import_module(f"{type(self).__module__.rpartition('.')[0]}.{name}")
 
 
 def backend_of(implementation: str, platform: str) -> str:

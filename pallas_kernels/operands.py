@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import wide
+from pallas_kernels.attention import static, wide
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantised:
     """Numbers stored as codes of 8 or 4 bits with one scale per slot: x = scale * code.
@@ -79,13 +79,13 @@ class Decoder(Protocol):
         ...
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["decoder"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Encoded:
     """Keys or values in a custom storage format. Only `xla` takes them: it decodes one block of slots at a time."""
 
     stored: Any
-    decoder: Decoder
+    decoder: Decoder = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,9 +97,7 @@ class Encoded:
         return self.decoder.decode(self.stored, dtype)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["keys", "order", "cos", "sin"], meta_fields=["interleaved"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Turned:
     """Unrotated keys that attention rotates (RoPE) by their rank in the cache.
@@ -115,7 +113,7 @@ class Turned:
     order: Int[Array, "*b c"]
     cos: Float[Array, "m half"]
     sin: Float[Array, "m half"]
-    interleaved: bool = False
+    interleaved: bool = static(False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,7 +131,7 @@ Operand = Array | Quantised | Encoded | Turned
 """Keys or values [... c d] of attention."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["old", "new"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Joined:
     """Keys or values in two arrays: the slots of `old`, then those of `new`; blocks are read without joining them."""

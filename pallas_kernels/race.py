@@ -179,28 +179,27 @@ def _runner(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
 
 def program_of(asked: Asked) -> Program:
     """Return a task as a program of its arrays alone, in place if a decode step works in place."""
-    op, _, label = asked.task.bucket.partition(" ")
-    given = asked.task.arguments
-    shapes = {name: jax.tree.map(lambda x: x if _is_shape(x) else None, tree) for name, tree in given.items()}
-    settings = {name: jax.tree.map(lambda x: None if _is_shape(x) else x, tree) for name, tree in given.items()}
+    (op, _, label), call = asked.task.bucket.partition(" "), asked.task.call
+    shapes = {name: jax.tree.map(lambda x: x if _is_shape(x) else None, tree) for name, tree in vars(call).items()}
+    shapes = {name: tree for name, tree in shapes.items() if jax.tree.leaves(tree)}
 
     def run(implementation: str, platform: str | None = None, **arrays: Any) -> Any:
-        whole = {
-            name: jax.tree.map(_either, tree, arrays.get(name, tree), is_leaf=lambda x: x is None)
-            for name, tree in settings.items()
-        }
-        return asked.task.run(**whole, implementation=implementation, platform=platform)
+        def given(x: Any, array: Any) -> Any:
+            return array if _is_shape(x) else x
 
-    made = Program(op, label, run, {name: tree for name, tree in shapes.items() if jax.tree.leaves(tree)})
-    found = {name: find for name, find in asked.task.in_place.items() if name in made.shapes}
-    return dataclasses.replace(
-        made, donated=tuple(found), again=lambda results: {name: find(results) for name, find in found.items()}
+        filled = {name: jax.tree.map(given, getattr(call, name), tree) for name, tree in arrays.items()}
+        return dataclasses.replace(call, **filled)(implementation=implementation, platform=platform)
+
+    found = {name: find for name, find in call.in_place.items() if name in shapes}
+    return Program(
+        op,
+        label,
+        run,
+        shapes,
+        donated=tuple(found),
+        again=lambda results: {name: find(results) for name, find in found.items()},
     )
 
 
 def _is_shape(x: object) -> bool:
     return isinstance(x, jax.ShapeDtypeStruct)
-
-
-def _either(setting: Any, array: Any) -> Any:
-    return array if setting is None else setting

@@ -1,8 +1,8 @@
 """Attention of one new token per row over the slots of a bounded cache, in one pass."""
 
+from pallas_kernels.decode_attention.api import Decoded as Decoded
+from pallas_kernels.decode_attention.api import Gumbel as Gumbel
+from pallas_kernels.decode_attention.api import LowRank as LowRank
+from pallas_kernels.decode_attention.api import Places as Places
+from pallas_kernels.decode_attention.api import Sinks as Sinks
 from pallas_kernels.decode_attention.api import decode_attention as decode_attention
-from pallas_kernels.decode_attention.types import Decoded as Decoded
-from pallas_kernels.decode_attention.types import Gumbel as Gumbel
-from pallas_kernels.decode_attention.types import LowRank as LowRank
-from pallas_kernels.decode_attention.types import Places as Places
-from pallas_kernels.decode_attention.types import Sinks as Sinks

@@ -5,20 +5,76 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels import noise
-from pallas_kernels.attention import AttentionSpec, merge
+from pallas_kernels.attention import AttentionSpec, Partial, merge, share_of_evicted, static
+from pallas_kernels.attention import LowRank as LowRank
 from pallas_kernels.common import LANES, numbers_of
-from pallas_kernels.decode_attention import reference
-from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, Gumbel, LowRank, Places, Sinks
 from pallas_kernels.op import How, Limit, Op, Options
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
+
+
+Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
+"""Model positions of the query and the keys, if they are not their positions in the text."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sinks:
+    """First tokens that use the query from another place than the rest (StreamingLLM, section 3.2)."""
+
+    q: Float[Array, "b h g d"]
+    """Query for the sinks."""
+    count: int = static()
+    """Number of sinks: they have the positions below it, and are in as many first slots."""
+    gap: Int[Array, " b"] | None = None
+    """Tokens by which a layer's slopes place the sinks nearer than in the text; None for no change."""
+
+    def seen(self, position: Int[Array, "b h c"]) -> Int[Array, "b h c"]:
+        """Return the places that a layer's slopes use for the tokens at these positions."""
+        if self.gap is None:
+            return position
+        sinks = (position < self.count) & (jnp.arange(position.shape[2]) < self.count)
+        return position + jnp.where(sinks, self.gap[:, None, None], 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gumbel:
+    """Noise and temperature of Keyformer's score increments (equation 9)."""
+
+    seed: UInt32[Array, " b"]
+    """Random seed of each row, as in `pallas_kernels.noise.uniform_at`."""
+    tau: Float[Array, " b"]
+    """Temperature of each row, above 0."""
+    layer: int = static(0)
+    noise: str = static("gumbel")
+    """`gumbel`, `gaussian` with the same mean and deviation, or `none`."""
+    first: Int[Array, " b"] | None = None
+    """Number of the first KV head here among the layer's; None for the layer's first."""
+
+
+class Decoded(NamedTuple):
+    """Attention of one token per row."""
+
+    out: Float[Array, "b h g e"]
+    """Attention over slots and low-rank memory together, at least float32; zeros if both are empty."""
+    lse: Float[Array, "b h g"]
+    """Logarithm of the sum of exponentials over both."""
+    scores: Array | None
+    """Probabilities over the slots alone, [b h g c] for `each`, [b h c] for `sum` and a `Gumbel`; 0 in empty slots."""
+
+    @property
+    def partial(self) -> Partial:
+        """The attention as `merge` takes it, with an axis of tokens."""
+        return Partial(self.out[:, :, :, None], self.lse[..., None])
 
 
 def decode_attention(
@@ -74,24 +130,42 @@ def decode_attention(
     return op(**how)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class DecodeAttention(DecodeInputs, Op[Decoded]):
+class DecodeAttention(Op[Decoded]):
     """See `decode_attention`."""
+
+    q: Float[Array, "b h g d"]
+    k: Operand
+    v: Operand
+    position: Int[Array, "b h c"]
+    query_position: Int[Array, " b"]
+    spec: AttentionSpec
+    places: Places | None = None
+    low_rank: LowRank | None = None
+    sinks: Sinks | None = None
+    scores: str | Gumbel | None = None
 
     name = "decode_attention"
     backends = ("pallas_tpu", "pallas_gpu", "triton", "mosaic_gpu")
 
-    def reference(self, options: Options) -> Decoded:
-        return reference.decode_attention(self, options.platform)
+    @property
+    def gumbel(self) -> Gumbel | None:
+        """The requested noise; None for scores without any."""
+        return self.scores if isinstance(self.scores, Gumbel) else None
+
+    def with_evicted(self, attended: Partial) -> Partial:
+        """Merge attention over the slots with that to evicted tokens, if there is one."""
+        if self.low_rank is None:
+            return attended
+        token = self.low_rank._replace(features=self.low_rank.features[:, :, :, None])
+        return merge(attended, share_of_evicted(token))
 
     def kernel(self, backend: str, options: Options) -> Decoded:
-        if self.sinks is not None and backend != "pallas_tpu":
-            return self._with_sinks_apart(self.sinks, backend, options)
-        interpret = {} if backend == "triton" else dict(interpret=options.interpret)
-        return self.module(backend).decode_attention(self, **interpret)
-
-    def _with_sinks_apart(self, sinks: Sinks, backend: str, options: Options) -> Decoded:
-        """Attend to the sinks in XLA, and to the other slots in a kernel that takes one query per head."""
+        sinks = self.sinks
+        if sinks is None or backend == "pallas_tpu":
+            return super().kernel(backend, options)
+        # XLA attends to the sinks. The kernel, which takes one query per head, attends to the other slots.
         first = self.position[:, :, : sinks.count]
         here = first < sinks.count
         rest = self.position.at[:, :, : sinks.count].set(jnp.where(here, -1, first))
@@ -109,7 +183,8 @@ class DecodeAttention(DecodeInputs, Op[Decoded]):
         yield c <= 65536, f"c={c} slots are more than 65536"
         yield features <= 128, f"R={features} features are more than 128"
         if backend == "pallas_tpu":
-            yield sinks_limit(self.sinks)
+            count = 0 if self.sinks is None else self.sinks.count
+            yield count <= LANES, f"{count} sinks are more than {LANES}"
         else:
             one = self.sinks is None or self.scores is None
             yield one, "scores of slots where sinks use a separate query"
@@ -182,9 +257,3 @@ def width_limits(k: Operand, v: Operand, backend: str) -> Iterator[Limit]:
             yield within, f"{name}={width} is not a power of two from {least} to 256"
             numbers = math.prod(operand.shape)
             yield numbers < 2**31, f"{x} holds {numbers} numbers, more than 32 bits can count"
-
-
-def sinks_limit(sinks: Sinks | None) -> Limit:
-    """Return the limit of the kernels for TPU on the number of sinks."""
-    count = 0 if sinks is None else sinks.count
-    return count <= LANES, f"{count} sinks are more than {LANES}"

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import noise
 from pallas_kernels.common import LANES, SUBLANES, chip, slots_lie_along_lanes
-from pallas_kernels.decode_attention.types import Gumbel
+from pallas_kernels.decode_attention.api import Gumbel
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
 from pallas_kernels.quantised import digits, halves, joined
 

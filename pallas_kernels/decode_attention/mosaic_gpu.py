@@ -18,11 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels import common
+from pallas_kernels.attention import pad_to
+from pallas_kernels.common import padded
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
 from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, Parts, merged
 from pallas_kernels.decode_attention.reference import increments
-from pallas_kernels.decode_attention.types import Decoded, DecodeInputs
 
 BLOCK = 64
 """Slots of one step: the rows of a product."""
@@ -48,30 +49,25 @@ class Scratch(NamedTuple):
     v_free: Any
 
 
-def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
-    """See `api.decode_attention`."""
+def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     (b, h, g, d), dtype = x.q.shape, x.q.dtype
     c, e = x.v.shape[2:]
     blocks = pl.cdiv(c, BLOCK)
     splits, split = splits_of(b * h, c)
     stages = max(1, min(split, RING // (BLOCK * (d + e) * dtype.itemsize)))
 
-    def padded(x: Array, axis: int, size: int, value: int = 0) -> Array:
-        wanted = [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
-        return jnp.pad(x, wanted, constant_values=value)
-
     slopes = x.spec.slopes
     if slopes is not None:
-        slopes = padded(slopes.astype(jnp.float32), 1, LEAST // 4)
-    inputs = DecodeInputs(
-        q=padded(x.q, 2, ROWS),
+        slopes = pad_to(slopes.astype(jnp.float32), 1, LEAST // 4)
+    inputs = DecodeAttention(
+        q=pad_to(x.q, 2, ROWS),
         k=x.k,
         v=x.v,
-        position=padded(x.position, 2, blocks * BLOCK, -1).reshape(b, h, blocks, BLOCK),
+        position=pad_to(x.position, 2, blocks * BLOCK, -1).reshape(b, h, blocks, BLOCK),
         query_position=x.query_position,
         spec=dataclasses.replace(x.spec, slopes=slopes),
     )
-    columns = common.padded(g, 8)  # registers are stored in tiles of 8 columns
+    columns = padded(g, 8)  # registers are stored in tiles of 8 columns
     shapes: list[tuple[int, ...]] = [(b, h, splits, e, ROWS), (b, h, splits, ROWS)]
     if x.scores is not None:
         shapes.append((b, h, blocks, BLOCK, columns))
@@ -135,7 +131,7 @@ def simulated(interpret: Any) -> Any:
 
 
 def kernel(x: Any, outputs: Parts, scratch: Scratch, *, split: int, blocks: int, stages: int, chip: bool) -> None:
-    """Run both warp groups of a block of threads, on `DecodeInputs` of all blocks of threads.
+    """Run both warp groups of a block of threads, on `DecodeAttention` of all blocks of threads.
 
     Args:
         split: blocks of slots of each split.

@@ -17,18 +17,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec, log_sum
+from pallas_kernels.attention import AttentionSpec, add_logits, log_sum, pad_to
 from pallas_kernels.blocks import block, made, run
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, placed, seen, stored, tempered
 from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, tile
-from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, LowRank
 from pallas_kernels.quantised import halves
 
 PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=2)
 
 
-def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
-    """See `api.decode_attention`."""
+def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
     size, split = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
@@ -44,7 +43,7 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
     def low_rank(share: LowRank) -> LowRank:
         features, single = share.features.shape[-1], jax.tree.map(lambda y: y.astype(jnp.float32), share)
         return LowRank(
-            block(jnp.moveaxis(padded(single.features, 2), -1, 2), of_head(features, ROWS)),
+            block(jnp.moveaxis(pad_to(single.features, 2, ROWS), -1, 2), of_head(features, ROWS)),
             block(single.h, of_head(features, e)),
             block(single.z, of_head(features)),
         )
@@ -56,8 +55,8 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
         gumbel = dataclasses.replace(
             gumbel, **{name: None if y is None else block(y, of_row) for name, y in numbers.items()}
         )
-    inputs = DecodeInputs(
-        q=block(padded(x.q, 2), of_head(ROWS, d)),
+    inputs = DecodeAttention(
+        q=block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
         k=placed(x.k, of_slots),
         v=placed(x.v, of_slots),
         position=block(x.position, of_head(c)),
@@ -73,15 +72,16 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
         noisy_lse=None if gumbel is None else of_parts[1],
     )
     settings = dict(size=size, split=split, splits=splits, multiply=products(interpret))
-    compiled = functools.partial(kernel, **settings)
-    call = dict(grid=(parts, h, b), compiler_params=PARAMS, interpret=interpret, name="decode_attention")
-    found = run(compiled, (inputs, None), outputs, **call)
+    found = run(
+        functools.partial(kernel, **settings),
+        (inputs, None),
+        outputs,
+        grid=(parts, h, b),
+        compiler_params=PARAMS,
+        interpret=interpret,
+        name="decode_attention",
+    )
     return merged(found, g, splits, x.scores)
-
-
-def padded(x: Array, axis: int) -> Array:
-    """Pad the queries of a group to `ROWS`."""
-    return jnp.pad(x, [(0, ROWS - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
 
 
 def placed_spec(spec: AttentionSpec) -> AttentionSpec:
@@ -89,7 +89,7 @@ def placed_spec(spec: AttentionSpec) -> AttentionSpec:
     if spec.slopes is None:
         return spec
     part = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
-    return dataclasses.replace(spec, slopes=block(padded(spec.slopes.astype(jnp.float32), 1), part))
+    return dataclasses.replace(spec, slopes=block(pad_to(spec.slopes.astype(jnp.float32), 1, ROWS), part))
 
 
 def parts_of(b: int, h: int, parts: int, e: int) -> tuple[Any, Any]:
@@ -109,7 +109,7 @@ class Span(NamedTuple):
 
 
 def kernel(
-    x: DecodeInputs,
+    x: DecodeAttention,
     span: Span | None,
     outputs: Parts,
     *,
@@ -170,19 +170,14 @@ def kernel(
             if x.spec.slopes is not None:
                 logits += x.spec.slopes[...][:, None] * (at - query).astype(jnp.float32)[None, :]
             logits = jnp.where(visible, logits, LOWEST)
-            highest = jnp.maximum(top, logits.max(1))
-            weights, kept = jnp.exp(logits - highest[:, None]), jnp.exp(top - highest)
-            total = kept * total + weights.sum(1)
+            weights, kept, top, total = add_logits(top, total, logits)
             scaled = weights if v_scale is None else weights * read(v_scale)[None, :]
             scaled = scaled.astype(dtype)
             acc = tuple(kept[:, None] * some + multiply(scaled, y) for some, y in zip(acc, pieces_of(v), strict=True))
             if x.gumbel is not None:
                 number = (head if x.gumbel.first is None else head + x.gumbel.first[0]).astype(jnp.uint32)
                 logits = tempered(logits, visible, x.gumbel, x.gumbel.seed[0], x.gumbel.tau[0], number, at)
-                noisy_highest = jnp.maximum(noisy_top, logits.max(1))
-                kept = jnp.exp(noisy_top - noisy_highest)
-                noisy_total = kept * noisy_total + jnp.exp(logits - noisy_highest[:, None]).sum(1)
-                noisy_top = noisy_highest
+                *_, noisy_top, noisy_total = add_logits(noisy_top, noisy_total, logits)
             if outputs.logits is not None:
                 columns = jax.lax.broadcast_in_dim(slot, (ROWS, size), (1,))
                 groups = outputs.logits.shape[0 if span is None else 1]
@@ -192,7 +187,7 @@ def kernel(
                     page = jnp.full((ROWS, size), outputs.logits.shape[2], jnp.int32)
                     place = (jax.lax.div(columns, page), rows, jax.lax.rem(columns, page))
                 plgpu.store(outputs.logits.at[place], logits, mask=real)
-            return acc, highest, total, noisy_top, noisy_total
+            return acc, top, total, noisy_top, noisy_total
 
         lowest, nothing = jnp.full(ROWS, LOWEST / 2, jnp.float32), jnp.zeros(ROWS, jnp.float32)
         blocks = jnp.maximum(last - first + size - 1, 0) // size

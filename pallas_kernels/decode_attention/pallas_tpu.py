@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels.attention import log_sum, positive
-from pallas_kernels.blocks import block, made, run
+from pallas_kernels.blocks import made, run
 from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, tpu_params
 from pallas_kernels.decode_attention import kernel_parts, running
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
-from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, LowRank
 
 BLOCK_BYTES = 1 << 20
 """Approximate bytes of keys in one grid step; values take as many, and both are double-buffered."""
@@ -54,8 +54,7 @@ class Scratch(NamedTuple):
     """Logits of all slots."""
 
 
-def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
-    """See `api.decode_attention`."""
+def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
     heads, slots = tile(h, c, max(d, e), min(kernel_parts.stored(y)[0].dtype.itemsize for y in (x.k, x.v)))
@@ -66,53 +65,22 @@ def decode_attention(x: DecodeInputs, *, interpret: Any) -> Decoded:
     keep = x.scores is not None and held <= HELD_BYTES
     wanted = "sum" if x.gumbel is not None else x.scores
 
-    def of_heads(*tail: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, heads, *tail), lambda b, h, s: (b, h) + (0,) * len(tail))
-
-    # Queries keep the projections' layout: XLA would copy them into padded rows, and rows of sums into lanes.
-    def of_queries(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, heads * g, width), lambda b, h, s: (b, h, 0))
-
-    def of_slots(width: int | None, channels: int = 2) -> pl.BlockSpec:
-        if width is None:
-            return pl.BlockSpec((1, heads, slots), lambda b, h, s: (b, h, s))
-        if channels == 1:
-            return pl.BlockSpec((1, heads, width, slots), lambda b, h, s: (b, h, 0, s))
-        return pl.BlockSpec((1, heads, slots, width), lambda b, h, s: (b, h, s, 0))
-
-    def low_rank(share: LowRank) -> LowRank:
-        features, single = share.features.shape[-1], jax.tree.map(lambda y: y.astype(jnp.float32), share)
-        return LowRank(
-            block(single.features.reshape(b, h * g, features), of_queries(features)),
-            block(single.h, of_heads(features, e)),
-            block(single.z, of_heads(features)),
-        )
-
-    channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)
-    inputs = DecodeInputs(
-        q=block(x.q.reshape(b, h * g, d), of_queries(d)),
-        k=kernel_parts.placed(x.k, of_slots, channels[0]),
-        v=kernel_parts.placed(x.v, of_slots, channels[1]),
-        position=block(x.position, of_slots(None)),
-        query_position=block(x.query_position, running.SCALARS),
-        spec=running.placed_spec(x.spec, pl.BlockSpec((blocks, rows, 1), lambda b, h, s: (h, 0, 0))),
-        low_rank=None if x.low_rank is None else low_rank(x.low_rank),
-        sinks=running.placed_sinks(x.sinks, of_queries(d)),
-        scores=running.placed_gumbel(x.gumbel),
-    )
+    parts = running.Parts(heads, g, slots, lambda b, h, s: (b, h, s))
+    inputs = parts.inputs(x, parts.of_slots(None))
     told = 1 if shared else rows
-    outputs = Outputs(made((b, h * g, e), of_queries(e)), made((b, h, told), of_heads(told)))
+    outputs = Outputs(made((b, h * g, e), parts.of_queries(e)), made((b, h, told), parts.of_heads(told)))
     softmax = running.Softmax(*(pltpu.VMEM((blocks, rows, 1), jnp.float32) for _ in range(2)))
     scratch = Scratch(pltpu.VMEM((blocks, rows, e), jnp.float32), softmax, None if x.gumbel is None else softmax)
     if keep:
         shape = (g, c) if wanted == "each" and not shared else (c,)
-        outputs = outputs._replace(scores=made((b, h, *shape), of_heads(*shape)))
+        outputs = outputs._replace(scores=made((b, h, *shape), parts.of_heads(*shape)))
         scratch = scratch._replace(logits=pltpu.VMEM((blocks, rows, splits * slots), jnp.float32))
     elif wanted is not None:
-        several = pl.BlockSpec((1, heads, rows, slots), lambda b, h, s: (b, h, 0, s))
-        logits = made((b, h, c), of_slots(None)) if shared else made((b, h, rows, c), several)
-        outputs = outputs._replace(logits=logits, scores_lse=made((b, h, told), of_heads(told)))
+        several = parts.of_heads(rows, slots, along=1)
+        logits = made((b, h, c), parts.of_slots(None)) if shared else made((b, h, rows, c), several)
+        outputs = outputs._replace(logits=logits, scores_lse=made((b, h, told), parts.of_heads(told)))
 
+    channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)
     settings = dict(capacity=c, channels=channels, wanted=wanted, integers=kernel_parts.multiplies_integers(interpret))
     found = run(
         functools.partial(_kernel, **settings),
@@ -151,7 +119,7 @@ def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
 
 
 def _kernel(
-    x: DecodeInputs,
+    x: DecodeAttention,
     made: Outputs,
     scratch: Scratch,
     *,

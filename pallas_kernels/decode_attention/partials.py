@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.attention import log_sum
+from pallas_kernels.decode_attention.api import Decoded, Gumbel
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
-from pallas_kernels.decode_attention.types import Decoded, Gumbel
 
 ROWS = 16
 """Rows of the smallest matrix product; the g queries of a group are the first of them."""

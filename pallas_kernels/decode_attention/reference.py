@@ -9,8 +9,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import noise
-from pallas_kernels.attention import SLOT_BLOCK, AttentionSpec, Partial, attend, slot_block, tempered, wide
-from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, Gumbel, Sinks
+from pallas_kernels.attention import (
+    SLOT_BLOCK,
+    AttentionSpec,
+    Partial,
+    attend,
+    attend_blocks,
+    pad_to,
+    slot_block,
+    tempered,
+    wide,
+)
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, Gumbel, Sinks
+from pallas_kernels.op import Options
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
 from pallas_kernels.quantised import products, weighted
 
@@ -18,9 +29,8 @@ PACKED_BYTES = 4 << 20
 """Maximum bytes of value codes that a product on CPU repacks together."""
 
 
-def decode_attention(x: DecodeInputs, platform: str) -> Decoded:
-    """See `api.decode_attention`."""
-    (q, k, v), position, query_position = (x.q, x.k, x.v), x.position, x.query_position
+def decode_attention(x: DecodeAttention, options: Options) -> Decoded:
+    (q, k, v), position, query_position, platform = (x.q, x.k, x.v), x.position, x.query_position, options.platform
     mask = x.spec.mask(query_position[:, None], position)
     seen = position if x.sinks is None else x.sinks.seen(position)
     query_place, key_place = (query_position[:, None], seen) if x.places is None else x.places
@@ -40,8 +50,8 @@ def decode_attention(x: DecodeInputs, platform: str) -> Decoded:
 
         biases, others = jax.tree.map(repeated, (bias, others))
         partial, probs = attend(repeated(q)[:, :, :, None], keys, v, mask, x.spec, biases, others)
-        partial, probs = jax.tree.map(lambda y: y[:, :, :g], (partial, probs[:, :, :, 0]))
-    partial = x.with_evicted(partial)
+        partial, probs = jax.tree.map(lambda y: y[:, :, :g], (partial, probs))
+    partial, probs = x.with_evicted(partial), probs[:, :, :, 0]
     if isinstance(x.scores, Gumbel):
         found = increments(probs, position, x.scores)
     else:
@@ -59,7 +69,7 @@ def products_of_sinks(
     here = jnp.broadcast_to((position[:, :, :count] < sinks.count)[:, :, None], found.shape)
 
     def among(x: Array) -> Array:
-        return jnp.pad(x, [(0, 0)] * 3 + [(0, position.shape[-1] - count)])[:, :, :, None]
+        return pad_to(x, 3, position.shape[-1])[:, :, :, None]
 
     return among(here), among(found)
 
@@ -73,7 +83,7 @@ def attend_codes(
     bias: Float[Array, "b h g 1 c"] | None,
     others: tuple[Bool[Array, "b h g 1 c"], Float[Array, "b h g 1 c"]] | None,
     platform: str,
-) -> tuple[Partial, Float[Array, "b h g c"]]:
+) -> tuple[Partial, Float[Array, "b h g 1 c"]]:
     """Run `attention.attend` for one query over keys or values that are encoded, without a decoded copy of them."""
     (b, h, g, _), c, e = q.shape, *v.shape[2:]
     s = slot_block(c, 16, 4 * SLOT_BLOCK)
@@ -102,33 +112,19 @@ def attend_codes(
         return products(q[:, :, None], cut(k, i * together, together, 2), platform)
 
     found = jax.lax.map(logits_of, jnp.arange(n // together)) if together < n else logits_of(jnp.int32(0))[None]
-    found = jnp.moveaxis(found, 0, 2).reshape(b, h, n, g, s)
+    found = jnp.moveaxis(found, 0, 2).reshape(b, h, n, g, 1, s)
 
-    def of_blocks(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(b, h, g, n, s), 3, 2)
+    def weigh(weights: Float[Array, "b h n g 1 s"]) -> Float[Array, "b h g 1 e"]:
+        together = at_once(v, packed_anew=True)
 
-    if others is not None:
-        elsewhere, other = others
-        found = jnp.where(of_blocks(elsewhere), of_blocks(other), found)
-    logits = spec.capped(found)
-    if bias is not None:
-        logits += of_blocks(bias)
-    lowest = jnp.finfo(logits.dtype).min
-    logits = jnp.where(blocks(mask[:, :, 0])[:, :, :, None], logits, lowest)
-    highest = jax.lax.stop_gradient(jnp.maximum(logits.max((2, 4), keepdims=True), lowest / 2))
-    weights = jnp.exp(logits - highest)
-    total = weights.sum((2, 4), keepdims=True)
-    safe_total = jnp.where(total > 0, total, 1)
-    together = at_once(v, packed_anew=True)
+        def add(i: Int[Array, ""], out: Float[Array, "b h g e"]) -> Float[Array, "b h g e"]:
+            some, read = (cut(x, i * together, together, 2) for x in (weights[:, :, :, :, 0], v))
+            return out + weighted(some, read, q.dtype, platform).sum(2)  # type: ignore[arg-type]
 
-    def add(i: Int[Array, ""], out: Float[Array, "b h g e"]) -> Float[Array, "b h g e"]:
-        some, read = (cut(x, i * together, together, 2) for x in (weights, v))
-        return out + weighted(some, read, q.dtype, platform).sum(2)  # type: ignore[arg-type]
+        out = jnp.zeros((b, h, g, e), weights.dtype)
+        return jax.lax.fori_loop(0, n // together, add, out)[:, :, :, None]
 
-    out = jax.lax.fori_loop(0, n // together, add, jnp.zeros((b, h, g, e), logits.dtype)) / safe_total[:, :, 0]
-    lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0]
-    probs = jnp.moveaxis(weights / safe_total, 2, 3).reshape(b, h, g, c)
-    return Partial(out[:, :, :, None], lse), probs
+    return attend_blocks(found, weigh, mask, spec, bias, others)
 
 
 def increments(probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], gumbel: Gumbel) -> Float[Array, "b h c"]:

@@ -13,11 +13,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.blocks import block
 from pallas_kernels.common import LANES, SUBLANES, padded
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, products, stored, tempered
-from pallas_kernels.decode_attention.types import DecodeInputs, Gumbel, Sinks
+from pallas_kernels.decode_attention.api import DecodeAttention, LowRank, Sinks
+from pallas_kernels.decode_attention.kernel_parts import (
+    LOWEST,
+    beside,
+    channels_of,
+    placed,
+    products,
+    stored,
+    tempered,
+)
 
 TILE = 32
 """Slots of an aligned part of a block of keys, in any dtype."""
@@ -33,8 +40,85 @@ class Softmax(NamedTuple):
     total: Any
 
 
+class Parts(NamedTuple):
+    """Parts of arrays that a grid step gets: a block of a row's KV heads, and a split of their slots."""
+
+    heads: int
+    """KV heads of a block, of `groups` query heads each."""
+    groups: int
+    slots: int
+    """Slots of a split."""
+    place: Callable[..., tuple[Any, Any, Any]]
+    """Function from a step's indices in the grid to its row, block of heads and split."""
+
+    def of_heads(self, *tail: int, along: int | None = None) -> pl.BlockSpec:
+        """Return the spec of a block of heads: all of it, or its split along one axis of the tail."""
+
+        def index(*step: Any) -> tuple[Any, ...]:
+            row, block, split = self.place(*step)
+            return row, block, *(split if axis == along else 0 for axis in range(len(tail)))
+
+        return pl.BlockSpec((1, self.heads, *tail), index)
+
+    def of_slots(self, width: int | None, channels: int = 2) -> pl.BlockSpec:
+        """Return the spec of a split of keys, values or numbers per slot, as `placed` takes it."""
+        if width is None:
+            return self.of_heads(self.slots, along=0)
+        return self.of_heads(width, self.slots, along=1) if channels == 1 else self.of_heads(self.slots, width, along=0)
+
+    def of_queries(self, width: int) -> pl.BlockSpec:
+        """Return the spec of the query heads of a block, in the layout of the projections [b hg width]."""
+        return pl.BlockSpec((1, self.heads * self.groups, width), self.of_heads(width).index_map)
+
+    def of_block(self, *sizes: int) -> pl.BlockSpec:
+        """Return the spec of an array of three dimensions that all rows share."""
+        return pl.BlockSpec(sizes, lambda *step: (self.place(*step)[1], 0, 0))
+
+    def inputs(self, x: DecodeAttention, position: pl.BlockSpec) -> DecodeAttention:
+        """Return the arguments of attention as `blocks.block`s; `position` is the spec of the positions.
+
+        Queries keep the projections' layout, since XLA would copy them into padded rows.
+        """
+        (b, h, g, _), sinks, gumbel, low_rank, slopes = x.q.shape, x.sinks, x.gumbel, x.low_rank, x.spec.slopes
+
+        def queries(y: Array) -> Any:
+            return block(y.reshape(b, h * g, -1), self.of_queries(y.shape[-1]))
+
+        def scalars(y: Array | None) -> Any:
+            return None if y is None else block(y, SCALARS)
+
+        if slopes is not None:
+            blocks, rows = rows_and_blocks(self.heads, g)
+            slopes = slopes.astype(jnp.float32)[..., None]
+            if blocks < self.heads:
+                slopes = slopes.reshape(-1, rows, 1)
+            else:  # a single slope fills all rows, which must be equal
+                slopes = jnp.pad(slopes, ((0, 0), (0, rows - g), (0, 0)), mode="edge")
+            slopes = block(slopes, self.of_block(blocks, rows, 1))
+        if low_rank is not None:
+            phi, memory, z = jax.tree.map(lambda y: y.astype(jnp.float32), low_rank)
+            low_rank = LowRank(queries(phi), *(block(y, self.of_heads(*y.shape[2:])) for y in (memory, z)))
+        if sinks is not None:
+            sinks = Sinks(queries(sinks.q), sinks.count, scalars(sinks.gap))
+        if gumbel is not None:
+            seed, tau = jax.lax.bitcast_convert_type(gumbel.seed, jnp.int32), gumbel.tau.astype(jnp.float32)
+            numbers = dict(seed=scalars(seed), tau=scalars(tau), first=scalars(gumbel.first))
+            gumbel = dataclasses.replace(gumbel, **numbers)
+        return DecodeAttention(
+            q=queries(x.q),
+            k=placed(x.k, self.of_slots, channels_of(x.k)),
+            v=placed(x.v, self.of_slots, channels_of(x.v)),
+            position=block(x.position, position),
+            query_position=scalars(x.query_position),
+            spec=dataclasses.replace(x.spec, slopes=slopes),
+            low_rank=low_rank,
+            sinks=sinks,
+            scores=gumbel,
+        )
+
+
 def logits_of(
-    x: DecodeInputs,
+    x: DecodeAttention,
     q: Float[Array, "n rows d"],
     position: Int[Array, "h s"],
     visible: Bool[Array, "h s"],
@@ -135,40 +219,6 @@ def rows_of(x: Float[Array, "hg w"], heads: int) -> Float[Array, "n rows w"]:
         own = [precise[i * groups : (i + 1) * groups] for i in range(heads)]
         tiles = jnp.stack([jnp.pad(some, ((0, rows - groups), (0, 0))) for some in own])
     return tiles.astype(x.dtype)
-
-
-def placed_spec(spec: AttentionSpec, part: pl.BlockSpec) -> AttentionSpec:
-    """Return settings whose slopes are a `blocks.block` in the rows of `rows_of`.
-
-    A single slope fills all rows, which must be equal.
-    """
-    if spec.slopes is None:
-        return spec
-    slopes = spec.slopes.astype(jnp.float32)
-    blocks, rows = rows_and_blocks(*slopes.shape)
-    if blocks < len(slopes):
-        slopes = slopes.reshape(blocks, rows, 1)
-    else:
-        slopes = jnp.pad(slopes[..., None], ((0, 0), (0, rows - slopes.shape[1]), (0, 0)), mode="edge")
-    return dataclasses.replace(spec, slopes=block(slopes, part))
-
-
-def placed_sinks(sinks: Sinks | None, part: pl.BlockSpec) -> Sinks | None:
-    """Return sinks whose queries [b h g d] are a `blocks.block` of packed rows."""
-    if sinks is None:
-        return None
-    b, h, g, d = sinks.q.shape
-    gap = None if sinks.gap is None else block(sinks.gap, SCALARS)
-    return Sinks(block(sinks.q.reshape(b, h * g, d), part), sinks.count, gap)
-
-
-def placed_gumbel(gumbel: Gumbel | None) -> Gumbel | None:
-    """Return noise whose numbers are `blocks.block`s of scalars."""
-    if gumbel is None:
-        return None
-    seed = block(jax.lax.bitcast_convert_type(gumbel.seed, jnp.int32), SCALARS)
-    first = None if gumbel.first is None else block(gumbel.first, SCALARS)
-    return dataclasses.replace(gumbel, seed=seed, tau=block(gumbel.tau.astype(jnp.float32), SCALARS), first=first)
 
 
 def packed(x: Float[Array, "n rows w"], heads: int, groups: int) -> Float[Array, "hg w"]:

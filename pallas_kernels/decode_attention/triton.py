@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.common import capability
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
 from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, tile
-from pallas_kernels.decode_attention.types import Decoded, DecodeInputs, LowRank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Constants:
     v_width: int
 
 
-def decode_attention(x: DecodeInputs, **call: Any) -> Decoded:
-    """See `api.decode_attention`; `call` goes to `jax_triton.triton_call`."""
+def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any) -> Decoded:
+    """See `api.decode_attention`; `call` goes to `jax_triton.triton_call`, which has no interpreter."""
     import jax_triton  # cannot be imported if jax is not built for GPU
 
     (b, h, g, _), e, gumbel = x.q.shape, x.v.shape[-1], x.gumbel
@@ -95,7 +95,7 @@ def decode_attention(x: DecodeInputs, **call: Any) -> Decoded:
     return merged(found if gumbel is not None else found._replace(noisy_lse=None), g, constants.splits, x.scores)
 
 
-def constants_of(x: DecodeInputs) -> Constants:
+def constants_of(x: DecodeAttention) -> Constants:
     """Return the constants for these arguments."""
     (b, h, g, d), (c, e), gumbel = x.q.shape, x.v.shape[2:], x.gumbel
     block, split = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)

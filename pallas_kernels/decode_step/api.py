@@ -7,29 +7,103 @@ import math
 import operator
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import noise
+from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.common import Survey, Unsupported
-from pallas_kernels.decode_attention import Gumbel
-from pallas_kernels.decode_attention.api import (
-    DecodeAttention,
-    kind_of,
-    operand_limits,
-    operand_settings,
-    refuse_turned,
-    sinks_limit,
-    width_limits,
-)
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, Gumbel, Sinks, kind_of, refuse_turned
 from pallas_kernels.decode_attention.kernel_parts import stored
-from pallas_kernels.decode_step import reference
-from pallas_kernels.decode_step.types import Hashed, Query, Ranking, Slots, StepInputs, Stepped, Token
 from pallas_kernels.evict.api import Evict
 from pallas_kernels.hamming.api import Hamming, words_limits
-from pallas_kernels.op import How, Limit, Op, Options, options_of
+from pallas_kernels.hamming.hashing import Hashing
+from pallas_kernels.op import How, Limit, Op, options_of
 from pallas_kernels.operands import Operand
+from pallas_kernels.ranking import Protection
+
+
+class Slots(NamedTuple):
+    """Contents of the slots."""
+
+    position: Int[Array, "b h c"]
+    """Position of the token in each slot, -1 if empty."""
+    k: Operand
+    """Keys [b h c d]: an array, or codes."""
+    v: Operand
+    """Values [b h c e]."""
+    buffers: Any
+    """Other contents, a tree of arrays [b h c ...], without the codes of a `Hashed`."""
+
+
+class Token(NamedTuple):
+    """One new token per row."""
+
+    position: Int[Array, " b"]
+    """-1 for a row of padding, which writes and attends to nothing."""
+    k: Float[Array, "b h d"]
+    """Its key, which is quantized if the slots' are."""
+    v: Float[Array, "b h e"]
+    buffers: Any
+    """Its buffers [b h ...]."""
+
+
+class Hashed(NamedTuple):
+    """Ranking of slots by packed codes: the farthest from a group's queries is evicted first."""
+
+    hashing: Hashing
+    """Inputs for the codes of the queries and of the new token's key."""
+    codes: tuple[UInt32[Array, "b h c"], ...]
+    """Codes of the slots, 32 bits to a word, a buffer for each word."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """Choice of the slot that the token takes, as `evict` and `hamming` make it.
+
+    Args:
+        standing: importance of each slot before the step: numbers, or codes that rank slots by their distance from the
+            queries' codes; None to evict the oldest first.
+        protection: sinks, recent window and limit of each head.
+        keep: slots that are never evicted, or None.
+        shrinks: True if live slots may be beyond the limit, as under policies whose budget decreases.
+    """
+
+    standing: Float[Array, "b h c"] | Hashed | None
+    protection: Protection
+    keep: Bool[Array, "b h c"] | None = None
+    shrinks: bool = static(False)
+
+
+class Query(NamedTuple):
+    """Attention of the new token, as `decode_attention` computes it."""
+
+    q: Float[Array, "b h g d"]
+    spec: AttentionSpec
+    sinks: Sinks | None = None
+    scores: str | Gumbel | None = None
+
+
+class Stepped(NamedTuple):
+    """Attention, and the slots with the new token."""
+
+    attended: Decoded
+    slot: Int[Array, "b h"]
+    """Slot that the token has taken; c for rows of padding."""
+    left: Int[Array, "b h"]
+    """Position that the slot held; -1 if it was empty."""
+    slots: Slots
+    pair: tuple[Operand, Operand] | None = None
+    """Key and value that the slot held, [b h ...], if requested; arbitrary for rows of padding.
+
+    Entries of a 16-bit cache may be float32.
+    """
+    codes: tuple[UInt32[Array, "b h c"], ...] | None = None
+    """Hash codes, including the new token's, if slots rank by them."""
 
 
 def decode_step(
@@ -81,7 +155,7 @@ def decode_step(
 def one_pass(query: Query, k: Operand, v: Operand, hashed: Hashed | None = None, **how: Unpack[How]) -> bool:
     """Return whether `decode_step` runs as one kernel for these arguments here; if not, two calls are better."""
     unused: Any = None  # no other argument decides
-    step = DecodeStep(Slots(unused, k, v, unused), unused, Ranking(hashed, unused), query)
+    step = DecodeStep(Slots(unused, k, v, unused), Token(*[unused] * 4), Ranking(hashed, unused), query)
     options = options_of(**how)
     if isinstance(options.implementation, Survey):
         options = options._replace(implementation="pallas")
@@ -91,25 +165,31 @@ def one_pass(query: Query, k: Operand, v: Operand, hashed: Hashed | None = None,
         return False
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class DecodeStep(StepInputs, Op[Stepped]):
+class DecodeStep(Op[Stepped]):
     """See `decode_step`."""
+
+    slots: Slots
+    token: Token
+    ranking: Ranking
+    query: Query
+    pairs: bool = static(False)
+    adds: bool = static(False)
+    rounds: bool = static(False)
 
     name = "decode_step"
     backends = ("pallas_tpu",)
     in_place = MappingProxyType({"slots": operator.attrgetter("slots")})
 
-    def reference(self, options: Options) -> Stepped:
-        return reference.decode_step(self, options.platform)
-
-    def kernel(self, backend: str, options: Options) -> Stepped:
-        return self.module(backend).decode_step(self, interpret=options.interpret)
+    def attention(self, slots: Slots) -> DecodeAttention:
+        """Return the new token's attention to some slots."""
+        (position, k, v, _), (q, spec, sinks, scores) = slots, self.query
+        return DecodeAttention(q, k, v, position, self.token.position, spec, sinks=sinks, scores=scores)
 
     def limits(self, backend: str) -> Iterator[Limit]:
-        (q, spec, sinks, scores), (_, k, v, _), standing = self.query, self.slots, self.ranking.standing
-        yield from operand_limits(q, k, v, spec, None)
-        yield from width_limits(k, v, backend)
-        yield sinks_limit(sinks)
+        yield from self.attention(self.slots).limits(backend)
+        (q, *_, scores), (_, k, v, _), standing = self.query, self.slots, self.ranking.standing
         c, hashed = k.shape[2], standing if isinstance(standing, Hashed) else None
         planes = () if hashed is None else hashed.hashing.planes.shape
         yield len(planes) < 4, f"it hashes by the same planes in all rows, not by {list(planes)} [b h bits d]"
@@ -122,22 +202,18 @@ class DecodeStep(StepInputs, Op[Stepped]):
         yield needed <= most, f"its blocks take {needed} bytes of the chip's memory, not {most}"
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
-        (q, spec, sinks, scores), (_, k, v, _), standing = self.query, self.slots, self.ranking.standing
-        settings = operand_settings(q, k, v, spec) | dict(scores=kind_of(scores), sinks=sinks is not None)
+        (sizes, settings), standing = self.attention(self.slots).workload(), self.ranking.standing
         if isinstance(standing, Hashed):
             settings["bits"] = standing.hashing.planes.shape[-2]
-        return dict(b=q.shape[0], c=k.shape[2]), settings
+        return sizes, settings
 
     def survey_parts(self, survey: Survey, platform: str | None) -> None:
         """Record the two calls that are made if one pass does not win."""
-        (position, k, v, buffers), (newest, *new), ranking = self.slots, self.token, self.ranking
-        added = tuple(new)
+        (position, *buffers), (newest, *added), ranking = self.slots, self.token, self.ranking
         standing, protection, keep = ranking.standing, ranking.protection, ranking.keep
         if isinstance(standing, Hashed):
             found = Hamming(standing.hashing.of_queries(), standing.codes, position, newest, protection, keep)
         else:
-            found = Evict(standing, position, newest, (k, v, buffers), added, protection, keep, ranking.shrinks)
-        found(implementation=survey, platform=platform)
-        q, spec, sinks, scores = self.query
-        attention = DecodeAttention(q, k, v, position, newest, spec, sinks=sinks, scores=scores)
-        attention(implementation=survey, platform=platform)
+            found = Evict(standing, position, newest, buffers, added, protection, keep, ranking.shrinks)
+        found(survey, platform=platform)
+        self.attention(self.slots)(survey, platform=platform)

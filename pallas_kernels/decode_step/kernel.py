@@ -15,9 +15,9 @@ from pallas_kernels import operands
 from pallas_kernels.attention import log_sum, positive
 from pallas_kernels.common import LANES, row_and_block
 from pallas_kernels.decode_attention import running
+from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, seen, stored, weighted
-from pallas_kernels.decode_attention.types import DecodeInputs
-from pallas_kernels.decode_step.types import Hashed, Ranking
+from pallas_kernels.decode_step.api import Hashed, Ranking
 from pallas_kernels.evict.pallas_tpu import counted
 from pallas_kernels.hamming.hashing import WORD
 from pallas_kernels.hamming.reference import distances_of_words
@@ -55,7 +55,7 @@ class Tile(NamedTuple):
 class Inputs(NamedTuple):
     """Inputs of the kernel: positions of whole rows, and one split of keys and values."""
 
-    attention: DecodeInputs
+    attention: DecodeAttention
     ranking: Ranking
     k: Entry
     v: Entry
@@ -250,11 +250,9 @@ def kernel(
     @when(split == splits - 1)
     def _() -> None:
         top, total = (ref[...] for ref in scratch.softmax)
-        some = total > 0
-        out = scratch.acc[...] / jnp.where(some, total, 1.0)
-        lse = log_sum(top, total)
+        out = scratch.acc[...] / jnp.where(total > 0, total, 1.0)
         made.out[0] = running.packed(out, heads, groups).astype(made.out.dtype)
-        made.lse[0] = running.along_lanes(lse, heads)
+        made.lse[0] = running.along_lanes(log_sum(top, total), heads)
         if wanted is None:
             return
         used = slice(groups if len(q) == heads else None)

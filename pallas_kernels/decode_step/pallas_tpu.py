@@ -9,7 +9,7 @@ two-core chip share.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ from pallas_kernels import operands
 from pallas_kernels.blocks import arrays, block, made, over, run
 from pallas_kernels.common import LANES, SUBLANES, over_cores, padded, row_and_block, slots_lie_along_lanes, tpu_params
 from pallas_kernels.decode_attention import Gumbel, running
-from pallas_kernels.decode_attention.kernel_parts import channels_of, multiplies_integers, placed, stored
+from pallas_kernels.decode_attention.api import Decoded
+from pallas_kernels.decode_attention.kernel_parts import channels_of, multiplies_integers, stored
 from pallas_kernels.decode_attention.pallas_tpu import VMEM_BYTES, room, tile
-from pallas_kernels.decode_attention.types import Decoded, DecodeInputs
+from pallas_kernels.decode_step.api import DecodeStep, Hashed, Ranking, Slots, Stepped
 from pallas_kernels.decode_step.kernel import Entry, Inputs, Outputs, Scratch, Tile, Written, kernel
-from pallas_kernels.decode_step.types import Hashed, Ranking, Slots, StepInputs, Stepped
 from pallas_kernels.evict.pallas_tpu import copied, counted
 from pallas_kernels.evict.reference import written_through
 from pallas_kernels.hamming import Hashing
@@ -34,27 +34,19 @@ from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.ranking import Protection
 
 
-def decode_step(x: StepInputs, *, interpret: Any) -> Stepped:
-    """See `api.decode_step`."""
-    (position, k, v, buffers), (_, new_k, new_v, entry), query = x.slots, x.token, x.query
-    gumbel = query.scores if isinstance(query.scores, Gumbel) else None
-    wanted = "sum" if isinstance(query.scores, Gumbel) else query.scores
+def decode_step(x: DecodeStep, *, interpret: Any) -> Stepped:
+    (_, k, v, buffers), (_, new_k, new_v, entry), query = x.slots, x.token, x.query
     (b, h, g, d), (c, e) = query.q.shape, v.shape[2:]
-    parts = _parts(b, h, g, k, v)
-    heads, (sets, rows) = parts.heads, running.rows_and_blocks(parts.heads, g)
-    channels = channels_of(k), channels_of(v)
-    attention = DecodeInputs(
-        q=block(query.q.reshape(b, h * g, d), parts.packed(d)),
-        k=placed(k, parts.of_slots, channels[0]),
-        v=placed(v, parts.of_slots, channels[1]),
-        position=block(position, parts.of_heads(c)),
-        query_position=block(x.token.position, running.SCALARS),
-        spec=running.placed_spec(query.spec, parts.of_block(sets, rows, 1)),
-        sinks=running.placed_sinks(query.sinks, parts.packed(d)),
-        scores=running.placed_gumbel(gumbel),
-    )
+    heads, slots = blocks_of(k, v)
+    blocks, channels = h // heads, (channels_of(k), channels_of(v))
+    cores, units = over_cores(b * blocks)
+    sets, rows = running.rows_and_blocks(heads, g)
+    parts = _Parts(heads, g, slots, lambda core, step, split: (*row_and_block(core, step, units, blocks), split))
+    attention = parts.inputs(x.attention(x.slots), parts.of_heads(c))
+    gumbel = attention.gumbel
+    wanted = "sum" if isinstance(query.scores, Gumbel) else query.scores
     entries = [parts.entry(*some) for some in zip((k, v), (new_k, new_v), channels, strict=True)]
-    inputs = Inputs(attention, parts.ranking(x.ranking), *entries)
+    inputs = Inputs(attention, parts.ranking(x.ranking, c), *entries)
     standing = inputs.ranking.standing
 
     tiles, after = [], []
@@ -75,7 +67,7 @@ def decode_step(x: StepInputs, *, interpret: Any) -> Stepped:
         after.append(Written(over(given, pl.BlockSpec(memory_space=pl.ANY)), scale, gone))
     lanes = 1 if sets < heads else rows
     outputs = Outputs(
-        out=made((b, h * g, e), parts.packed(e), query.q.dtype if x.rounds else jnp.float32),
+        out=made((b, h * g, e), parts.of_queries(e), query.q.dtype if x.rounds else jnp.float32),
         lse=made((b, h, lanes), parts.of_heads(lanes)),
         slot=made((b, h, 1), parts.of_heads(1), jnp.int32),
         left=made((b, h, 1), parts.of_heads(1), jnp.int32),
@@ -104,9 +96,9 @@ def decode_step(x: StepInputs, *, interpret: Any) -> Stepped:
 
     body = functools.partial(
         kernel,
-        units=parts.units,
-        blocks=parts.blocks,
-        slots=parts.slots,
+        units=units,
+        blocks=blocks,
+        slots=slots,
         channels=channels,
         wanted=wanted,
         adds=x.adds,
@@ -116,7 +108,7 @@ def decode_step(x: StepInputs, *, interpret: Any) -> Stepped:
         body,
         (inputs,),
         outputs,
-        grid=(parts.cores, parts.units, c // parts.slots),
+        grid=(cores, units, c // slots),
         scratch_shapes=[scratch],
         compiler_params=tpu_params(1, 2, VMEM_BYTES * room()),
         interpret=interpret,
@@ -153,53 +145,17 @@ def decode_step(x: StepInputs, *, interpret: Any) -> Stepped:
     return Stepped(attended, slot, found.left[..., 0], held, gone, found.codes or None)
 
 
-class _Parts(NamedTuple):
-    # Blocks of arrays that a grid step (core, unit of the core, split of slots) gets.
-    b: int
-    g: int
-    c: int
-    heads: int
-    slots: int
-    cores: int
-    units: int
-    blocks: int
-
-    def of_heads(self, *tail: int, along: int | None = None) -> pl.BlockSpec:
-        """Return the spec of a block of heads: all of it, or its split along one axis of the tail."""
-
-        def index(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
-            return *row_and_block(core, step, self.units, self.blocks), *(
-                split if axis == along else 0 for axis in range(len(tail))
-            )
-
-        return pl.BlockSpec((1, self.heads, *tail), index)
-
-    def of_slots(self, width: int | None, channels: int) -> pl.BlockSpec:
-        """Return the spec of a split of keys, values or scales, as `placed` takes it."""
-        if width is None:
-            return self.of_heads(self.slots, along=0)
-        return self.of_heads(width, self.slots, along=1) if channels == 1 else self.of_heads(self.slots, width, along=0)
-
-    def packed(self, width: int) -> pl.BlockSpec:
-        """Return the spec of the query heads of a block."""
-        return pl.BlockSpec((1, self.heads * self.g, width), self.of_heads(width).index_map)
-
-    def of_block(self, *sizes: int) -> pl.BlockSpec:
-        """Return the spec of an array that all rows share."""
-
-        def index(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
-            return row_and_block(core, step, self.units, self.blocks)[1], 0, 0
-
-        return pl.BlockSpec(sizes, index)
+class _Parts(running.Parts):
+    # Parts of the slots, and of what else a step of the grid (core, unit of the core, split of slots) gets.
 
     def per_head(self, x: Array) -> Any:
         """Place one number of each head, [b h]: rows are along the lanes, as XLA stores few heads of many rows."""
 
-        def index(core: Array, step: Array, split: Array) -> tuple[Any, Any]:
-            row, which = row_and_block(core, step, self.units, self.blocks)
+        def index(*step: Any) -> tuple[Any, Any]:
+            row, which, _ = self.place(*step)
             return which, row // LANES
 
-        return block(x.T, pl.BlockSpec((self.heads, min(self.b, LANES)), index))
+        return block(x.T, pl.BlockSpec((self.heads, min(len(x), LANES)), index))
 
     def entry(self, cache: Operand, new: Array, channels: int) -> Entry:
         """Place new keys or values."""
@@ -216,31 +172,26 @@ class _Parts(NamedTuple):
         apart = turns or width < d  # attention needs its numbers in another layout
         return Entry(given, scale, block(operands.values(coded, jnp.float32), self.of_heads(d)) if apart else None)
 
-    def ranking(self, ranking: Ranking) -> Ranking:
-        """Place what the token's slot is chosen by."""
+    def ranking(self, ranking: Ranking, c: int) -> Ranking:
+        """Place what the token's slot is chosen by, for c slots."""
         standing = ranking.standing
         bounds = (y.astype(jnp.int32) for y in ranking.protection)
         protection = Protection(*(self.per_head(y) if y.ndim else block(y[None], running.SCALARS) for y in bounds))
-        keep = None if ranking.keep is None else block(ranking.keep.astype(jnp.int32), self.of_heads(self.c))
+        keep = None if ranking.keep is None else block(ranking.keep.astype(jnp.int32), self.of_heads(c))
         if isinstance(standing, Hashed):
             planes, queries, keys = standing.hashing
-            bits, width = planes.shape[1:]
+            (bits, width), b = planes.shape[1:], len(queries)
             standing = Hashed(
                 Hashing(
                     block(planes.astype(jnp.float32), self.of_block(self.heads, bits, width)),
-                    block(queries.reshape(self.b, -1, width), self.packed(width)),
+                    block(queries.reshape(b, -1, width), self.of_queries(width)),
                     block(in_registers(keys[:, :, 0], self.heads), self.of_heads(width)),
                 ),
-                tuple(block(code, self.of_heads(self.c)) for code in standing.codes),
+                tuple(block(code, self.of_heads(c)) for code in standing.codes),
             )
         elif standing is not None:
-            standing = block(standing.astype(jnp.float32), self.of_heads(self.c))
+            standing = block(standing.astype(jnp.float32), self.of_heads(c))
         return Ranking(standing, protection, keep, ranking.shrinks)
-
-
-def _parts(b: int, h: int, g: int, k: Operand, v: Operand) -> _Parts:
-    heads, slots = blocks_of(k, v)
-    return _Parts(b, g, k.shape[2], heads, slots, *over_cores(b * (h // heads)), h // heads)
 
 
 def unit(array: Array) -> int:

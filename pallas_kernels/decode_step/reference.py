@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.decode_attention import reference as attention
-from pallas_kernels.decode_attention.types import DecodeInputs
-from pallas_kernels.decode_step.types import Hashed, Slots, StepInputs, Stepped
-from pallas_kernels.evict import reference as eviction
+from pallas_kernels.decode_step.api import DecodeStep, Hashed, Slots, Stepped
+from pallas_kernels.evict.api import Evict
 from pallas_kernels.evict.reference import written_through
-from pallas_kernels.evict.types import EvictInputs
 from pallas_kernels.hamming import distances
+from pallas_kernels.op import Options
 from pallas_kernels.operands import Quantised, quantise
 
 
-def decode_step(x: StepInputs, platform: str) -> Stepped:
-    """See `api.decode_step`."""
+def decode_step(x: DecodeStep, options: Options) -> Stepped:
     position, *pair, buffers = x.slots
     newest, *new, entry = x.token
     new = [quantise(y, held.bits) if isinstance(held, Quantised) else y for y, held in zip(new, pair, strict=True)]
@@ -26,18 +23,14 @@ def decode_step(x: StepInputs, platform: str) -> Stepped:
         standing = -distances(hashing.of_queries(), words).astype(jnp.float32)
     held, added = (((*pair, buffers), words), ((*new, entry), word))
     choice = x.ranking.protection, x.ranking.keep, x.ranking.shrinks
-    slot, left, taken, position, ((k, v, buffers), codes) = eviction.evict(
-        EvictInputs(standing, position, newest, held, added, *choice, pairs=x.pairs)
-    )
-    query = x.query
-    attended = attention.decode_attention(
-        DecodeInputs(query.q, k, v, position, newest, query.spec, sinks=query.sinks, scores=query.scores), platform
-    )
+    eviction = Evict(standing, position, newest, held, added, *choice, pairs=x.pairs)
+    slot, left, taken, position, ((k, v, buffers), codes) = eviction.reference(options)
+    slots = Slots(position, k, v, buffers)
+    attended = x.attention(slots).reference(options)
     if x.adds:
         assert standing is not None and attended.scores is not None
         begun = written_through(standing, slot, jnp.zeros(slot.shape, standing.dtype))
         attended = attended._replace(scores=begun + attended.scores)
     if x.rounds:
-        attended = attended._replace(out=attended.out.astype(query.q.dtype))
-    slots = Slots(position, k, v, buffers)
+        attended = attended._replace(out=attended.out.astype(x.query.q.dtype))
     return Stepped(attended, slot, left, slots, taken[0][:2] if x.pairs else None, codes)

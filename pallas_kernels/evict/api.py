@@ -11,10 +11,9 @@ from typing import Any, Unpack
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.attention import static
 from pallas_kernels.common import SUBLANES, padded
-from pallas_kernels.evict import reference
-from pallas_kernels.evict.types import EvictInputs
-from pallas_kernels.op import How, Limit, Op, Options
+from pallas_kernels.op import How, Limit, Op
 from pallas_kernels.ranking import Protection
 
 WORDS = ("float32", "int32", "uint32")
@@ -65,19 +64,24 @@ def evict(
     return op(**how)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Evict(EvictInputs, Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]]):
+class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]]):
     """See `evict`."""
+
+    scores: Float[Array, "b h c"] | None
+    position: Int[Array, "b h c"]
+    new_position: Int[Array, " b"]
+    buffers: Any
+    added: Any
+    protection: Protection
+    keep: Bool[Array, "b h c"] | None = None
+    shrinks: bool = static(False)
+    pairs: bool = static(True)
 
     name = "evict"
     backends = ("pallas_tpu",)
     in_place = MappingProxyType({"position": operator.itemgetter(3), "buffers": operator.itemgetter(4)})
-
-    def reference(self, options: Options) -> tuple[Array, Array, Any, Array, Any]:
-        return reference.evict(self)
-
-    def kernel(self, backend: str, options: Options) -> tuple[Array, Array, Any, Array, Any]:
-        return self.module(backend).evict(self, interpret=options.interpret)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         kernel, c = self.module(backend), self.position.shape[2]

@@ -23,26 +23,11 @@ from jaxtyping import Array
 
 from pallas_kernels.blocks import block, made, over, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, over_cores, row_and_block, slots_lie_along_lanes, tpu_params
-from pallas_kernels.evict.types import EvictInputs
+from pallas_kernels.evict.api import Evict
 from pallas_kernels.ranking import Protection, victim
 
 UNIT = 16
 """Minimum slots of an aligned copy: one tile of 16 bits, two tiles of 32 bits."""
-
-
-class Kinds(NamedTuple):
-    """Buffers by how they are written: `wide` ones by copies of tiles, the others as whole blocks."""
-
-    wide: list[Any]
-    planes: list[Any]
-    """Buffers [b h c w] whose slots lie along the lanes."""
-    narrow: list[Any]
-    """Buffers [b h c]."""
-
-    @staticmethod
-    def of(leaf: Array) -> str:
-        """Return the name of a buffer's kind."""
-        return "narrow" if leaf.ndim == 3 else "planes" if in_planes(leaf) else "wide"
 
 
 class Outputs(NamedTuple):
@@ -51,20 +36,20 @@ class Outputs(NamedTuple):
     slot: Any
     left: Any
     position: Any
-    buffers: Kinds
-    taken: Kinds
+    buffers: list[Any]
+    taken: list[Any]
 
 
 class Scratch(NamedTuple):
-    """Memory that is kept between steps: tiles of wide buffers and slots of two blocks of heads."""
+    """Memory that is kept between steps, for two blocks of heads: one is read while the other is written."""
 
     tiles: list[Any]
+    """Tiles of the wide buffers; None for other buffers."""
     slots: Any
     semaphores: Any
 
 
-def evict(x: EvictInputs, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
-    """See `api.evict`."""
+def evict(x: Evict, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
     b, h, c = x.position.shape
     heads = SUBLANES if h % SUBLANES == 0 else h
     blocks = h // heads
@@ -80,18 +65,22 @@ def evict(x: EvictInputs, *, interpret: Any) -> tuple[Array, Array, Any, Array, 
         return pl.BlockSpec((1, heads, *tail), index)
 
     leaves, tree = jax.tree.flatten(x.buffers)
-    held, added = Kinds([], [], []), Kinds([], [], [])
-    for leaf, value in zip(leaves, jax.tree.leaves(x.added), strict=True):
-        value, kind, width = value.astype(leaf.dtype), Kinds.of(leaf), leaf.shape[-1]
+    kinds = [kind_of(leaf) for leaf in leaves]
+    held: list[Any] = []
+    added: list[Any] = []
+    tiles: list[Any] = []
+    for kind, leaf, value in zip(kinds, leaves, jax.tree.leaves(x.added), strict=True):
+        value, width = value.astype(leaf.dtype), leaf.shape[-1]
         if kind == "narrow":
             before, after = block(_word(leaf), part(c)), block(_word(value)[..., None], part(1))
         elif kind == "planes":  # in the stored order, so XLA makes no copy
             before, after = block(leaf.swapaxes(2, 3), part(width, c)), block(value[..., None], part(width, 1))
         else:
             before, after = block(leaf, pl.BlockSpec(memory_space=pl.ANY)), block(_whole(value), part(width, late=1))
-        getattr(held, kind).append(before)
-        getattr(added, kind).append(after)
-    inputs = EvictInputs(
+        held.append(before)
+        added.append(after)
+        tiles.append(pltpu.VMEM((2, heads, copied(leaf), width), leaf.dtype) if kind == "wide" else None)
+    inputs = Evict(
         scores=None if x.scores is None else block(x.scores.astype(jnp.float32), part(c)),
         position=block(x.position, part(c)),
         new_position=block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
@@ -102,32 +91,29 @@ def evict(x: EvictInputs, *, interpret: Any) -> tuple[Array, Array, Any, Array, 
         shrinks=x.shrinks,
     )
     number = made((b, h, 1), part(1), jnp.int32)
-    taken = Kinds(*([made(new.array.shape, new.spec, new.array.dtype) for new in some] for some in added))
-    scratch = Scratch(
-        # For two blocks of heads: one is read while the other is written.
-        [pltpu.VMEM((2, heads, copied(y.array), y.array.shape[-1]), y.array.dtype) for y in held.wide],
-        pltpu.SMEM((2, heads), jnp.int32),
-        pltpu.SemaphoreType.DMA((2, max(1, len(held.wide)), 2)),
-    )
+    taken = [made(new.array.shape, new.spec, new.array.dtype) for new in added]
+    semaphores = pltpu.SemaphoreType.DMA((2, max(1, kinds.count("wide")), 2))
     found = run(
-        functools.partial(_kernel, units=units, blocks=blocks),
+        functools.partial(_kernel, units=units, blocks=blocks, kinds=kinds),
         (inputs,),
-        Outputs(number, number, over(inputs.position), Kinds(*([over(y) for y in some] for some in held)), taken),
-        grid=(cores, units + 2 * bool(held.wide)),
-        scratch_shapes=[scratch],
+        Outputs(number, number, over(inputs.position), [over(y) for y in held], taken),
+        grid=(cores, units + 2 * ("wide" in kinds)),
+        scratch_shapes=[Scratch(tiles, pltpu.SMEM((2, heads), jnp.int32), semaphores)],
         compiler_params=tpu_params(1, 1, VMEM_BYTES),
         interpret=interpret,
         name="evict",
     )
-    both = [{name: iter(some) for name, some in kinds._asdict().items()} for kinds in (found.taken, found.buffers)]
-    old, new = ([next(kinds[Kinds.of(leaf)]) for leaf in leaves] for kinds in both)
     gone, written = [], []
-    for leaf, before, after in zip(leaves, old, new, strict=True):
-        wide, planes = (Kinds.of(leaf) == kind for kind in ("wide", "planes"))
-        gone.append((before if wide else before[..., 0]).astype(leaf.dtype))
-        written.append((after.swapaxes(2, 3) if planes else after).astype(leaf.dtype))
+    for kind, leaf, before, after in zip(kinds, leaves, found.taken, found.buffers, strict=True):
+        gone.append((before if kind == "wide" else before[..., 0]).astype(leaf.dtype))
+        written.append((after.swapaxes(2, 3) if kind == "planes" else after).astype(leaf.dtype))
     pair = jax.tree.unflatten(tree, gone) if x.pairs else None
     return found.slot[..., 0], found.left[..., 0], pair, found.position, jax.tree.unflatten(tree, written)
+
+
+def kind_of(leaf: Array) -> str:
+    """Return how a buffer is written: `wide` ones by copies of tiles, `planes` and `narrow` [b h c] as whole blocks."""
+    return "narrow" if leaf.ndim == 3 else "planes" if in_planes(leaf) else "wide"
 
 
 def in_planes(leaf: Array) -> bool:
@@ -157,8 +143,9 @@ def _whole(x: Array) -> Array:
     return x.astype(jnp.int32) if x.dtype.itemsize == 1 else x
 
 
-def _kernel(x: EvictInputs, outputs: Outputs, scratch: Scratch, *, units: int, blocks: int) -> None:
+def _kernel(x: Evict, outputs: Outputs, scratch: Scratch, *, units: int, blocks: int, kinds: list[str]) -> None:
     tiles, slots, semaphores = scratch
+    wide = [(leaf, tile) for leaf, tile in enumerate(tiles) if tile is not None]
     core, step = pl.program_id(0), pl.program_id(1)
     heads = x.position.shape[1]
     own = jax.lax.rem(step, 2)
@@ -169,19 +156,19 @@ def _kernel(x: EvictInputs, outputs: Outputs, scratch: Scratch, *, units: int, b
 
     def start(step: Any, which: Any, *, into_cache: bool) -> None:
         row, first = place(step)
-        for leaf, tile in enumerate(tiles):
+        for i, (leaf, tile) in enumerate(wide):
             rows = tile.shape[2]
             for head in range(heads):
                 begin = pl.multiple_of(slots[which, head] & -rows, rows)
-                cache = outputs.buffers.wide[leaf].at[row, first + head, pl.ds(begin, rows)]
+                cache = outputs.buffers[leaf].at[row, first + head, pl.ds(begin, rows)]
                 ends = (tile.at[which, head], cache) if into_cache else (cache, tile.at[which, head])
-                pltpu.make_async_copy(*ends, semaphores.at[int(into_cache), leaf, which]).start()
+                pltpu.make_async_copy(*ends, semaphores.at[int(into_cache), i, which]).start()
 
     def wait(which: Any, *, into_cache: bool) -> None:
         # Semaphores count bytes, so one wait covers the tiles of all heads.
-        for leaf, tile in enumerate(tiles):
+        for i, (_, tile) in enumerate(wide):
             whole = tile.at[which]
-            pltpu.make_async_copy(whole, whole, semaphores.at[int(into_cache), leaf, which]).wait()
+            pltpu.make_async_copy(whole, whole, semaphores.at[int(into_cache), i, which]).wait()
 
     @pl.when(step >= 2)
     def _() -> None:
@@ -189,7 +176,7 @@ def _kernel(x: EvictInputs, outputs: Outputs, scratch: Scratch, *, units: int, b
 
     @pl.when(step < units)
     def _() -> None:
-        _choose(x, outputs, slots.at[own], x.new_position[place(step)[0]])
+        _choose(x, outputs, slots.at[own], x.new_position[place(step)[0]], kinds)
         start(step, own, into_cache=False)
 
     @pl.when((step >= 1) & (step <= units))
@@ -197,12 +184,12 @@ def _kernel(x: EvictInputs, outputs: Outputs, scratch: Scratch, *, units: int, b
         before = 1 - own
         wait(before, into_cache=False)
         writes = x.new_position[place(step - 1)[0]] >= 0
-        for leaf, tile in enumerate(tiles):
-            _exchange(tile.at[before], slots.at[before], x.added.wide[leaf], outputs.taken.wide[leaf], writes)
+        for leaf, tile in wide:
+            _exchange(tile.at[before], slots.at[before], x.added[leaf], outputs.taken[leaf], writes)
         start(step - 1, before, into_cache=True)
 
 
-def _choose(x: EvictInputs, outputs: Outputs, slots: Any, newest: Any) -> None:
+def _choose(x: Evict, outputs: Outputs, slots: Any, newest: Any, kinds: list[str]) -> None:
     """Select the slots of a block of heads, and exchange entries of the buffers that are whole blocks."""
     heads, capacity = x.position.shape[1:]
     position = x.position[0]
@@ -217,21 +204,18 @@ def _choose(x: EvictInputs, outputs: Outputs, slots: Any, newest: Any) -> None:
     left = jnp.where(here, position, 0).sum(-1, keepdims=True)
     outputs.left[0] = jnp.where(writes, left, -1)
     outputs.position[0] = jnp.where(here & writes, newest, position)
-    for leaf, new, taken, after in zip(*(some.narrow for some in _each(x, outputs)), strict=True):
-        values = leaf[0]
-        taken[0] = _chosen(values, here)
-        after[0] = jnp.where(here & writes, new[0], values)
-    for leaf, new, taken, after in zip(*(some.planes for some in _each(x, outputs)), strict=True):
-        for head in range(heads):
-            values = leaf[0, head]
-            chosen = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) == slots[head]
-            taken[0, head] = _chosen(values, chosen)
-            after[0, head] = jnp.where(chosen & writes, new[0, head], values)
+    for kind, leaf, new, taken, after in zip(kinds, x.buffers, x.added, outputs.taken, outputs.buffers, strict=True):
+        if kind == "narrow":
+            values = leaf[0]
+            taken[0] = _chosen(values, here)
+            after[0] = jnp.where(here & writes, new[0], values)
+        elif kind == "planes":
+            for head in range(heads):
+                values = leaf[0, head]
+                chosen = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) == slots[head]
+                taken[0, head] = _chosen(values, chosen)
+                after[0, head] = jnp.where(chosen & writes, new[0, head], values)
     outputs.slot[0] = jnp.where(writes, slot, capacity)
-
-
-def _each(x: EvictInputs, outputs: Outputs) -> tuple[Kinds, ...]:
-    return x.buffers, x.added, outputs.taken, outputs.buffers
 
 
 def _exchange(tile: Any, slots: Any, new: Any, taken: Any, writes: Any) -> None:

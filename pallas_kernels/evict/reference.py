@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels.common import platform_of
-from pallas_kernels.evict.types import EvictInputs
+from pallas_kernels.evict.api import Evict
+from pallas_kernels.op import Options
 from pallas_kernels.ranking import victim
 
 
-def evict(x: EvictInputs) -> tuple[Array, Array, Any, Array, Any]:
-    """See `api.evict`."""
+def evict(x: Evict, _: Options) -> tuple[Array, Array, Any, Array, Any]:
     sinks, recent, limit = (bound[..., None] for bound in x.protection)
     newest = x.new_position[:, None, None]
     slot = victim(x.scores, x.position, newest, sinks, recent, limit, x.keep, shrinks=x.shrinks)[..., 0]

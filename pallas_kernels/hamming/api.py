@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
+import jax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from pallas_kernels.hamming import reference
-from pallas_kernels.op import How, Limit, Op, Options
+from pallas_kernels.op import How, Limit, Op
 from pallas_kernels.ranking import Protection
 
 
@@ -41,18 +41,20 @@ def hamming(
     return Hamming(query, codes, position, new_position, protection, keep)(**how)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Hamming(reference.HammingInputs, Op[Int[Array, "b h"]]):
+class Hamming(Op[Int[Array, "b h"]]):
     """See `hamming`."""
+
+    query: UInt32[Array, "b h g w"]
+    codes: Sequence[UInt32[Array, "b h c"]]
+    position: Int[Array, "b h c"]
+    new_position: Int[Array, " b"]
+    protection: Protection
+    keep: Bool[Array, "b h c"] | None = None
 
     name = "hamming"
     backends = ("pallas_tpu",)
-
-    def reference(self, options: Options) -> Int[Array, "b h"]:
-        return reference.hamming(self)
-
-    def kernel(self, backend: str, options: Options) -> Int[Array, "b h"]:
-        return self.module(backend).hamming(self, interpret=options.interpret)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         (groups, words), c = self.query.shape[2:], self.position.shape[2]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
-from pallas_kernels.attention import wide
+from pallas_kernels.attention import pad_to, wide
 
 WORD = 32
 """Bits of one stored word."""
@@ -47,10 +47,8 @@ def hashes(planes: Float[Array, "*h bits d"], x: Float[Array, "*bh n d"]) -> UIn
 
 def pack(bits: Array) -> UInt32[Array, "*n words"]:
     """Pack bits [... bits], 32 to a word, the first one lowest; unused bits of the last word are zero."""
-    count = bits.shape[-1]
-    words = -(-count // WORD)
-    padding = [(0, 0)] * (bits.ndim - 1) + [(0, words * WORD - count)]
-    padded = jnp.pad(bits, padding).reshape(*bits.shape[:-1], words, WORD)
+    words = -(-bits.shape[-1] // WORD)
+    padded = pad_to(bits, bits.ndim - 1, words * WORD).reshape(*bits.shape[:-1], words, WORD)
     return jnp.sum(padded.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 

@@ -11,26 +11,26 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.blocks import block, made, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, tpu_params
-from pallas_kernels.hamming.reference import HammingInputs, distances_of_words
-from pallas_kernels.ranking import victim
+from pallas_kernels.hamming.api import Hamming
+from pallas_kernels.hamming.reference import distances_of_words
+from pallas_kernels.ranking import Protection, victim
 
 
-def hamming(x: HammingInputs, *, interpret: Any) -> Int[Array, "b h"]:
-    """See `api.hamming`."""
+def hamming(x: Hamming, *, interpret: Any) -> Int[Array, "b h"]:
     b, h, c = x.position.shape
     heads = SUBLANES if h % SUBLANES == 0 else h
 
     def part(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h: (b, h) + (0,) * len(tail))
 
-    inputs = {
-        "new_position": block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "query": block(x.query.reshape(b, h, -1), part(x.query.shape[2] * len(x.codes))),
-        "codes": [block(code, part(c)) for code in x.codes],
-        "position": block(x.position, part(c)),
-        "bounds": [block(bound[..., None], part(1)) for bound in x.protection.of_heads()],
-        "keep": None if x.keep is None else block(x.keep.astype(jnp.int32), part(c)),
-    }
+    inputs = Hamming(
+        query=block(x.query.reshape(b, h, -1), part(x.query.shape[2] * len(x.codes))),
+        codes=[block(code, part(c)) for code in x.codes],
+        position=block(x.position, part(c)),
+        new_position=block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        protection=Protection(*(block(bound[..., None], part(1)) for bound in x.protection.of_heads())),
+        keep=None if x.keep is None else block(x.keep.astype(jnp.int32), part(c)),
+    )
     found = run(
         _kernel,
         (inputs,),
@@ -43,11 +43,10 @@ def hamming(x: HammingInputs, *, interpret: Any) -> Int[Array, "b h"]:
     return found[..., 0]
 
 
-def _kernel(refs: dict[str, Any], slot: Any) -> None:
-    words = refs["query"][0]
+def _kernel(x: Hamming, slot: Any) -> None:
+    words = x.query[0]
     query = [words[:, i : i + 1] for i in range(words.shape[1])]
-    distance = distances_of_words(query, [code[0] for code in refs["codes"]])
-    scores = -distance.astype(jnp.float32)
-    bounds = [bound[0] for bound in refs["bounds"]]
-    keep = None if refs["keep"] is None else refs["keep"][0] != 0
-    slot[0] = victim(scores, refs["position"][0], refs["new_position"][pl.program_id(0)], *bounds, keep=keep)
+    scores = -distances_of_words(query, [code[0] for code in x.codes]).astype(jnp.float32)
+    bounds = [bound[0] for bound in x.protection]
+    keep = None if x.keep is None else x.keep[0] != 0
+    slot[0] = victim(scores, x.position[0], x.new_position[pl.program_id(0)], *bounds, keep=keep)

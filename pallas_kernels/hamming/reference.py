@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import operator
@@ -10,25 +9,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Int, UInt32
 
-from pallas_kernels.ranking import Protection, victim
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class HammingInputs:
-    """Arguments of a selection; see `api.hamming`."""
-
-    query: UInt32[Array, "b h g w"]
-    codes: Sequence[UInt32[Array, "b h c"]]
-    position: Int[Array, "b h c"]
-    new_position: Int[Array, " b"]
-    protection: Protection
-    keep: Bool[Array, "b h c"] | None = None
+from pallas_kernels.hamming.api import Hamming
+from pallas_kernels.op import Options
+from pallas_kernels.ranking import victim
 
 
-def hamming(x: HammingInputs) -> Int[Array, "b h"]:
-    """See `api.hamming`."""
+def hamming(x: Hamming, _: Options) -> Int[Array, "b h"]:
     scores = -distances(x.query, x.codes).astype(jnp.float32)
     sinks, recent, limit = (bound[..., None] for bound in x.protection)
     return victim(scores, x.position, x.new_position[:, None, None], sinks, recent, limit, x.keep)[..., 0]

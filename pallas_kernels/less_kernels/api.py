@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import Partial
 from pallas_kernels.common import LANES, SUBLANES
-from pallas_kernels.less_kernels import reference
-from pallas_kernels.less_kernels.reference import Remembered
-from pallas_kernels.op import How, Limit, Op, Options
+from pallas_kernels.op import How, Limit, Op
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
+
+
+class Remembered(NamedTuple):
+    """Memory that includes the evicted pairs, and attention that includes the memory."""
+
+    h: Float[Array, "b h R e"]
+    """Sum of psi(k)^T v."""
+    z: Float[Array, "b h R"]
+    """Sum of psi(k)."""
+    out: Float[Array, "b h g e"]
+    """Attention in the queries' dtype."""
 
 
 def phi(
@@ -112,12 +122,6 @@ class Features(Op[Float[Array, "m bt f"]]):
 
     backends = ("pallas_tpu",)
 
-    def reference(self, options: Options) -> Float[Array, "m bt f"]:
-        return getattr(reference, self.name)(self.x, *self.layers)
-
-    def kernel(self, backend: str, options: Options) -> Float[Array, "m bt f"]:
-        return getattr(self.module(backend), self.name)(self.x, *self.layers, interpret=options.interpret)
-
     def limits(self, backend: str) -> Iterator[Limit]:
         return layers_limits(self.x, self.layers[0], self.layers[1])
 
@@ -127,18 +131,21 @@ class Features(Op[Float[Array, "m bt f"]]):
         return dict(tokens=tokens), settings | dict(dtype=self.x.dtype.name, weights=first.dtype.name)
 
 
+@jax.tree_util.register_dataclass
 class Phi(Features):
     """See `phi`."""
 
     name = "phi"
 
 
+@jax.tree_util.register_dataclass
 class Psi(Features):
     """See `psi`."""
 
     name = "psi"
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Remember(Op[Remembered]):
     """See `remember`."""
@@ -152,20 +159,6 @@ class Remember(Op[Remembered]):
 
     name = "less_remember"
     backends = ("pallas_tpu",)
-
-    def reference(self, options: Options) -> Remembered:
-        how = options._asdict()
-        return reference.remember(
-            self.memory,
-            self.evicted,
-            self.q,
-            self.attended,
-            lambda q: phi(q[:, :, :, None], **self.of_phi, **how)[:, :, :, 0],
-            lambda k: psi(k[:, :, None], **self.of_psi, **how)[:, :, 0],
-        )
-
-    def kernel(self, backend: str, options: Options) -> Remembered:
-        return self.module(backend).remember(**self.arguments(), interpret=options.interpret)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         yield from layers_limits(self.q, self.of_phi["first"], self.of_phi["second"])

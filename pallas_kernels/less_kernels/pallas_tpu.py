@@ -9,20 +9,20 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.attention import Partial
+from pallas_kernels.attention import pad_to
 from pallas_kernels.blocks import block, made, over, run
 from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, padded, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, matmul
-from pallas_kernels.less_kernels.reference import Remembered
+from pallas_kernels.less_kernels.api import Phi, Psi, Remember, Remembered
 
 BLOCK = 512
 """Maximum tokens of one grid step."""
@@ -30,50 +30,31 @@ FEW = 16
 """Maximum features that are multiplied by W_3 as sums of rows; for more, the matrix unit is faster."""
 
 
-def phi(
-    x: Float[Array, "m t d"], first: Float[Array, "m d r"], second: Float[Array, "m r f"], *, interpret: Any
-) -> Float[Array, "m t f"]:
-    """See `reference.phi`."""
+def phi(x: Phi, *, interpret: Any) -> Float[Array, "m t f"]:
+    first, second = x.layers
 
     def kernel(x_ref: Any, weights: Any, out_ref: Any) -> None:
         out_ref[0] = jnp.abs(_two_layers(x_ref[0], *(ref[0] for ref in weights)))
 
-    return _call(kernel, x, (first, _transposed(second)), interpret, "less_phi")
+    return _call(kernel, x.x, (first, _transposed(second)), interpret, "less_phi")
 
 
-def psi(
-    x: Float[Array, "m t d"],
-    first: Float[Array, "m d r"],
-    second: Float[Array, "m r f"],
-    third: Float[Array, "m f f"],
-    outer_scale: Float[Array, "m f"],
-    residual_scale: Float[Array, "m f"] | None,
-    *,
-    interpret: Any,
-) -> Float[Array, "m t f"]:
-    """See `reference.psi`."""
+def psi(x: Psi, *, interpret: Any) -> Float[Array, "m t f"]:
+    first, second, third, *scales = x.layers
 
     def kernel(x_ref: Any, weights: Any, out_ref: Any) -> None:
         first, second, third, *scales = (ref[0] for ref in weights)
         out_ref[0] = _psi(x_ref[0], first, second, lambda outer: matmul(third, outer, (1, 0)), *scales)
 
-    scales = [outer_scale] if residual_scale is None else [outer_scale, residual_scale]
-    weights = first, _transposed(second), _transposed(third), *(scale[..., None] for scale in scales)
-    return _call(kernel, x, weights, interpret, "less_psi")
+    columns = [scale[..., None] for scale in scales if scale is not None]
+    weights = first, _transposed(second), _transposed(third), *columns
+    return _call(kernel, x.x, weights, interpret, "less_psi")
 
 
-def remember(
-    memory: tuple[Float[Array, "b h R e"], Float[Array, "b h R"]],
-    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Int[Array, "b h"]],
-    q: Float[Array, "b h g d"],
-    attended: Partial,
-    of_phi: Mapping[str, Array],
-    of_psi: Mapping[str, Array],
-    *,
-    interpret: Any,
-) -> Remembered:
+def less_remember(x: Remember, *, interpret: Any) -> Remembered:
     """See `api.remember`; the grid is (blocks of eight heads, heads), so each step has one head of all rows."""
-    (b, h, g, d), (k, v, position), (held, total) = q.shape, evicted, memory
+    q, attended, of_phi, of_psi = x.q, x.attended, x.of_phi, x.of_psi
+    (b, h, g, d), (k, v, position), (held, total) = q.shape, x.evicted, x.memory
     features, e = held.shape[2:]
 
     def heads_of_rows(x: Float[Array, "b m w"], heads: int) -> Any:
@@ -224,11 +205,10 @@ def _call(
     # Few tokens, as in a decode step, form one block of whole rows, which need not fill the lanes.
     size = padded(t, SUBLANES) if t < LANES else min(BLOCK, padded(t, LANES))
     tokens = padded(t, size)
-    x = jnp.pad(x, ((0, 0), (0, tokens - t), (0, 0)))
     whole = [block(weight, pl.BlockSpec((1, *weight.shape[1:]), lambda m, i: (m, 0, 0))) for weight in weights]
     out = run(
         kernel,
-        (block(x, pl.BlockSpec((1, size, d), lambda m, i: (m, i, 0))), whole),
+        (block(pad_to(x, 1, tokens), pl.BlockSpec((1, size, d), lambda m, i: (m, i, 0))), whole),
         made((m, features, tokens), pl.BlockSpec((1, features, size), lambda m, i: (m, 0, i))),
         grid=(m, tokens // size),
         compiler_params=tpu_params(2),

@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
+import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, Partial, static
 from pallas_kernels.common import LANES
 from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
-from pallas_kernels.op import How, Limit, Op, Options
+from pallas_kernels.op import How, Limit, Op
 from pallas_kernels.operands import Operand, Quantised
-from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import MOST_TOLD, tile, told
-from pallas_kernels.paged_attention.types import Paged, PagedInputs, Places
+
+Places = tuple[Int[Array, "b h"], Int[Array, "P s"]]
+"""Model positions of the query and the keys, if they are not their positions in the text."""
+
+
+class Paged(NamedTuple):
+    """Attention of one token per row over its heads' pages."""
+
+    out: Float[Array, "b h g e"]
+    """Attention, at least float32; zeros for a head that attends to nothing."""
+    lse: Float[Array, "b h g"]
+    """Logarithm of the sum of exponentials."""
+    logits: Float[Array, "P_or_more g s"]
+    """Logits of the visited pages, the lowest number in masked slots. Other pages, and any after the pool's, are
+    arbitrary."""
+
+    @property
+    def partial(self) -> Partial:
+        """The attention as `merge` takes it, with an axis of tokens."""
+        return Partial(self.out[:, :, :, None], self.lse[..., None])
 
 
 def paged_attention(
@@ -61,19 +80,25 @@ def paged_attention(
     return op(**how)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PagedAttention(PagedInputs, Op[Paged]):
-    """See `paged_attention`."""
+class PagedAttention(Op[Paged]):
+    """See `paged_attention`. Kernels allocate their logits, and the limits exclude places that matter."""
+
+    q: Float[Array, "b h g d"]
+    k: Operand
+    v: Operand
+    position: Int[Array, "P s"]
+    owner: Int[Array, " P"]
+    pages: Int[Array, "2"]
+    query_position: Int[Array, " b"]
+    spec: AttentionSpec
+    places: Places | None = None
+    logits: Float[Array, "P g s"] | None = None
+    layers: int = static(1)
 
     name = "paged_attention"
     backends = ("pallas_tpu", "pallas_gpu")
-
-    def reference(self, options: Options) -> Paged:
-        return reference.paged_attention(self, options.platform)
-
-    def kernel(self, backend: str, options: Options) -> Paged:
-        # Kernels allocate their logits, and the limits exclude places that matter.
-        return self.module(backend).paged_attention(self, interpret=options.interpret)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         yield from operand_limits(self.q, self.k, self.v, self.spec, self.places)

@@ -16,9 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.attention import AttentionSpec, log_sum
-from pallas_kernels.blocks import arrays, block, made, specs
+from pallas_kernels.attention import log_sum, pad_to, positive
+from pallas_kernels.blocks import block, made, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, padded, tpu_params
+from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     multiplies_integers,
@@ -29,10 +30,9 @@ from pallas_kernels.decode_attention.kernel_parts import (
     weighted,
 )
 from pallas_kernels.decode_attention.running import Softmax, advance
-from pallas_kernels.decode_attention.types import DecodeInputs
 from pallas_kernels.operands import Operand
+from pallas_kernels.paged_attention.api import Paged, PagedAttention
 from pallas_kernels.paged_attention.pages import most_steps, ranges, tile
-from pallas_kernels.paged_attention.types import Paged, PagedInputs
 
 
 class Steps(NamedTuple):
@@ -58,8 +58,7 @@ class Scratch(NamedTuple):
     written: Any
 
 
-def paged_attention(x: PagedInputs, *, interpret: Any) -> Paged:
-    """See `api.paged_attention`."""
+def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
     (b, h, g, d), e = x.q.shape, x.v.shape[-1]
     count, size = x.position.shape
     pages, rows = tile(b * h, x.layers, count, size), padded(g, SUBLANES)
@@ -69,9 +68,6 @@ def paged_attention(x: PagedInputs, *, interpret: Any) -> Paged:
     last = jnp.cumsum(each)
     owner = jnp.repeat(jnp.arange(b * h), each, total_repeat_length=most_steps(b * h, count, pages))
     steps = jax.tree.map(lambda y: y.astype(jnp.int32), Steps(owner, last - each, begin, end, x.query_position))
-
-    def pad(x: Array) -> Array:
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - g), (0, 0)])
 
     def of_head(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *tail), lambda i, steps: (steps.owner[i],) + (0,) * len(tail))
@@ -83,19 +79,17 @@ def paged_attention(x: PagedInputs, *, interpret: Any) -> Paged:
     def of_slots(width: int | None, channels: int) -> pl.BlockSpec:
         return of_pages(1, size) if width is None else of_pages(size, width)
 
-    def spec(spec: AttentionSpec) -> AttentionSpec:
-        if spec.slopes is None:
-            return spec
+    slopes: Any = x.spec.slopes
+    if slopes is not None:
         of_group = pl.BlockSpec((1, rows, 1), lambda i, steps: (steps.owner[i] % h, 0, 0))
-        return dataclasses.replace(spec, slopes=block(pad(spec.slopes.astype(jnp.float32)[..., None]), of_group))
-
-    inputs = DecodeInputs(
-        q=block(pad(x.q).reshape(b * h, rows, d), of_head(rows, d)),
+        slopes = block(pad_to(slopes.astype(jnp.float32)[..., None], 1, rows), of_group)
+    inputs = DecodeAttention(
+        q=block(pad_to(x.q, 2, rows).reshape(b * h, rows, d), of_head(rows, d)),
         k=placed(_in_lanes(x.k), of_slots),
         v=placed(_in_lanes(x.v), of_slots),
         position=block(x.position[:, None], of_pages(1, size)),
         query_position=None,  # type: ignore[arg-type]  # with the scalars
-        spec=spec(x.spec),
+        spec=dataclasses.replace(x.spec, slopes=slopes),
     )
     outputs = Paged(
         made((b * h, rows, e), of_head(rows, e)),
@@ -110,20 +104,17 @@ def paged_attention(x: PagedInputs, *, interpret: Any) -> Paged:
         pltpu.VMEM((2 * pages, g, size), jnp.float32),
         pltpu.SemaphoreType.DMA(()),
     )
-    (found,) = pl.pallas_call(
+    found = run(
         functools.partial(_kernel, heads=h, pool=count, integers=multiplies_integers(interpret)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(last[-1],),
-            in_specs=[specs(inputs)],
-            out_specs=[specs(outputs)],
-            scratch_shapes=[scratch],
-        ),
-        out_shape=[arrays(outputs)],
+        (inputs,),
+        outputs,
+        grid=(last[-1],),
+        scratch_shapes=[scratch],
+        scalars=steps,
         compiler_params=tpu_params(0, 1, VMEM_BYTES),
         interpret=interpret,
         name="paged_attention",
-    )(steps, arrays(inputs))
+    )
     out, lse = (y.reshape(b, h, rows, -1)[:, :, :g] for y in (found.out, found.lse))
     logits = found.logits
     if g == 1:
@@ -147,7 +138,7 @@ def _place(i: Array, steps: Steps, block: int, pool: int) -> tuple[Array, Array]
 
 def _kernel(
     steps: Steps,
-    x: DecodeInputs,
+    x: DecodeAttention,
     outputs: Paged,
     scratch: Scratch,
     *,
@@ -211,5 +202,5 @@ def _kernel(
 
     @pl.when(page + pages >= steps.end[owner])
     def _() -> None:
-        outputs.out[0] = scratch.acc[...] / jnp.where(total[...] > 0, total[...], 1.0)
+        outputs.out[0] = scratch.acc[...] / positive(total[...])
         outputs.lse[0] = log_sum(top[...], total[...])

@@ -4,21 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.common import numbers_of
-from pallas_kernels.op import How, Limit, Op, Options, options_of
-from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
-from pallas_kernels.prefill_scores import derivative, reference
-from pallas_kernels.prefill_scores.types import Own, PrefillInputs, PromptAttention
+from pallas_kernels.op import How, Limit, Op, options_of
+from pallas_kernels.operands import Joined, Operand, Turned
 
 ROWS = 16
 """Maximum rows of weights that the Pallas kernels sum in one pass."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """Tokens of the queries, if they are only some of the tokens that are being read."""
+
+    token: Int[Array, " n"]
+    """Rising token numbers from 0."""
+    of: int = static()
+    """Number of tokens that are being read: their keys are the last, in the order of the text."""
+
+
+class PromptAttention(NamedTuple):
+    """Attention of a prompt's queries, and the attention each key received; float32, or float64 for float64."""
+
+    out: Float[Array, "b h g n e"]
+    lse: Float[Array, "b h g n"]
+    """Logarithm of each query's sum of exponentials; -inf, with output 0, if a query attends to nothing."""
+    scores: Float[Array, "b h m c"] | None
+    """Column sums of the probabilities over queries and the heads of a group, one for each row of weights; None if
+    not requested."""
 
 
 def prefill_scores(
@@ -87,44 +107,55 @@ def prefill_scores(
         raise ValueError(f"window={spec.window} is not a number of tokens from 1.")
     if weights is not None and weights.ndim == 3:
         weights = weights[:, :, None]
-    inputs = PrefillInputs(q, k, v, query_position, key_position, spec, scores, weights, noise, tau, places, own)
+    op = PrefillScores(q, k, v, query_position, key_position, spec, scores, weights, noise, tau, places, own)
     options = options_of(**how)
-    chosen = PrefillScores(**vars(inputs)).choose(options)
+    chosen = op.choose(options)
 
     @jax.custom_jvp
-    def run(x: PrefillInputs) -> PromptAttention:
-        return PrefillScores(**vars(x)).run(chosen, options)
+    def run(x: PrefillScores) -> PromptAttention:
+        return x.run(chosen, options)
 
     @run.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[PromptAttention, PromptAttention]:
-        return run(*primals), jax.jvp(derivative.prefill_scores, primals, tangents)[1]
+        differentiable = op.module("derivative").prefill_scores
+        return run(*primals), jax.jvp(differentiable, primals, tangents)[1]
 
-    return run(inputs)
+    return run(op)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PrefillScores(PrefillInputs, Op[PromptAttention]):
-    """See `prefill_scores`; weights have an axis m."""
+class PrefillScores(Op[PromptAttention]):
+    """See `prefill_scores`. Kernels read no places: the limits exclude those that matter."""
+
+    q: Float[Array, "b h g n d"]
+    k: Operand | Joined
+    v: Operand | Joined
+    query_position: Int[Array, "b n"]
+    key_position: Int[Array, "b #h c"]
+    spec: AttentionSpec
+    scores: bool = static(True)
+    weights: Float[Array, "b #h m n"] | None = None
+    noise: Float[Array, "b h c"] | None = None
+    tau: float = static(1.0)
+    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None
+    own: Own | None = None
 
     name = "prefill_scores"
     backends = ("pallas_tpu", "pallas_gpu")
 
-    def reference(self, options: Options) -> PromptAttention:
-        return reference.prefill_scores(self, options.platform)
-
-    def kernel(self, backend: str, options: Options) -> PromptAttention:
-        # Kernels read no places: the limits exclude those that matter.
-        return self.module(backend).prefill_scores(self, interpret=options.interpret)
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that are being read."""
+        return self.q.shape[3] if self.own is None else self.own.of
 
     def limits(self, backend: str) -> Iterator[Limit]:
         q, k, v = self.q, self.k, self.v
-        if isinstance(k, Quantised | Encoded | Turned | Joined):
-            yield False, f"keys are {type(k).__name__}, and it reads arrays only"
-        elif isinstance(v, Quantised | Encoded | Turned | Joined):
-            yield False, f"values are {type(v).__name__}, and it reads arrays only"
-        else:
-            same = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.float32, jnp.bfloat16)
-            yield same, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16"
+        for name, x in (("keys", k), ("values", v)):
+            yield hasattr(x, "dtype"), f"{name} are {type(x).__name__}, and it reads arrays only"
+        dtypes = [x.dtype for x in (q, k, v)]  # type: ignore[union-attr]
+        same = len({*dtypes}) == 1 and q.dtype in (jnp.float32, jnp.bfloat16)
+        yield same, f"q, k, v of {', '.join(map(str, dtypes))} are not all float32 or all bfloat16"
         d, e = q.shape[-1], v.shape[-1]
         for width, told in ((d, f"d={d} is"), (e, f"values of e={e} are")):
             if backend == "pallas_gpu":

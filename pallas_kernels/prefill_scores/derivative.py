@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.attention import attend, join_queries, split_queries, tempered, wide
+from pallas_kernels.attention import attend, join_queries, pad_to, split_queries, tempered, wide
+from pallas_kernels.common import padded
 from pallas_kernels.operands import values
-from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
+from pallas_kernels.prefill_scores.api import PrefillScores, PromptAttention
 
 LOGITS = 1 << 22
 """Approximate number of logits in a block; all of them exist at one time."""
 
 
-def prefill_scores(x: PrefillInputs) -> PromptAttention:
-    """See `pallas_kernels.prefill_scores.api`."""
+def prefill_scores(x: PrefillScores) -> PromptAttention:
     (b, h, g, n, _), c, dtype = x.q.shape, x.k.shape[2], wide(x.q.dtype)
     query_position, key_position, noise = x.query_position, x.key_position, x.noise
     keys, vals = (values(y, x.q.dtype) for y in (x.k, x.v))
@@ -52,5 +52,4 @@ def prefill_scores(x: PrefillInputs) -> PromptAttention:
 
 def _blocks(x: Array, axis: int, size: int) -> Array:
     # Blocks are along a new first axis; padding of the last one is ignored.
-    widths = [(0, -x.shape[axis] % size if at == axis else 0) for at in range(x.ndim)]
-    return split_queries(jnp.pad(x, widths), axis, size)
+    return split_queries(pad_to(x, axis, padded(x.shape[axis], size)), axis, size)

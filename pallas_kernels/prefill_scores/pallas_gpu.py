@@ -6,7 +6,6 @@ blocks that are visible to it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +16,23 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec, positive
+from pallas_kernels.attention import AttentionSpec, add_logits, log_sum, pad_to, positive
+from pallas_kernels.blocks import block, made, run
+from pallas_kernels.common import padded
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
 from pallas_kernels.decode_attention.pallas_gpu import PARAMS, products
 from pallas_kernels.decode_attention.partials import ROWS, channels
+from pallas_kernels.prefill_scores.api import PrefillScores, PromptAttention
 from pallas_kernels.prefill_scores.tiles import Tiles, row
-from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
 
 
-def prefill_scores(x: PrefillInputs, *, interpret: Any) -> PromptAttention:
-    """See `api.prefill_scores`."""
+def prefill_scores(x: PrefillScores, *, interpret: Any) -> PromptAttention:
     (b, h, g, n, d), c = x.q.shape, x.k.shape[2]
     tiles = Tiles(n, c, *_sizes(max(d, x.v.shape[3]), x.q.dtype), x.spec.window, x.tokens)
     noisy = x.scores and (x.noise is not None or x.tau != 1)
     blocks = tiles.padded(x)
     if noisy and x.noise is not None:
-        blocks["noise"] = row(x.noise.astype(jnp.float32), tiles.keys * tiles.width - c, 0)
+        blocks["noise"] = row(x.noise.astype(jnp.float32), tiles.keys * tiles.width, 0)
     if x.spec.slopes is not None:
         blocks["slope"] = x.spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
     # Numbers per token are [b, heads, n] here; only weights have rows.
@@ -58,17 +58,17 @@ def _attend(
     multiply = products(interpret)
 
     def kernel(refs: Any, outputs: Any) -> None:
-        i, known = pl.program_id(0), _bound(tiles, refs)
+        i, known = pl.program_id(0), tiles.bound(refs)
         own = pl.ds(0, tiles.size)
 
         def look(j: Any, carry: Any) -> Any:
             acc, running = carry
             keys = pl.ds(j * tiles.width, tiles.width)
             x, tempered = _logits(refs, own, keys, spec, tau, noisy, multiply)
-            (p, shrink), first = _add(x, *running[:2])
+            p, shrink, *first = add_logits(running[0], running[1], x)
             v = refs["v"][keys]
             acc = acc * shrink[:, None] + multiply(p.astype(v.dtype), v)
-            return acc, (*first, *(_add(tempered, *running[2:])[1] if noisy else ()))
+            return acc, (*first, *(add_logits(running[2], running[3], tempered)[2:] if noisy else ()))
 
         nothing = jnp.zeros(tiles.size, jnp.float32)
         running = (jnp.full(tiles.size, LOWEST / 2, jnp.float32), nothing) * (2 if noisy else 1)
@@ -76,22 +76,21 @@ def _attend(
         acc, running = jax.lax.fori_loop(known.first(i), known.last(i) + 1, look, start)
         outputs["out"][...] = acc / positive(running[1])[:, None]
         for name, highest, total in zip(("lse", "noisy_lse"), running[::2], running[1::2], strict=False):
-            outputs[name][...] = jnp.where(total > 0, highest + jnp.log(positive(total)), -jnp.inf)
+            outputs[name][...] = log_sum(highest, total)
 
     of_rows = pl.BlockSpec((None, None, tiles.size), lambda i, m, r: (r, m, i))
     of_queries = pl.BlockSpec((None, None, tiles.size, e), lambda i, m, r: (r, m, i, 0))
     names = ("lse", "noisy_lse")[: 1 + noisy]
-    found = pl.pallas_call(
+    outputs = {"out": made((b, heads, n, e), of_queries)}
+    found = run(
         kernel,
+        (_placed(blocks, tiles, by_query=True),),
+        outputs | {name: made((b, heads, n), of_rows) for name in names},
         grid=(tiles.queries, heads, b),
-        in_specs=[_specs(blocks, tiles, by_query=True)],
-        out_specs={"out": of_queries} | dict.fromkeys(names, of_rows),
-        out_shape={"out": jax.ShapeDtypeStruct((b, heads, n, e), jnp.float32)}
-        | dict.fromkeys(names, jax.ShapeDtypeStruct((b, heads, n), jnp.float32)),
         compiler_params=PARAMS,
         interpret=interpret,
         name="prefill_attend",
-    )(blocks)
+    )
     return found["out"], found["lse"], found[names[-1]]
 
 
@@ -102,8 +101,8 @@ def _collect(
     (b, heads, _, _), c, rows = blocks["q"].shape, blocks["k"].shape[2], blocks["weight"].shape[2]
     multiply, several = products(interpret), rows > 1
     if several:  # a product sums them, which has at least 16 rows
-        blocks = blocks | {"weight": jnp.pad(blocks["weight"], ((0, 0), (0, 0), (0, -rows % ROWS), (0, 0)))}
-    made = blocks["weight"].shape[2]
+        blocks = blocks | {"weight": pad_to(blocks["weight"], 2, padded(rows, ROWS))}
+    wanted = blocks["weight"].shape[2]
 
     def kernel(refs: Any, out_ref: Any) -> None:
         j = pl.program_id(0)
@@ -117,20 +116,20 @@ def _collect(
                 return sums + multiply(refs["weight"][:, queries], p)
             return sums + (p * refs["weight"][0, queries][:, None]).sum(0)
 
-        start = jnp.zeros((made, tiles.width) if several else tiles.width, jnp.float32)
-        sums = jax.lax.fori_loop(_bound(tiles, refs).first_queries(j), tiles.queries, look, start)
+        start = jnp.zeros((wanted, tiles.width) if several else tiles.width, jnp.float32)
+        sums = jax.lax.fori_loop(tiles.bound(refs).first_queries(j), tiles.queries, look, start)
         out_ref[...] = sums if several else sums[None, :]
 
-    return pl.pallas_call(
+    of_keys = pl.BlockSpec((None, None, wanted, tiles.width), lambda j, m, r: (r, m, 0, j))
+    return run(
         kernel,
+        (_placed(blocks, tiles, by_query=False),),
+        made((b, heads, wanted, c), of_keys),
         grid=(tiles.keys, heads, b),
-        in_specs=[_specs(blocks, tiles, by_query=False)],
-        out_specs=pl.BlockSpec((None, None, made, tiles.width), lambda j, m, r: (r, m, 0, j)),
-        out_shape=jax.ShapeDtypeStruct((b, heads, made, c), jnp.float32),
         compiler_params=PARAMS,
         interpret=interpret,
         name="prefill_column_sums",
-    )(blocks)[:, :, :rows]
+    )[:, :, :rows]
 
 
 def _sizes(width: int, dtype: DTypeLike) -> tuple[int, int]:
@@ -140,11 +139,7 @@ def _sizes(width: int, dtype: DTypeLike) -> tuple[int, int]:
     return (64, 64) if width <= 128 else (64, 32)
 
 
-def _bound(tiles: Tiles, refs: dict[str, Any]) -> Tiles:
-    return dataclasses.replace(tiles, bounds=refs.get("bounds"))
-
-
-def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[str, pl.BlockSpec]:
+def _placed(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[str, Any]:
     # Arrays of the program's own block are cut; the others are whole, and the program loops over them.
     heads = blocks["q"].shape[1]
 
@@ -165,7 +160,7 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[st
 
         return pl.BlockSpec((None, None, *sizes), index)
 
-    return {name: spec(name, array) for name, array in blocks.items()}
+    return {name: block(array, spec(name, array)) for name, array in blocks.items()}
 
 
 def _logits(
@@ -190,10 +185,3 @@ def _logits(
         return x, x
     drawn = x + refs["noise"][keys][None, :] if "noise" in refs else x
     return x, jnp.where(visible, drawn / tau, LOWEST)
-
-
-def _add(x: Array, highest: Array, total: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Add a block to an online softmax: return its weights and the factor of earlier ones; maximum and sum."""
-    new = jnp.maximum(highest, x.max(1))
-    p, shrink = jnp.exp(x - new[:, None]), jnp.exp(highest - new)
-    return (p, shrink), (new, total * shrink + p.sum(1))

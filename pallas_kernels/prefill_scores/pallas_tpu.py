@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,10 +24,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
 from pallas_kernels.attention import AttentionSpec, positive
+from pallas_kernels.blocks import block, made, run
 from pallas_kernels.common import LANES, chip, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, matmul
+from pallas_kernels.prefill_scores.api import PrefillScores, PromptAttention
 from pallas_kernels.prefill_scores.tiles import Tiles, array_of, row
-from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
 
 BLOCK = 512
 """Maximum queries and keys of one grid step; `LONG` doubles the keys."""
@@ -38,7 +41,7 @@ LOG2E = math.log2(math.e)
 
 class _Common(NamedTuple):
     # Settings of both passes; the logits of `part` keys are computed together.
-    bounds: tuple[Int[Array, "3 m"], ...]
+    bounds: dict[str, Int[Array, "3 m"]] | None
     tiles: Tiles
     spec: AttentionSpec
     tau: float
@@ -46,8 +49,7 @@ class _Common(NamedTuple):
     interpret: Any
 
 
-def prefill_scores(x: PrefillInputs, *, interpret: Any) -> PromptAttention:
-    """See `api.prefill_scores`."""
+def prefill_scores(x: PrefillScores, *, interpret: Any) -> PromptAttention:
     q, k, v, spec, weights, scores = x.q, x.k, array_of(x.v), x.spec, x.weights, x.scores
     (b, h, g, n, _), c, e = q.shape, k.shape[2], v.shape[3]
     noise, tau = (x.noise, x.tau) if scores else (None, 1.0)
@@ -71,29 +73,28 @@ def prefill_scores(x: PrefillInputs, *, interpret: Any) -> PromptAttention:
     if noise is not None:
         # A factor per key of exponentials without noise: e^((x + zeta) / tau) = e^(x / tau) e^(zeta / tau).
         factor = jnp.exp((noise - noise.max(-1, keepdims=True)) / tau).astype(jnp.float32)
-        blocks["factor"] = row(factor, tiles.keys * width - c, 0)
+        blocks["factor"] = row(factor, tiles.keys * width, 0)
     if spec.slopes is not None:
         slopes = LOG2E * spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
         blocks["slope"] = jnp.broadcast_to(slopes, (1, h * g, 1, LANES))
-    bounds = () if x.own is None else (tiles.bounds_of(x.own),)
+    bounds = None if x.own is None else {"bounds": tiles.bounds_of(x.own)}
     common = _Common(bounds, tiles, spec, tau, part, interpret)
     if fitting:
         if weights is not None:
             blocks["weight"] = tiles.weights(weights, b)
         # At most twice the estimate: XLA keeps no arrays in VMEM that a kernel may take.
-        out, rows = _attend(blocks, common, min(2 * needs[size, width], capacity))
-        lse, sums = rows[:, :, :g], rows[:, :, g:]
+        found = _attend(blocks, common, min(2 * needs[size, width], capacity))
+        lse, sums = found["rows"][:, :, :g], found["rows"][:, :, g:]
     else:
-        out, lse, *tempered_lse = _attend(blocks, common)
-        sums = None
+        found = _attend(blocks, common)
+        lse, sums = found["lse"].reshape(b, h, g, -1), None
         if scores:
             again = {name: y for name, y in blocks.items() if name not in ("v", "factor")}
-            again |= {"lse": [lse, *tempered_lse][-1], "weight": tiles.weights(weights, b)}
+            again |= {"lse": found.get("tempered_lse", found["lse"]), "weight": tiles.weights(weights, b)}
             sums = _collect(again, common)
-        lse = lse.reshape(b, h, g, -1)
     if sums is not None:
         sums = sums[..., :c] if factor is None else sums[..., :c] * factor[:, :, None]
-    return PromptAttention(out.reshape(b, h, g, -1, e)[..., :n, :], lse[..., :n] / LOG2E, sums)
+    return PromptAttention(found["out"].reshape(b, h, g, -1, e)[..., :n, :], lse[..., :n] / LOG2E, sums)
 
 
 def chip_memory(interpret: Any) -> tuple[int, int]:
@@ -112,19 +113,16 @@ def _held_bytes(size: int, width: int, c: int, q: Array, v: Array, *, rows: int)
     return -(-c // width) * width * size * q.dtype.itemsize + 2 * blocks + 4 * size * (width + e) + SPILLS
 
 
-def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) -> list[Array]:
-    """Return the output [b, query heads, n, e] and binary log-sum-exps.
+def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) -> dict[str, Array]:
+    """Return the output `out` [b, query heads, n, e] and binary log-sum-exps.
 
     If exponentials may be held in `held` bytes of VMEM, the log-sum-exps are above the column sums in one array,
-    [b, heads, g + rows of weights, n or c]. If `held` is None, they are [b, query heads, 1, n]. Those of the softmax
-    that is to be summed follow, if it is a different one.
+    `rows` [b, heads, g + rows of weights, n or c]. If `held` is None, `lse` is [b, query heads, 1, n], and so is
+    `tempered_lse`, that of the softmax that is to be summed, if it is a different one.
     """
-    bounds, tiles, *_ = common
+    tiles = common.tiles
     (b, heads, n, _), (h, c, e), dtype = blocks["q"].shape, blocks["v"].shape[1:], blocks["v"].dtype
     g, weights = heads // h, blocks["weight"].shape[2] if "weight" in blocks else 1
-
-    def whole(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     one = (1, tiles.size)
     # Running sums of attention's softmax, and of the one that is to be summed if it is different.
@@ -134,23 +132,23 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
     scratch = {name: pltpu.VMEM(one, jnp.float32) for name in ("highest", *totals)}
     scratch["sum"] = pltpu.VMEM((e, tiles.size), jnp.float32)
     scratch["x"] = pltpu.VMEM((tiles.width, tiles.size), jnp.float32)
-    block = pl.BlockSpec((1, 1, tiles.size, e), lambda r, m, member, i, j, *_: (r, m * g + member, i, 0))
-    outputs = {"out": (whole(b, heads, n, e), block)}
+    spec = pl.BlockSpec((1, 1, tiles.size, e), lambda r, m, member, i, j, *_: (r, m * g + member, i, 0))
+    outputs = {"out": made((b, heads, n, e), spec)}
     if held is None:
-        block = pl.BlockSpec((1, 1, *one), lambda r, m, member, i, j, *_: (r, m * g + member, 0, i))
-        outputs |= {name: (whole(b, heads, 1, n), block) for name in ("lse", "tempered_lse")[: len(totals)]}
+        spec = pl.BlockSpec((1, 1, *one), lambda r, m, member, i, j, *_: (r, m * g + member, 0, i))
+        outputs |= {name: made((b, heads, 1, n), spec) for name in ("lse", "tempered_lse")[: len(totals)]}
     else:
         # One array for both, as every output adds a cost to every grid step.
         rows = (g + weights, max(n, c))
-        block = pl.BlockSpec((1, 1, *rows), lambda r, m, *_: (r, m, 0, 0))
-        outputs["rows"] = whole(b, h, *rows), block
+        spec = pl.BlockSpec((1, 1, *rows), lambda r, m, *_: (r, m, 0, 0))
+        outputs["rows"] = made((b, h, *rows), spec)
         # Words, as registers hold them: as bfloat16 they would be shuffled on each write and read.
         scratch["p"] = pltpu.VMEM((tiles.keys, tiles.width * dtype.itemsize // 4, tiles.size), jnp.uint32)
         scratch["then"] = pltpu.VMEM((tiles.keys, tiles.size), jnp.float32)
 
-    def kernel(*refs: Any) -> None:
-        known, refs = _bound(tiles, refs[: len(bounds)]), refs[len(bounds) :]
-        ref = dict(zip((*blocks, *outputs, *scratch), refs, strict=True))
+    def kernel(*records: dict[str, Any]) -> None:
+        ref = functools.reduce(operator.or_, records)
+        known = tiles.bound(ref)
         member, i, j = (pl.program_id(axis) for axis in (2, 3, 4))
 
         @pl.when(j == 0)
@@ -193,22 +191,21 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
 
             jax.lax.fori_loop(first, end, add, None)
 
-    specs = _specs(blocks, tiles, 5, lambda known, r, m, member, i, j: (r, m * g + member, i, known.of_keys(i, j)))
-    return pl.pallas_call(
+    def wanted(known: Tiles, r: Any, m: Any, member: Any, i: Any, j: Any) -> tuple[Any, ...]:
+        return r, m * g + member, i, known.of_keys(i, j)
+
+    return run(
         kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(bounds),
-            grid=(b, h, g, tiles.queries, tiles.keys),
-            in_specs=specs,
-            out_specs=[spec for _, spec in outputs.values()],
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=[shape for shape, _ in outputs.values()],
+        (_placed(blocks, tiles, wanted),),
+        outputs,
+        grid=(b, h, g, tiles.queries, tiles.keys),
+        scratch_shapes=[OrderedDict(scratch)],
+        scalars=common.bounds,
         compiler_params=tpu_params(4, 1) if held is None else tpu_params(2, 3, held),
         interpret=common.interpret,
         name="prefill_attend",
         metadata=None if held is None else {"turns": str(tiles.keys)},  # of the loop at a row's end, to estimate cost
-    )(*bounds, *blocks.values())
+    )
 
 
 def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
@@ -254,14 +251,14 @@ def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
 
 def _collect(blocks: dict[str, Array], common: _Common) -> Array:
     """Return column sums [b, heads, rows of weights, c]."""
-    bounds, tiles, spec, tau, *_ = common
+    tiles, spec, tau = common.tiles, common.spec, common.tau
     b, h, c, _ = blocks["k"].shape
     g, rows = blocks["q"].shape[1] // h, blocks["weight"].shape[2]
 
-    def kernel(*refs: Any) -> None:
-        known, refs = _bound(tiles, refs[: len(bounds)]), refs[len(bounds) :]
-        ref = dict(zip(blocks, refs, strict=False))
-        out_ref, sum_ref = refs[len(blocks) :]
+    def kernel(*records: Any) -> None:
+        *given, out_ref, sum_ref = records
+        ref = functools.reduce(operator.or_, given)
+        known = tiles.bound(ref)
         j, member, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
         @pl.when((member == 0) & (i == 0))
@@ -288,48 +285,40 @@ def _collect(blocks: dict[str, Array], common: _Common) -> Array:
     def wanted(known: Tiles, r: Any, m: Any, j: Any, member: Any, i: Any) -> tuple[Any, ...]:
         return r, m * g + member, known.of_queries(i, j), j
 
-    return pl.pallas_call(
+    return run(
         kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(bounds),
-            grid=(b, h, tiles.keys, g, tiles.queries),
-            in_specs=_specs(blocks, tiles, 5, wanted),
-            out_specs=pl.BlockSpec((1, 1, rows, tiles.width), lambda r, m, j, member, i, *_: (r, m, 0, j)),
-            scratch_shapes=[pltpu.VMEM((rows, tiles.width, LANES), jnp.float32)],
-        ),
-        out_shape=jax.ShapeDtypeStruct((b, h, rows, c), jnp.float32),
+        (_placed(blocks, tiles, wanted),),
+        made((b, h, rows, c), pl.BlockSpec((1, 1, rows, tiles.width), lambda r, m, j, *_: (r, m, 0, j))),
+        grid=(b, h, tiles.keys, g, tiles.queries),
+        scratch_shapes=[pltpu.VMEM((rows, tiles.width, LANES), jnp.float32)],
+        scalars=common.bounds,
         compiler_params=tpu_params(3, 2),
         interpret=common.interpret,
         name="prefill_column_sums",
-    )(*bounds, *blocks.values())
+    )
 
 
-def _bound(tiles: Tiles, bounds: tuple[Any, ...]) -> Tiles:
-    return dataclasses.replace(tiles, bounds=bounds[0]) if bounds else tiles
-
-
-def _specs(blocks: dict[str, Array], tiles: Tiles, steps: int, at: Callable[..., Any]) -> list[pl.BlockSpec]:
-    # `at` returns the row, query head, block of queries and block of keys of a step; the grid has `steps` dimensions.
+def _placed(blocks: dict[str, Array], tiles: Tiles, at: Callable[..., Any]) -> dict[str, Any]:
+    # `at` returns the row, query head, block of queries and block of keys of a step, which has five numbers.
     heads = blocks["q"].shape[1]
 
-    def spec(name: str, array: Array) -> pl.BlockSpec:
+    def placed(name: str, array: Array) -> Any:
         of_keys = int(name not in ("q", "query", "lse", "weight"))
         length = (tiles.size, tiles.width)[of_keys]
         share = heads // array.shape[1]  # query heads per head of this array
 
         def index(*step: Any) -> tuple[Any, ...]:
-            r, m, *block = at(_bound(tiles, step[steps:]), *step[:steps])
+            r, m, *which = at(tiles.bound(*step[5:]), *step[:5])
             if name == "slope":
                 return 0, m, 0, 0
-            along = (block[of_keys], 0) if name in "qkv" else (0, block[of_keys])
+            along = (which[of_keys], 0) if name in "qkv" else (0, which[of_keys])
             return r, m // share, *along
 
-        if name == "slope":
-            return pl.BlockSpec((1, 1, 1, LANES), index)
         shape = (length, array.shape[3]) if name in "qkv" else (array.shape[2], length)
-        return pl.BlockSpec((1, 1, *shape), index)
+        return block(array, pl.BlockSpec((1, 1, *((1, LANES) if name == "slope" else shape)), index))
 
-    return [spec(name, array) for name, array in blocks.items()]
+    # JAX would sort a dict's names, and the compiler's schedules depend on the order.
+    return OrderedDict((name, placed(name, array)) for name, array in blocks.items())
 
 
 def _logits(ref: dict[str, Any], spec: AttentionSpec, key: Array, part: slice) -> Array:

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.attention import positive, power_below, wide
+from pallas_kernels.attention import add_logits, log_sum, pad_to, positive, power_below, wide
+from pallas_kernels.op import Options
 from pallas_kernels.operands import Joined, Operand, cut, values
-from pallas_kernels.prefill_scores.types import PrefillInputs, PromptAttention
+from pallas_kernels.prefill_scores.api import PrefillScores, PromptAttention
 
 
 class Blocks(NamedTuple):
@@ -89,13 +90,12 @@ def _hiding(ages: tuple[Array, Array], query_position: Int[Array, "b t"], window
     return jnp.where(hides & (block >= first), block, len(oldest)).min(initial=len(oldest))
 
 
-def prefill_scores(x: PrefillInputs, platform: str) -> PromptAttention:
-    """See `pallas_kernels.prefill_scores.api`."""
+def prefill_scores(x: PrefillScores, options: Options) -> PromptAttention:
     (b, h, g, n, _), c, dtype = x.q.shape, x.k.shape[2], wide(x.q.dtype)
-    most = ACCELERATOR if platform != "cpu" else CPU if x.scores or n < CPU_LONG.queries else CPU_LONG
+    most = ACCELERATOR if options.platform != "cpu" else CPU if x.scores or n < CPU_LONG.queries else CPU_LONG
     heads = b * h * g, h * g
     size, alone = (min(power_below(max(32, most.rows // some)), most.queries, _power_above(n)) for some in heads)
-    if platform == "cpu" and size < alone:
+    if options.platform == "cpu" and size < alone:
         # Row by row, blocks of queries are larger, so cores read the keys less often than in small blocks of all rows.
         names = "q", "k", "v", "query_position", "key_position", "weights", "noise", "places"
 
@@ -104,7 +104,7 @@ def prefill_scores(x: PrefillInputs, platform: str) -> PromptAttention:
 
         def read_row(i: Any) -> PromptAttention:
             row: dict[str, Any] = {name: of_row(i, getattr(x, name)) for name in names}
-            return jax.tree.map(lambda y: y[0], prefill_scores(dataclasses.replace(x, **row), platform))
+            return jax.tree.map(lambda y: y[0], prefill_scores(dataclasses.replace(x, **row), options))
 
         return jax.lax.map(read_row, jnp.arange(b))
     (q, k, v, spec), (query_position, key_position) = (x.q, x.k, x.v, x.spec), (x.query_position, x.key_position)
@@ -113,10 +113,9 @@ def prefill_scores(x: PrefillInputs, platform: str) -> PromptAttention:
     tokens = None if x.own is None else jnp.pad(x.own.token, (0, pad), mode="edge")
     query_place, key_place = (query_position[:, None], key_position) if x.places is None else x.places
     if pad:
-        q = jnp.pad(q, ((0, 0),) * 3 + ((0, pad), (0, 0)))
-        query_position = jnp.pad(query_position, ((0, 0), (0, pad)), constant_values=-1)
-        query_place = jnp.pad(query_place, ((0, 0), (0, 0), (0, pad)))
-        weights = None if weights is None else jnp.pad(weights, ((0, 0),) * 3 + ((0, pad),))
+        q, query_position = pad_to(q, 3, n + pad), pad_to(query_position, 1, n + pad, -1)
+        query_place = pad_to(query_place, 2, n + pad)
+        weights = None if weights is None else pad_to(weights, 3, n + pad)
     parts, lowest = _parts(k, v, most.keys), jnp.finfo(dtype).min
     ages = [part.ages(key_position) for part in parts]
     if math.frexp(spec.scale)[0] == 0.5:
@@ -152,23 +151,17 @@ def prefill_scores(x: PrefillInputs, platform: str) -> PromptAttention:
                 visible &= at + jnp.arange(part.width) >= j * part.width
             bias = spec.bias(of_queries(query_place, axis=2), take(key_place))
             x = jnp.where(visible, x if bias is None else x + bias, lowest)
-            highest = jnp.maximum(seen.highest, x.max(-1))
-            p, shrink = jnp.exp(x - highest[..., None]), jnp.exp(seen.highest - highest)
+            p, shrink, highest, total = add_logits(seen.highest, seen.total, x)
             share = jnp.einsum("bhgts,bhse->bhgte", p.astype(q.dtype), block_v, preferred_element_type=dtype)
-            after = seen._replace(
-                highest=highest,
-                total=seen.total * shrink + p.sum(-1),
-                out=seen.out * shrink[..., None] + share,
-            )
+            after = seen._replace(highest=highest, total=total, out=seen.out * shrink[..., None] + share)
             if factor is not None:
                 mass = jnp.einsum("bhgts,bhs->bhgt", p, take(factor))
                 after = after._replace(noisy_total=seen.noisy_total * shrink + mass)
             if tempered:
                 drawn = 0.0 if noise is None else take(noise).astype(dtype)[:, :, None, None]
                 y = jnp.where(visible, (x + drawn) / tau, lowest)
-                highest = jnp.maximum(seen.noisy_highest, y.max(-1))
-                p, shrink = jnp.exp(y - highest[..., None]), jnp.exp(seen.noisy_highest - highest)
-                after = after._replace(noisy_highest=highest, noisy_total=seen.noisy_total * shrink + p.sum(-1))
+                p, _, highest, total = add_logits(seen.noisy_highest, seen.noisy_total, y)
+                after = after._replace(noisy_highest=highest, noisy_total=total)
             if scores:
                 hold = functools.partial(jax.lax.dynamic_update_index_in_dim, index=j, axis=0)
                 held = jax.lax.cond(counted, lambda: tuple(map(hold, held, (p, highest))), lambda: held)
@@ -192,7 +185,7 @@ def prefill_scores(x: PrefillInputs, platform: str) -> PromptAttention:
 
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * size, axis=3)
         out = put(out, seen.out / positive(seen.total)[..., None])
-        lse = put(lse, jnp.where(seen.total > 0, seen.highest + jnp.log(positive(seen.total)), -jnp.inf))
+        lse = put(lse, log_sum(seen.highest, seen.total))
         if not scores:
             return out, lse, sums, held
         highest = seen.noisy_highest if tempered else seen.highest

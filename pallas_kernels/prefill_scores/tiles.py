@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.attention import pad_to
 from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
-from pallas_kernels.prefill_scores.types import Own, PrefillInputs
+from pallas_kernels.prefill_scores.api import Own, PrefillScores
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class Tiles:
         seen = end <= jnp.arange(self.keys)[:, None] * self.width - (self.c - self.of)
         rows = begin, end, seen.sum(1)
         return jnp.stack([jnp.pad(row, (0, max(self.queries, self.keys) - len(row))) for row in rows]).astype(jnp.int32)
+
+    def bound(self, refs: Mapping[str, Any] = MappingProxyType({})) -> Tiles:
+        """Return the division for a kernel's references, of which `bounds` are those of this one's."""
+        return replace(self, bounds=refs.get("bounds"))
 
     def begin(self, i: Any) -> Any:
         """Return the first token of block i of the queries."""
@@ -85,24 +92,19 @@ class Tiles:
             return self.bounds[2, j]
         return jnp.maximum(j * self.width - (self.c - self.of), 0) // self.size
 
-    def padded(self, x: PrefillInputs) -> dict[str, Array]:
+    def padded(self, x: PrefillScores) -> dict[str, Array]:
         """Return arrays by name, padded to whole blocks; padding is masked, numbers per token are [b, heads, 1, n]."""
-        pad_n, pad_c = self.queries * self.size - self.n, self.keys * self.width - self.c
+        queries, keys = self.queries * self.size, self.keys * self.width
         b, h, g, n, d = x.q.shape
-        k, v = (array_of(y) for y in (x.k, x.v))
-        return {
-            "q": jnp.pad(x.q.reshape(b, h * g, n, d), ((0, 0), (0, 0), (0, pad_n), (0, 0))),
-            "k": jnp.pad(k, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
-            "v": jnp.pad(v, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
-            "query": row(x.query_position[:, None], pad_n, -1),
-            "key": row(x.key_position, pad_c, -1),
-        }
+        k, v = (pad_to(array_of(y), 2, keys) for y in (x.k, x.v))
+        q = pad_to(x.q.reshape(b, h * g, n, d), 2, queries)
+        query, key = row(x.query_position[:, None], queries, -1), row(x.key_position, keys, -1)
+        return {"q": q, "k": k, "v": v, "query": query, "key": key}
 
     def weights(self, weights: Array | None, b: int) -> Array:
         """Return the weight of each query, [b, heads or 1, m, n] in whole blocks."""
         weights = jnp.ones((b, 1, 1, self.n)) if weights is None else weights
-        pad = self.queries * self.size - self.n
-        return jnp.pad(weights.astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, pad)))
+        return pad_to(weights.astype(jnp.float32), 3, self.queries * self.size)
 
 
 def array_of(operand: Operand | Joined) -> Array:
@@ -111,6 +113,6 @@ def array_of(operand: Operand | Joined) -> Array:
     return operand
 
 
-def row(x: Array, pad: int, fill: int) -> Array:
-    """Pad numbers per head and token, and return them as [b, heads, 1, n]."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, pad)), constant_values=fill)[:, :, None]
+def row(x: Array, size: int, fill: int) -> Array:
+    """Pad numbers per head and token to `size` tokens, and return them as [b, heads, 1, size]."""
+    return pad_to(x, 2, size, fill)[:, :, None]

@@ -60,37 +60,27 @@ class Sizes(NamedTuple):
         return self.d if self.e is None else self.e
 
     def shapes(self) -> dict[str, Any]:
-        """Return the shapes of queries, keys, values, positions, noise and slopes."""
+        """Return the shapes of queries, keys, values, positions, slopes and noise, with the settings of attention."""
         b, h, g, c, d, dtype = self[:6]
-        found: dict[str, Any] = {
+        slopes: Any = Shape((h, g), jnp.float32) if self.slopes else None
+        noise: Any = Shape((b,), jnp.uint32), Shape((b,), jnp.float32)
+        return {
             "q": Shape((b, h, g, d), dtype),
             "k": operand((b, h, c, d), dtype, self.bits),
             "v": operand((b, h, c, self.width), dtype, self.bits),
             "position": Shape((b, h, c), jnp.int32),
-        }
-        if self.noisy:
-            found |= {"seed": Shape((b,), jnp.uint32), "tau": Shape((b,), jnp.float32)}
-        return found | ({"slopes": Shape((h, g), jnp.float32)} if self.slopes else {})
-
-    def settings(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """Take noise and slopes out of the arrays, and return the arguments `spec` and `scores`."""
-        spec = AttentionSpec(self.d**-0.5, self.soft_cap, self.window, arrays.pop("slopes", None))
-        return dict(spec=spec, scores=Gumbel(arrays.pop("seed"), arrays.pop("tau")) if self.noisy else self.scores)
+            "spec": AttentionSpec(d**-0.5, self.soft_cap, self.window, slopes),
+        } | ({"scores": Gumbel(*noise)} if self.noisy else {})
 
 
 def decode(label: str, sizes: Sizes, *, rank: int = 0) -> Program:
     """Return a `decode_attention` workload; `rank` adds LESS's low-rank attention."""
-
-    def run(low_rank: tuple[Array, Array, Array] | None = None, **arrays: Any) -> Any:
-        share = None if low_rank is None else LowRank(*low_rank)
-        return decode_attention(low_rank=share, **sizes.settings(arrays), **arrays)
-
     b, h, g = sizes[:3]
     shapes = sizes.shapes() | {"query_position": Shape((b,), jnp.int32)}
     if rank:
         share = ((b, h, g, rank), (b, h, rank, sizes.width), (b, h, rank))
-        shapes["low_rank"] = tuple(Shape(size, jnp.float32) for size in share)
-    return Program("decode_attention", label, run, shapes)
+        shapes["low_rank"] = LowRank(*(operand(size, jnp.float32, None) for size in share))
+    return Program("decode_attention", label, functools.partial(decode_attention, scores=sizes.scores), shapes)
 
 
 def paged(
@@ -126,26 +116,18 @@ def prefill(
     """
     b, h, g, n, d, dtype = sizes[:6]
     c, own = cached + n, n // readers
-
-    def run(slopes: Any = None, token: Any = None, **arrays: Any) -> Any:
-        share = None if token is None else Own(token, n)
-        spec = AttentionSpec(d**-0.5, sizes.soft_cap, sizes.window, slopes)
-        return prefill_scores(**arrays, spec=spec, own=share, **settings)
-
-    shapes = {
+    keys = sizes._replace(c=c).shapes()
+    shapes = {name: keys[name] for name in ("k", "v", "spec")} | {
         "q": Shape((b, h, g, own, d), dtype),
-        "k": Shape((b, h, c, d), dtype),
-        "v": Shape((b, h, c, sizes.width), dtype),
         "query_position": Shape((b, own), jnp.int32),
         "key_position": Shape((b, h, c), jnp.int32),
     }
     if readers > 1:
-        shapes["token"] = Shape((own,), jnp.int32)
+        shapes["own"] = Own(Shape((own,), jnp.int32), n)  # type: ignore[arg-type]
     weights = (b, 1, own) if rows is None else (b, 1, rows, own)
-    optional = {"noise": (b, h, c), "weights": weights, "slopes": (h, g)}
-    wanted = (*extra, *(["slopes"] if sizes.slopes else []))
-    shapes |= {name: Shape(optional[name], jnp.float32) for name in wanted}
-    return Program("prefill_scores", label, run, shapes)
+    optional = {"noise": (b, h, c), "weights": weights}
+    shapes |= {name: Shape(optional[name], jnp.float32) for name in extra}
+    return Program("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
 
 
 def features(
@@ -230,47 +212,43 @@ def stepping(
     asks, words = sizes.scores is not None or sizes.noisy, -(-hashed // 32)
 
     def run(
+        slots: Slots,
+        token: Token,
         protection: Protection,
-        implementation: str,
-        platform: str | None = None,
+        q: Array,
+        spec: AttentionSpec,
         keep: Array | None = None,
-        **arrays: Any,
+        sinks: Sinks | None = None,
+        scores: Any = sizes.scores,
+        planes: Any = None,
+        key: Any = None,
+        **how: Any,
     ) -> Any:
-        asked, q, new_position = sizes.settings(arrays), arrays["q"], arrays["new_position"]
-        buffers, (new_k, new_v, added) = arrays["buffers"], arrays["added"]
-        standing = buffers if asks else None
+        standing = slots.buffers if asks else None
         if words:
-            standing = Hashed(Hashing(arrays["planes"], q, arrays["hashed_key"][:, :, None]), buffers)
+            standing = Hashed(Hashing(planes, q, key[:, :, None]), slots.buffers)
         if adds or words:
-            buffers = added = None
-        if "near" in arrays:
-            asked["sinks"] = Sinks(arrays["near"], apart, new_position if sizes.slopes else None)
-        done = decode_step(
-            Slots(arrays["position"], arrays["k"], arrays["v"], buffers),
-            Token(new_position, new_k, new_v, added),
-            Ranking(standing, protection, keep),
-            Query(q, **asked),
-            pairs=pairs,
-            adds=adds,
-            implementation=implementation,
-            platform=platform,
-        )
+            slots, token = slots._replace(buffers=None), token._replace(buffers=None)
+        ranking, query = Ranking(standing, protection, keep), Query(q, spec, sinks, scores)
+        done = decode_step(slots, token, ranking, query, pairs=pairs, adds=adds, **how)
         held = done.attended.scores if adds else done.codes if words else done.slots.buffers
         return done._replace(slots=done.slots._replace(buffers=held))
 
-    b, h, g, c, d, dtype = sizes[:6]
+    b, h, _, c, d, dtype = sizes[:6]
     shapes = sizes.shapes() | _choice(b, h, c, keep)
 
     def held(*slots: int) -> Any:
         of_words = (Shape((b, h, *slots), jnp.uint32),) * words
         return of_words or Shape((b, h, *slots), jnp.float32)
 
-    shapes |= {"buffers": held(c), "added": (Shape((b, h, d), dtype), Shape((b, h, sizes.width), dtype), held())}
+    k, v, position, newest = (shapes.pop(name) for name in ("k", "v", "position", "new_position"))
+    new_k, new_v = (operand((b, h, width), dtype, None) for width in (d, sizes.width))
+    shapes |= {"slots": Slots(position, k, v, held(c)), "token": Token(newest, new_k, new_v, held())}
     if words:
-        shapes |= {"planes": Shape((h, hashed, d), jnp.float32), "hashed_key": Shape((b, h, d), dtype)}
+        shapes |= {"planes": Shape((h, hashed, d), jnp.float32), "key": Shape((b, h, d), dtype)}
     if apart:
-        shapes["near"] = Shape((b, h, g, d), dtype)
-    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
+        shapes["sinks"] = Sinks(shapes["q"], apart, newest if sizes.slopes else None)
+    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((k, v)))
     # Positions, and scores or words, before and after; requested scores.
     rows = 4 * b * h * c * (2 + 2 * max(words, 1) + (asks and not adds))
     return Program(
@@ -279,8 +257,8 @@ def stepping(
         run,
         shapes,
         forms=("tpu",),
-        donated=("position", "k", "v", "buffers"),
-        again=lambda found: found.slots._asdict(),
+        donated=("slots",),
+        again=lambda found: {"slots": found.slots},
         traffic=stored + rows,
     )
 

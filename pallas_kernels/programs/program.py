@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.decode_step.types import Query, Slots
+from pallas_kernels.decode_step import Query, Slots
 
 Shape = jax.ShapeDtypeStruct
 
@@ -80,7 +80,7 @@ class Program:
             if "key_position" in shapes and name != "places":
                 # A prompt's queries are its newest tokens; one of several readers has its first tokens.
                 keys, queries = shapes["key_position"].shape[-1], shapes["q"].shape[3]
-                first = 0 if {"own", "token"} & shapes.keys() else keys - queries
+                first = 0 if "own" in shapes else keys - queries
                 return jnp.broadcast_to(first + jnp.arange(queries, dtype=shape.dtype), shape.shape)
             if name in ("places", "scores"):  # places, which matter only with slopes; numbers of layers and heads
                 return jnp.zeros(shape.shape, shape.dtype)

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
+import jax
 from jaxtyping import Array, Float
 
+from pallas_kernels.attention import static
 from pallas_kernels.common import LANES, SUBLANES
-from pallas_kernels.op import How, Limit, Op, Options
-from pallas_kernels.rotate import reference
+from pallas_kernels.op import How, Limit, Op
 
 
 def rotate(
@@ -38,18 +39,24 @@ def rotate(
     return Rotate(tuple(turned), cos, sin, tuple(still), interleaved)(**how)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rotate(reference.RotateInputs, Op[tuple[Float[Array, "b n d"], ...]]):
+class Rotate(Op[tuple[Float[Array, "b n d"], ...]]):
     """See `rotate`."""
+
+    turned: tuple[Float[Array, "b n d"], ...]
+    cos: Float[Array, "b w"]
+    sin: Float[Array, "b w"]
+    still: tuple[Float[Array, "b n d"], ...] = ()
+    interleaved: bool = static(False)
 
     name = "rotate"
     backends = ("pallas_tpu",)
 
-    def reference(self, options: Options) -> tuple[Float[Array, "b n d"], ...]:
-        return reference.rotate(self)
-
-    def kernel(self, backend: str, options: Options) -> tuple[Float[Array, "b n d"], ...]:
-        return self.module(backend).rotate(self, interpret=options.interpret)
+    @property
+    def heads(self) -> list[Float[Array, "b n d"]]:
+        """Queries, keys and values."""
+        return [*self.turned, *self.still]
 
     def limits(self, backend: str) -> Iterator[Limit]:
         given, b = self.heads, len(self.cos)

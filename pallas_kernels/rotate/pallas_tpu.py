@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.blocks import block, made, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, over_cores, tpu_params
-from pallas_kernels.rotate.reference import RotateInputs
+from pallas_kernels.rotate.api import Rotate
 
 
 def rows_of_block(dtype: Any) -> int:
@@ -27,8 +27,7 @@ def block_bytes(given: Sequence[Array]) -> int:
     return rows_of_block(given[0].dtype) * numbers * (2 * given[0].dtype.itemsize + 3 * 4)
 
 
-def rotate(inputs: RotateInputs, *, interpret: Any) -> tuple[Float[Array, "b n d"], ...]:
-    """See `api.rotate`."""
+def rotate(inputs: Rotate, *, interpret: Any) -> tuple[Float[Array, "b n d"], ...]:
     given, angles = inputs.heads, (inputs.cos, inputs.sin)
     b, rows = len(inputs.cos), rows_of_block(given[0].dtype)
     cores, units = over_cores(b // rows)

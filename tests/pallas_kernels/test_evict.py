@@ -22,7 +22,7 @@ from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.types import KV, Kernels, New, Parts, View
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
-from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots
+from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token
 from pallas_kernels.decode_step.api import DecodeStep
 from pallas_kernels.evict import Protection, evict
 from pallas_kernels.hamming import Hashing, hamming, hashes
@@ -308,7 +308,7 @@ def step_of_shapes(q: Any, pair: Any, standing: Hashed | None = None, scores: st
     """A step with the arguments that limits depend on."""
     no: Any = None
     slots, query = Slots(no, pair, pair, no), Query(q, AttentionSpec(1.0), scores=scores)
-    return DecodeStep(slots, no, Ranking(standing, no), query)
+    return DecodeStep(slots, Token(no, no, no, no), Ranking(standing, no), query)
 
 
 def test_one_pass_hashes_by_the_same_planes_in_all_rows():

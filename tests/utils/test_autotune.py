@@ -27,7 +27,8 @@ from kvjax.utils import autotune
 from kvjax.utils.autotune import Autotuner
 from pallas_kernels import common, race
 from pallas_kernels.common import Asked, Survey, Task, Tuned, bucket, choose
-from pallas_kernels.decode_attention import Decoded, decode_attention
+from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_step import one_pass
 from pallas_kernels.programs import Sizes, decode
 from pallas_kernels.race import Runner, Verdict
@@ -47,7 +48,7 @@ def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(name: str = "op b<=2", *candidates: str) -> Asked:
-    return Asked(Task(name, lambda **_: None, {}), candidates or ("xla", "pallas", "triton"))
+    return Asked(Task(name, None), candidates or ("xla", "pallas", "triton"))
 
 
 def contenders(each: Asked) -> Verdict | None:
@@ -170,7 +171,7 @@ def test_verdicts_live_as_long_as_a_model_where_nothing_can_be_kept(chip, monkey
 def test_auto_looks_winners_up_and_is_overruled(monkeypatch):
     orders = {"op b<=2": ("pallas", "xla"), "op b<=4": ("triton", "pallas")}
     tuned = Tuned(common.kind_of_device("cpu"), orders)
-    two, four, eight = (Task(f"op b<={b}", print, {}) for b in (2, 4, 8))
+    two, four, eight = (Task(f"op b<={b}", None) for b in (2, 4, 8))
 
     def chosen(task: Task | None, implementation: str = tuned, **limits: str | None) -> str:
         limits = limits or {"pallas": None}
@@ -254,9 +255,8 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     assert turning == ("rotate", ("xla",))  # heads of 32 channels
     assert [first, *others] == [(op, both) for op in ("prefill_scores", "decode_step", "evict", "decode_attention")]
     asked = survey.asked[next(bucket for bucket in survey.asked if bucket.startswith("decode_step"))]
-    arguments = asked.task.arguments
-    slots = arguments["slots"]
-    fits = functools.partial(one_pass, arguments["query"], slots.k, slots.v, platform="tpu")
+    slots = asked.task.call.slots
+    fits = functools.partial(one_pass, asked.task.call.query, slots.k, slots.v, platform="tpu")
     lost = Tuned(DEVICE, {asked.task.bucket: ("xla",)})
     monkeypatch.setattr(common, "kind_of_device", lambda _: DEVICE)
     assert fits()
@@ -270,25 +270,28 @@ def test_random_inputs_tell_right_from_wrong(monkeypatch):
     jax.eval_shape(lambda arrays: program.run(**arrays, implementation=survey, platform="gpu"), program.shapes)
     (each,) = survey.asked.values()
 
-    def forgets_a_block(*, position: jax.Array, implementation: str, **arguments: Any) -> Decoded:
-        seen = position if implementation == "xla" else position.at[:, :, :8].set(-1)
-        return decode_attention(position=seen, **arguments)
+    class ForgetsABlock(DecodeAttention):
+        def __call__(self, implementation="auto", interpret=False, platform=None):
+            seen = self.position if implementation == "xla" else self.position.at[:, :, :8].set(-1)
+            arguments: dict[str, Any] = vars(self) | {"position": seen}
+            return decode_attention(**arguments)
 
+    task = each.task._replace(call=ForgetsABlock(**vars(each.task.call)))
     with pytest.warns(UserWarning, match="as 'pallas' differs"):
-        verdict = race.settle(each._replace(task=each.task._replace(run=forgets_a_block), candidates=("xla", "pallas")))
+        verdict = race.settle(Asked(task, ("xla", "pallas")))
     assert verdict is not None and verdict.order == ("xla",)
 
 
 def test_a_survey_shares_no_program_with_what_runs():
     one, other = Survey(), Survey()
     assert one == one and one != other and one != "xla" and one not in {"xla", other}
-    assert choose("op", one, {"pallas": None}, platform="gpu", task=Task("op", print, {})) == "xla"
+    assert choose("op", one, {"pallas": None}, platform="gpu", task=Task("op", None)) == "xla"
     assert one.asked["op"].candidates == ("xla", "pallas") and not other.asked
-    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=Task("op", print, {}))
+    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=Task("op", None))
     assert one.asked["op"].candidates == ("xla", "pallas")
-    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=Task("other", print, {}))
+    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=Task("other", None))
     assert one.asked["other"].candidates == ("xla",)
-    choose("op", one, {"pallas": None}, platform="gpu", task=Task("other", print, {}))
+    choose("op", one, {"pallas": None}, platform="gpu", task=Task("other", None))
     assert one.asked["other"].candidates == ("xla", "pallas")
 
 

@@ -14,7 +14,7 @@ from kvjax.cache.stats import Outputs, damage_to, highest, normalised, outputs, 
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import Again, Damage, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree, View
-from pallas_kernels.paged_attention.types import Paged as Found
+from pallas_kernels.paged_attention import Paged as Found
 
 
 def check_asks(policy: Policy, asks: PyTree) -> None:
