@@ -155,11 +155,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/inference/test_extend.py tests/cache/test_rows.py",
         "tests/methods/test_window_attention.py",
     ),
-    "kvjax/cache/compress.py": (
-        _CORE,
-        "tests/inference/test_extend.py tests/cache/test_rows.py",
-        "tests/methods/test_window_attention.py",
-    ),
     "kvjax/cache/empty.py": (
         _CORE,
         "tests/inference/test_extend.py tests/cache/test_rows.py",

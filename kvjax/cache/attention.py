@@ -73,11 +73,7 @@ def attend_token(
 
 
 def kernel_scores(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
-    """Return the scores that a kernel must compute for one token per row, and whether it sums them as requested.
-
-    Raises:
-        ValueError: a request is about prompts only.
-    """
+    """Return the scores that a kernel must compute for one token per row, and whether it sums them as requested."""
     leaves, _ = questions(asks)
     if any(isinstance(ask, Near) for ask in leaves):
         raise ValueError("Near statistics need a prompt that is read as a whole, not a single token.")

@@ -13,7 +13,6 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import attention, slots
-from kvjax.cache.compress import best_slots
 from kvjax.cache.evict import (
     evicted_pairs,
     foreseen,
@@ -83,11 +82,9 @@ class Dense(struct.PyTreeNode):
         return Dense(tuple(map(changed, self.layers)))
 
     def exchange(self, policy: Policy, layer: int, new: New, *, pairs: bool = False) -> tuple[Dense, Evicted]:
-        """Write one new token per row into the lowest-ranked slot of each head, and return the evicted pairs.
+        """Write one new token per row into the lowest-ranked slot of each head; a row of padding changes nothing.
 
-        Args:
-            new: one token per row; a row of padding changes nothing.
-            pairs: False to return no pairs. A residual has already absorbed every evicted pair but the returned ones.
+        Return the evicted pairs, too, if `pairs` is True. A residual has already absorbed all evicted pairs but these.
         """
         if policy.may_shrink:
             self = self._shrunk(policy, layer, new)
@@ -112,11 +109,7 @@ class Dense(struct.PyTreeNode):
     ) -> tuple[Dense, PyTree, Stepped] | None:
         """Run `exchange` and `attend` in one kernel that reads keys and values once; return None if impossible.
 
-        Args:
-            asks: returns the requested attention statistics, given limits and states of the heads.
-
-        Returns:
-            The storage, the requests, and attention with statistics and evicted pairs.
+        `asks` gives the requested attention statistics, which are returned, too.
         """
         view = self.layers[layer]
         spec = new.config.spec
@@ -233,15 +226,12 @@ class Dense(struct.PyTreeNode):
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score))), out
 
     def compress(self, policy: Policy, layer: int, new: New, capacity: int) -> tuple[Dense, Bool[Array, "b h c"]]:
-        """Keep the best slots of each head, as many as it may use, in buffers of `capacity` slots.
+        """Keep the best slots of each head in buffers of `capacity` slots; also return a mask of the evicted slots.
 
         Rows without new tokens keep their slots in place.
-
-        Returns:
-            The smaller storage, and a mask of the slots of this storage that are evicted.
         """
         view = self.layers[layer]
-        best, kept, leaving = best_slots(policy, view, new, capacity)
+        best, kept, leaving = slots.best_slots(policy, view, new, capacity)
         smaller = view.replace(
             kv=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.kv),
             slots=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.slots),
@@ -258,7 +248,8 @@ class Dense(struct.PyTreeNode):
 
         # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
         def losing() -> Any:
-            leaving = best_slots(policy, view, new, view.capacity * new.spread.slots, coming=1)[2] & fewer[..., None]
+            leaving = slots.best_slots(policy, view, new, view.capacity * new.spread.slots, coming=1)[2]
+            leaving &= fewer[..., None]
             after = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
             return leaving, after.slots.codec, after.state.codec
 
@@ -278,8 +269,7 @@ class Dense(struct.PyTreeNode):
     def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
         """Prepare steps over all layers; find all victims if devices shard the slots and no layer has to run first.
 
-        Args:
-            ahead: returns the tokens for a layer, with valid positions and shapes but without contents.
+        `ahead` gives the tokens of a layer, with valid positions and shapes but without contents.
         """
         if configs[0].spread.slots == 1 or policy.may_shrink or policy.score.requires.host_memory:
             return self
@@ -316,11 +306,7 @@ class Dense(struct.PyTreeNode):
         return select_rows(self, index)
 
     def put(self, index: Int[np.ndarray, " m"], rows: Dense) -> Dense:
-        """Replace some rows; buffers may be larger than those of `rows`.
-
-        Raises:
-            ValueError: the buffers of `rows` are larger.
-        """
+        """Replace some rows; buffers may be larger than those of `rows`."""
         return Dense(replace_rows(self.layers, index, rows.layers))
 
     def stored_positions(self) -> tuple[Int[Array, "b h c"], ...]:
@@ -328,11 +314,7 @@ class Dense(struct.PyTreeNode):
         return tuple(view.position for view in self.layers)
 
     def positions(self, stored: Any = None) -> list[np.ndarray]:
-        """Return the position in each slot [b h c] of each layer on the host, -1 for empty slots.
-
-        Args:
-            stored: `stored_positions` of an earlier step; None for the current ones.
-        """
+        """Return positions [b h c] by layer on the host, -1 in empty slots; `stored` are those of an earlier step."""
         return [on_host(layer) for layer in (self.stored_positions() if stored is None else stored)]
 
     def limits(self) -> tuple[Int[Array, "b h"], ...]:

@@ -36,11 +36,7 @@ class Ranks(NamedTuple):
 
 
 def ranked(policy: Policy, view: View, new: New) -> Ranks:
-    """Rank a layer's slots by the policy when one token per row arrives.
-
-    Raises:
-        ValueError: the protection has a quota, which only heads with slots of their own can keep.
-    """
+    """Rank a layer's slots by the policy when one token per row arrives; raise a ValueError for a quota."""
     # A policy that evicts several tokens at once has made room for this one.
     equal = jnp.zeros(view.position.shape, wide(new.k.dtype)) if policy.ranks_at_evictions else None
     scores, guard, ranking = slots.scores(policy, view, new, ranking=equal)

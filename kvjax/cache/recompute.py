@@ -140,7 +140,7 @@ def asked_again(given: Operands, view: View, new: New, ask: Again, earlier: Earl
 
 def newest_attention(given: Operands, view: View, new: New, ask: Probs, lse: Float[Array, "b h g t"]) -> Seen:
     count = min(ask.newest, new.position.shape[1])
-    index = new.valid.sum(1, dtype=jnp.int32)[:, None] - count + jnp.arange(count)
+    index = new.counts[:, None] - count + jnp.arange(count)
     at = jnp.maximum(index, 0)
     position = jnp.where(index >= 0, jnp.take_along_axis(new.position, at, 1), -1)
     q = jnp.take_along_axis(given.q, at[:, None, None, :, None], 3)

@@ -102,23 +102,16 @@ def _in_two_passes(policy: Policy, storage: Any, layer: int, new: New, asked: Ca
 def steps(policy: Policy, storage: Any, layer: int, new: New) -> tuple[Storage, Float[Array, "b h g t e"]]:
     """Run a `step` for each of some known tokens, one after another, in the cache of one layer.
 
-    Args:
-        policy: as the layer uses it; no statistics that it requests are sums over layers.
-        new: tokens [b t], padded on the right.
+    None of the statistics that the policy requests is a sum over layers.
     """
-    counts = new.valid.sum(1, dtype=jnp.int32)
-    before = new.read - counts
-    axes = {"q": 3, "k": 2, "v": 2, "raw_q": 3, "raw_k": 2, "hidden": 1, "position": 1, "token": 1}
 
     def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
         storage, out = carry
-        here = {name: jax.lax.dynamic_slice_in_dim(getattr(new, name), i, 1, axis) for name, axis in axes.items()}
-        token = new.replace(read=jnp.minimum(new.read, before + i + 1), **here)
-        storage, attended, _ = step(policy, storage, layer, token, alone=True)
+        storage, attended, _ = step(policy, storage, layer, new.part(i, 1), alone=True)
         return storage, jax.lax.dynamic_update_slice_in_dim(out, attended.astype(out.dtype), i, axis=3)
 
     out = jnp.zeros((*new.q.shape[:4], new.v.shape[-1]), new.v.dtype)
-    return jax.lax.fori_loop(0, counts.max(), one, (storage, out))
+    return jax.lax.fori_loop(0, new.counts.max(), one, (storage, out))
 
 
 def exchange(policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool = False) -> tuple[Any, Evicted]:

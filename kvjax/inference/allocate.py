@@ -20,14 +20,7 @@ Settled = tuple[Int[Array, "b h"], PyTree]
 
 
 def allocated(policy: Policy, view: View, answers: PyTree, new: New) -> View:
-    """Return a layer with the slots that its plan gives each head.
-
-    Args:
-        policy: as the layer uses it.
-        view: all slots of the prompt.
-        answers: attention statistics that the plan requested.
-        new: the prompt.
-    """
+    """Return a layer, with all slots of a prompt, in which each head may use the slots that the plan gives it."""
     sizing, ranks = policy.plan.sizing, None
     if sizing.per_head and sizing.mode == "budget":
         ranks = _ranks(policy, view, new)
@@ -53,8 +46,10 @@ def allocated_together(policies: Sequence[Policy], views: Sequence[View], new: S
     found, _ = policies[0].plan.head_budgets((), every, jnp.concatenate(ranks, axis=1), new[0])
     ends = np.cumsum([limit.shape[1] for limit in limits])[:-1].tolist()
     layers = zip(views, jnp.split(found, ends, axis=1), new, strict=True)
-    settled = [(view, _within_window((limit, None), (view.limit, None), tokens)[0]) for view, limit, tokens in layers]
-    return [view.replace(limit=limit) for view, limit in settled]
+    return [
+        view.replace(limit=_within_window((limit, None), (view.limit, None), tokens)[0])
+        for view, limit, tokens in layers
+    ]
 
 
 def _ranks(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:

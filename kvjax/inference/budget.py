@@ -21,12 +21,7 @@ WHOLES = ("text", "prompt", "context")
 
 
 def checked_budget(budget: Any) -> Budget:
-    """Check a budget and return it as Python numbers.
-
-    Raises:
-        TypeError: if the budget is neither a number nor a number of slots for each layer.
-        ValueError: if it is out of range.
-    """
+    """Return a budget as Python numbers; refuse other types and budgets that no cache can count."""
     if isinstance(budget, (list, tuple, np.ndarray)) and np.ndim(budget) > 0:
         return [whole_number("budget", slots) for slots in budget]
     if isinstance(budget, (float, np.floating)):
@@ -52,7 +47,7 @@ def plan_slots(
     """Plan the slots that each row and head may use, and those of the buffers, by layer.
 
     Args:
-        policy: policy with the plan that distributes the budget.
+        policy: its plan distributes the budget.
         budget: slots per head, a fraction, or slots for each layer. Layers that are bounded by their own window get
             as many slots as the window is wide; the budget is distributed over the other layers.
         lengths: tokens of each prompt.
@@ -62,7 +57,7 @@ def plan_slots(
         budget_of: base of a fraction, one of `WHOLES`.
 
     Raises:
-        ValueError: if the budget is not positive, does not match the layers or does not fit the policy's protections.
+        ValueError: the budget is not positive, or does not fit the layers or the policy's protections.
     """
     rows, total, plan = len(lengths), lengths + max_new_tokens, policy.plan
     one = isinstance(budget, (int, float, np.integer, np.floating))

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from kvjax.cache import slots
-from kvjax.cache.compress import rewritten
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected, select
 from kvjax.cache.step import Pending, update_score
 from kvjax.inference.allocate import allocated
 from kvjax.policies.policy import Policy
-from kvjax.policies.residual import Queries
-from kvjax.types import New
+from kvjax.policies.residual import Queries, SlotResidual
+from kvjax.types import New, View
 
 
 class Kept(NamedTuple):
@@ -58,29 +57,36 @@ def keep_best(
         new: the tokens just read.
         capacity: slots of the layer's buffers afterwards.
         first: True if the plan has just allocated slots to heads.
-        queries: queries that stand for later ones; None for those of the tokens just read.
+        queries: stand for later ones; None for those of the tokens just read.
     """
-    view = storage.layers[index]
+    view, selected = storage.layers[index], None
     ranking = policy.ranking(view, new)
     undefined = (jnp.isnan(ranking) & view.live).any((1, 2)) if isinstance(ranking, jax.Array) else None
-    selected = None
     if first and policy.plan.sizing.per_head:
         selected, leaving = select(policy, view, new)
+        after = selected.view.replace(position=jnp.where(leaving, -1, view.position))
     else:
         storage, leaving = storage.compress(policy, index, new, capacity)
+        after = storage.layers[index]
     if policy.residual is not None:
         remembered = slots.fold_evicted(policy.residual, view, new, leaving)
-        storage = storage.put_state(index, residual=remembered)
-        if selected is not None:
-            state = selected.view.state.replace(residual=remembered)
-            selected = selected.replace(view=selected.view.replace(state=state))
-        asking = Queries(new.q, new.valid) if queries is None else queries
-        if selected is None:
-            storage = storage.replace_layer(index, rewritten(policy, view, storage.layers[index], asking, new))
-        else:
-            staying = selected.view.replace(position=jnp.where(leaving, -1, view.position))
-            after = rewritten(policy, view, staying, asking, new)
-            selected = selected.replace(view=after.replace(position=view.position))
+        after = after.replace(state=after.state.replace(residual=remembered))
+        after = _rewritten(policy, view, after, queries or Queries(new.q, new.valid), new)
+    if selected is not None:
+        selected = selected.replace(view=after.replace(position=view.position))
+    else:
+        storage = storage.replace_layer(index, after)
     if policy.score.requires.host_memory:
         storage = storage.moved(index, jax.memory.Space.Host)
     return storage, Kept(selected, undefined)
+
+
+def _rewritten(policy: Policy, before: View, after: View, queries: Queries, new: New) -> View:
+    """Return the slots that stay, as a residual of slots changes them for what has left."""
+    residual = policy.residual
+    found = residual.rewrite(before, after, queries, new) if isinstance(residual, SlotResidual) else None
+    if found is None:
+        return after
+    changed = policy.codec.stored(found.values), found.bias
+    values, states = slots.where_read(new, changed, (after.kv.v, after.slots.residual))
+    return after.replace(kv=after.kv.replace(v=values), slots=after.slots.replace(residual=states))

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache, cache_specs
-from kvjax.inference.decoder import Decoder, decoder_specs
-from kvjax.inference.prefill import prompt_shapes
+from kvjax.inference.decoder import Decoder
+from kvjax.inference.prefill import bound_prompts, prompt_shapes
 from kvjax.inference.prepare import prepare
-from kvjax.inference.sharding import placed_shapes
+from kvjax.inference.sharding import bound_specs, placed_shapes
 from kvjax.inference.state import State
 from kvjax.methods.registry import name_of
 from kvjax.models.weights import is_shape
@@ -44,19 +44,13 @@ def state_shapes(
 
     Args:
         model: its weights may be shapes, which have shardings if the model has a mesh.
-        policy: eviction policy; a name or a `Policy`.
+        policy: see `kvjax.prefill`, also for all other arguments.
         rows: number of prompts.
         tokens: tokens of each prompt.
-        budget: see `kvjax.prefill`, also for all arguments below.
-        max_new_tokens: planned number of generated tokens.
-        plan: distribution of the budget over layers; a name, a `Plan`, or None for the policy's own.
-        prefill_chunk: tokens read between two compressions; None for the policy's default.
-        budget_of: base of a fractional budget.
-        implementation: implementation of every operation.
 
     Raises:
-        ValueError: if the prompts do not fit the model, or the budget does not fit the policy; or if the slots of each
-            head depend on the prompts' content.
+        ValueError: the prompts do not fit the model, or the budget does not fit the policy; or the slots of each head
+            depend on the prompts' content.
     """
     prompts = prepare(
         model,
@@ -76,14 +70,11 @@ def state_shapes(
             "tell how many; use a policy or plan whose budget says it."
         )
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
-    storage, position, seed, _ = prompt_shapes(model, prompts, kernels)
-    decoder = Decoder(
-        weights=model.weights,
-        policy=jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy),
-        config=model.config,
-        kernels=kernels,
-        mesh=model.mesh,
-    )
+    made = bound_prompts(model, prompts).replace(kernels=kernels)
+    storage, position, seed, _ = prompt_shapes(made, prompts)
+    policy = jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy)
+    settings = dict(config=model.config, kernels=kernels, mesh=model.mesh)
+    decoder = Decoder(weights=model.weights, policy=policy, **settings)
     cache = Cache(
         storage=storage,
         position=position,
@@ -96,4 +87,4 @@ def state_shapes(
     )
     if model.mesh is None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), State(decoder, cache))
-    return State(*placed_shapes((decoder_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))
+    return State(*placed_shapes((bound_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))

@@ -33,11 +33,6 @@ def planned_ends(cache: Cache, read: Int[np.ndarray, " b"], config: ModelConfig)
     """Return the planned length of each text, or its length if that is larger.
 
     Stored keys stay rotated for the length that was planned, if it decides the frequencies of RoPE.
-
-    Args:
-        cache: cache of the texts.
-        read: tokens of each text.
-        config: configuration of the model.
     """
     end = on_host(cache.end).astype(np.int64)
     ropes = [layer.rope for layer in config.layer_configs if layer.rope is not None]
@@ -47,14 +42,7 @@ def planned_ends(cache: Cache, read: Int[np.ndarray, " b"], config: ModelConfig)
 def with_windows(
     cache: Cache, policy: Policy, read: Int[np.ndarray, " b"], config: ModelConfig, mesh: Mesh | None
 ) -> Cache:
-    """Give layers the slots of their windows in rows whose text is going to outgrow window and plan.
-
-    Args:
-        cache: cache of the texts.
-        policy: policy of the cache.
-        read: tokens of each text after the next block.
-        config: configuration of the model.
-        mesh: devices that shard the cache; None for one device.
+    """Give layers the slots of their windows in rows whose text, of `read` tokens, is going to outgrow window and plan.
 
     Raises:
         ValueError: the policy has states whose size is fixed, or keeps the same tokens in all layers.

@@ -132,11 +132,7 @@ class Pages(struct.PyTreeNode):
         return self.position
 
     def positions(self, stored: Any = None) -> list[np.ndarray]:
-        """Return the position in each slot [b h c] of each layer on the host, -1 for empty slots.
-
-        Args:
-            stored: `stored_positions` of an earlier step; None for the current ones.
-        """
+        """Return positions [b h c] by layer on the host, -1 in empty slots; `stored` are those of an earlier step."""
         pools, size = int(np.prod(self.devices)), self.page_size
         held = self.position if stored is None else stored
         tables = zip(*(np.split(on_host(x), pools) for x in (held, self.owner, self.first, self.start)), strict=True)
