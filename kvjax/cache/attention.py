@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.query_shards import Share
 from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
 from kvjax.cache.stats import answer, answered, drawn, normalised, over_heads, seen_slots, summed, tempered, weighed
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Sums, questions
-from kvjax.types import SLOTS, New, PyTree, View, wide
-from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
+from kvjax.types import SLOTS, New, PyTree, Spread, View, wide
+from pallas_kernels.attention import LowRank, Partial, merge, power_below, query_block, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
 from pallas_kernels.noise import layer_seed
-from pallas_kernels.prefill_scores import prefill_scores
+from pallas_kernels.prefill_scores import Own, prefill_scores
 
 
 class Question(NamedTuple):
@@ -166,6 +165,55 @@ def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, 
 def with_evicted(attended: Partial, remembered: LowRank | Partial | None) -> Partial:
     """Merge attention over slots with that to evicted tokens, if there is one."""
     return attended if remembered is None else merge(attended, share_of_evicted(remembered))
+
+
+class Share(NamedTuple):
+    """Queries of a block that this device computes: all, or every n-th run if n devices hold the same slots."""
+
+    given: Operands
+    new: New
+    """These queries with their positions, and the keys and values of the whole block."""
+    token: Int[Array, " m"] | None
+    """Indices of these queries in the block, where the last one replaces those beyond the block; None for all."""
+    size: int
+    """Queries in a run."""
+    spread: Spread
+    tokens: int
+    """Tokens of the block."""
+
+    @classmethod
+    def of(cls, given: Operands, new: New) -> Share:
+        """Return the queries of this device."""
+        tokens = new.position.shape[1]
+        # Give each device several runs: later queries see more keys, so the last run takes longest.
+        size = min(query_block(tokens, new.q.shape[0]), power_below(max(1, tokens // (4 * new.spread.queries))))
+        number = new.spread.own_queries(tokens, size)
+        if number is None:
+            return cls(given, new, None, size, new.spread, tokens)
+        token = jnp.minimum(number, tokens - 1)
+        position = jnp.where(number < tokens, new.position[:, token], -1)
+        places = None if given.places is None else (given.places[0][:, :, token], given.places[1])
+        share = given._replace(q=given.q[:, :, :, token], places=places)
+        return cls(share, new.replace(q=share.q, position=position), token, size, new.spread, tokens)
+
+    @property
+    def own(self) -> Own | None:
+        """Tokens of these queries, in the form of the kernel's argument; None for all of them."""
+        return None if self.token is None else Own(self.token, self.tokens)
+
+    def weighed(self, ask: Ask) -> Ask:
+        """Restrict a request about a whole block to these queries."""
+        if self.token is None or not isinstance(ask, Sums | Damage | Peak):
+            return ask
+        weights = None if ask.weights is None else ask.weights[..., self.token]
+        if not isinstance(ask, Sums):
+            return ask.replace(weights=weights)
+        tau = jnp.asarray(ask.tau)
+        return ask.replace(weights=weights, tau=tau[:, self.token] if tau.ndim else ask.tau)
+
+    def whole(self, own: Array, axis: int) -> Array:
+        """Gather an array over all queries from the devices' arrays, along an axis."""
+        return self.spread.all_queries(own, self.tokens, self.size, axis)
 
 
 def attend_block(

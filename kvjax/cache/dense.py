@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,17 +35,6 @@ from pallas_kernels.decode_step import Hashed, Query, Slots, Token, decode_step
 from pallas_kernels.decode_step import Ranking as Choice
 from pallas_kernels.decode_step import one_pass as step_in_one_pass
 from pallas_kernels.operands import Operand
-
-
-class Stepped(NamedTuple):
-    """Result of a kernel that evicts and attends in one pass."""
-
-    partial: Partial
-    """Attention over the slots."""
-    answers: PyTree
-    """Attention statistics; None if the scores include them already."""
-    evicted: Evicted | None
-    """Evicted pairs, if requested."""
 
 
 class Dense(struct.PyTreeNode):
@@ -106,10 +95,11 @@ class Dense(struct.PyTreeNode):
 
     def exchange_and_attend(
         self, policy: Policy, layer: int, new: New, asks: Callable[[Heads], PyTree]
-    ) -> tuple[Dense, PyTree, Stepped] | None:
+    ) -> tuple[Dense, PyTree, Attended, Evicted | None] | None:
         """Run `exchange` and `attend` in one kernel that reads keys and values once; return None if impossible.
 
-        `asks` gives the requested attention statistics, which are returned, too.
+        `asks` gives the requested attention statistics, which are returned, too, as are evicted pairs for a residual.
+        The statistics are None if scores include them already.
         """
         view = self.layers[layer]
         spec = new.config.spec
@@ -174,7 +164,7 @@ class Dense(struct.PyTreeNode):
         evicted = None
         if done.pair is not None:
             evicted = evicted_pairs(view.state, new, KV(*done.pair), done.left)
-        return self.replace_layer(layer, written), wanted, Stepped(done.attended.partial, answers, evicted)
+        return self.replace_layer(layer, written), wanted, Attended(done.attended.partial, answers), evicted
 
     def append(self, policy: Policy, layer: int, new: New) -> Dense:
         """Append slots for a block of text; no token is evicted."""

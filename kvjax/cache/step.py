@@ -28,11 +28,8 @@ class Pending(NamedTuple):
     new: New
 
 
-class _Attended(NamedTuple):
-    storage: Storage
-    asks: PyTree
-    out: Float[Array, "b h g 1 e"]
-    answers: Any
+_Attended = tuple[Storage, PyTree, Float[Array, "b h g 1 e"], Any]
+"""The cache, requests of attention statistics, attention, and the statistics."""
 
 
 def step(
@@ -79,15 +76,15 @@ def _in_one_pass(
         done = storage.exchange_and_attend(policy, layer, new, asked)
     if done is None:
         return None
-    storage, asks, (partial, answers, evicted) = done
-    partial = with_sink(partial, new.sink_logits)
+    storage, asks, found, evicted = done
+    partial = with_sink(found.partial, new.sink_logits)
     if evicted is None:
-        return _Attended(storage, asks, partial.out, answers)
+        return storage, asks, partial.out, found.answers
     assert policy.residual is not None  # only a residual requests the evicted pair
     with jax.named_scope("residual"):
         # Absorbed late, to the same effect: the residual has its own state.
         state, out = policy.residual.step(storage.heads(layer).state.residual, evicted, new, partial)
-        return _Attended(storage.put_state(layer, residual=state), asks, out, answers)
+        return storage.put_state(layer, residual=state), asks, out, found.answers
 
 
 def _in_two_passes(policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]) -> _Attended:
@@ -96,7 +93,7 @@ def _in_two_passes(policy: Policy, storage: Any, layer: int, new: New, asked: Ca
     with jax.named_scope("attention"):
         storage, found = storage.attend(policy, layer, new, asks, remembered, policy.selection)
         out = with_sink(found.partial, new.sink_logits).out
-    return _Attended(storage, asks, out, found.answers)
+    return storage, asks, out, found.answers
 
 
 def steps(policy: Policy, storage: Any, layer: int, new: New) -> tuple[Storage, Float[Array, "b h g t e"]]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
@@ -38,9 +36,7 @@ from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
-from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights
-from kvjax.models.model import rows_of
+from kvjax.models.model import LanguageModel, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import SlotResidual
@@ -57,14 +53,6 @@ UNKNOWN = {
     "token": "token ids",
 }
 """Data of tokens that a cache does not hold."""
-
-
-class _Model(NamedTuple):
-    # What parts of a policy are bound to.
-    weights: Weights
-    config: ModelConfig
-    mesh: Mesh | None
-    name: str = "of this state"
 
 
 def compress(
@@ -107,12 +95,15 @@ def compress(
     check_state(state)
     check_on_host("compress", state.position, budget, text)
     budget, before = checked_budget(budget), state.decoder
-    asked: Any = _Model(before.weights, before.config, before.mesh)
-    own = jax.tree.map(_on_host, before.policy)
+    model = LanguageModel(before.weights, before.config, "of this state")
+    model.mesh = before.mesh
+    own = jax.tree.map(
+        lambda leaf: leaf.item() if isinstance(leaf, jax.Array) and not leaf.ndim else leaf, before.policy
+    )
     chosen = own if policy is None else policy_by_name(policy)
     if chosen.plan.sizing.mode != "budget":
         raise ValueError(f"{name_of(chosen)} takes no budget to compress a cache to; choose a policy that does.")
-    bound = chosen if policy is None and plan is None else ready(asked, chosen, budget, plan)
+    bound = chosen if policy is None and plan is None else ready(model, chosen, budget, plan)
     if policy is None and bound.codec != own.codec:
         raise ValueError(
             f"plan={plan!r} needs another form of the keys under {name_of(bound)} than this state stores; read the "
@@ -133,18 +124,20 @@ def compress(
     matched = read_over if isinstance(bound.residual, SlotResidual) else None
     asking = None if matched is None else _queries(before, state.cache.replace(key=None), *matched)
     cache = placed_rows(state.cache.replace(end=jnp.asarray(end, jnp.int32)), before.mesh)
-    pressed = _pressed(decoder, cache.replace(key=None), limits, capacities, renewed, again, asking)
-    cache = cache.replace(storage=stored(pressed, decoder, int(end.max())))
+    held, slots = cache.replace(key=None), tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
+    if again is not None:
+        dense = _renew_slots(decoder, held, slots) if renewed else held.unpacked(before.mesh).storage
+        held = read_again(decoder, held.replace(storage=dense), *again)
+    evict = _renew if renewed and again is None else press
+    cache = cache.replace(storage=stored(evict(decoder, held, slots, capacities, asking), decoder, int(end.max())))
     check_step(decoder, cache)
     settle_step(decoder, cache)
     return State(decoder, cache)
 
 
-Text = tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]
-"""Token ids of texts, padded on the right, and the length of each."""
-
-
-def _checked_text(policy: Policy, text: Tokens | None, state: State, renewed: bool) -> Text | None:
+def _checked_text(
+    policy: Policy, text: Tokens | None, state: State, renewed: bool
+) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]] | None:
     replays, matches = policy.score.requires.replay is not None, isinstance(policy.residual, SlotResidual)
     if text is None:
         if replays and renewed:
@@ -164,28 +157,6 @@ def _queries(decoder: Decoder, cache: Cache, ids: Int[np.ndarray, "b n"], counts
     padded = np.pad(ids, ((0, 0), (0, bucket(ids.shape[1]) - ids.shape[1])))
     tokens, lengths = jnp.asarray(padded, jnp.int32), jnp.asarray(counts, jnp.int32)
     return replayed_queries(decoder, cache, tokens, lengths), jnp.arange(padded.shape[1]) < lengths[:, None]
-
-
-def _pressed(
-    decoder: Decoder,
-    cache: Cache,
-    limits: Sequence[Int[np.ndarray, "b h"]],
-    capacities: tuple[int, ...],
-    renewed: bool,
-    text: Text | None,
-    asking: Asking | None,
-) -> Pressed:
-    slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
-    if renewed and text is None:
-        return _renew(decoder, cache, slots, capacities, asking)
-    if text is not None:
-        held = _renew_slots(decoder, cache, slots) if renewed else cache.unpacked(decoder.mesh).storage
-        cache = read_again(decoder, cache.replace(storage=held), *text)
-    return press(decoder, cache, slots, capacities, asking)
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.item() if isinstance(leaf, jax.Array) and leaf.ndim == 0 else leaf
 
 
 def _check_same_tokens(state: State) -> None:

@@ -126,7 +126,8 @@ class Decoder(Bound):
 
     def step(self, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read one token per row; call it under `jit` or `scan`. See `kvjax.decode_step`, which compiles it."""
-        return step(self, cache, token)
+        cache, logits = self.steps(cache, token[:, None])
+        return cache, logits[:, 0]
 
     def steps(self, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Cache, Float[Array, "b n vocab"]]:
         """Read known tokens by decode steps; call it under `jit`.
@@ -144,7 +145,10 @@ class Decoder(Bound):
             >>> cache.position.tolist(), logits.shape
             ([6], (1, 3, 2048))
         """
-        return steps(self, cache, tokens)
+        decoder, of_cache = self.replace(asked=None), cache_specs(cache)
+        given = bound_specs(decoder), of_cache, OF_ROWS
+        made = of_cache, _after_each(logits_spec(self.config, self.mesh))
+        return on_mesh(_steps_on_device, self.mesh, given, made)(decoder, cache, tokens)
 
     def extend(
         self,
@@ -247,26 +251,12 @@ def _any_nan(logits: Float[Array, "b vocab"]) -> Bool[Array, ""]:
     return jnp.isnan(logits).any()
 
 
-def step(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
-    """Read one token per row into a cache, and return the logits for the next token; not compiled."""
-    cache, logits = steps(decoder, cache, token[:, None])
-    return cache, logits[:, 0]
-
-
-def steps(decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Cache, Float[Array, "b n vocab"]]:
-    """Read tokens by decode steps, one after another, and return the logits after each of them; not compiled."""
-    decoder, of_cache = decoder.replace(asked=None), cache_specs(cache)
-    made = of_cache, _after_each(logits_spec(decoder.config, decoder.mesh))
-    given = bound_specs(decoder), of_cache, OF_ROWS
-    return on_mesh(_steps_on_device, decoder.mesh, given, made)(decoder, cache, tokens)
-
-
 def _after_each(logits: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(logits[0], None, *logits[1:])
 
 
-compiled_step = jax.jit(step)
-compiled_step_in_place = jax.jit(step, donate_argnames="cache")
+compiled_step = jax.jit(Decoder.step)
+compiled_step_in_place = jax.jit(Decoder.step, donate_argnames="cache")
 
 
 def _steps_on_device(

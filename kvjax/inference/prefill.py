@@ -137,24 +137,14 @@ def _read_layer_by_layer(decoder: Bound, prompts: Prompts, run: Callable[[Any], 
 
 @functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))
 def _begin(
-    weights: Weights,
-    tokens: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    horizon: Int[Array, " b"],
-    keys: Key[Array, " b"],
-    *,
-    config: ModelConfig,
-    kernels: Kernels,
-    mesh: Mesh | None,
+    weights: Weights, *texts: Array, config: ModelConfig, kernels: Kernels, mesh: Mesh | None
 ) -> tuple[Reading, Float[Array, "b n width"]]:
-    def here(
-        weights: Weights, tokens: Array, lengths: Array, horizon: Array, keys: Array
-    ) -> tuple[Reading, Float[Array, "b n width"]]:
-        reading = _reading(tokens, lengths, horizon, keys, kernels)
+    def here(weights: Weights, *texts: Array) -> tuple[Reading, Float[Array, "b n width"]]:
+        reading = _reading(*texts, kernels)
         return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
 
-    of_weights = weight_specs(weights, config, mesh)
-    return on_mesh(here, mesh, (of_weights, *(OF_ROWS,) * 4), OF_ROWS)(weights, tokens, lengths, horizon, keys)
+    given = weight_specs(weights, config, mesh), *(OF_ROWS,) * len(texts)
+    return on_mesh(here, mesh, given, OF_ROWS)(weights, *texts)
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "mesh"), donate_argnames="x")

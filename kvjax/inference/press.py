@@ -19,10 +19,9 @@ from kvjax.cache.paged import build
 from kvjax.cache.paged.build import Selected
 from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots, table
-from kvjax.inference.allocate import allocated, allocated_together
 from kvjax.inference.bound import Bound
 from kvjax.inference.cache import Cache, cache_specs
-from kvjax.inference.keep import keep_best
+from kvjax.inference.keep import allocated, allocated_together, keep_best
 from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.prepare import Prompts
 from kvjax.inference.sharding import (

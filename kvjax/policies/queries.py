@@ -85,11 +85,9 @@ class MomentScore(PromptScore, interface=True):
         check(self.future >= 1, "future", self.future, "a number of positions from 1")
 
     def init(self, shape: New) -> QueryMoments:
-        """Return the moments of no queries."""
         return QueryMoments.none(shape, covariance=self.covariance)
 
     def advance(self, heads: Heads, new: New) -> QueryMoments:
-        """Return the moments with the given queries."""
         return heads.state.score.joined(new, self.sinks)
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.paged.candidates import owned
-from kvjax.cache.paged.pages import Pages
+from kvjax.cache.paged.pages import Pages, owned
 from kvjax.cache.stats import Outputs, damage_to, highest, normalised, outputs, seen_slots, summed, tempered
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import Again, Damage, Peak, Probs, Seen, Sums, questions
