@@ -201,8 +201,7 @@ def rotate_heads(
     still: Sequence[Float[Array, "b *h t e"]] = (),
     *,
     implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **target: Any,
 ) -> tuple[Float[Array, "b *h t d"], ...]:
     """Rotate queries and keys, and return values unchanged; single tokens use the operation `rotate`.
 
@@ -212,7 +211,7 @@ def rotate_heads(
         turns: rotations of the tokens, `[b t width]`, the same for all heads.
         still: values; on a TPU the operation also moves their heads to separate rows.
         implementation: XLA is used if another one does not support the inputs.
-        interpret, platform: arguments of the operation.
+        target: other arguments of the operation.
     """
     # Put all heads in one axis: with more axes, XLA on TPU copies the halves.
     given = (*turned, *still)
@@ -230,8 +229,7 @@ def rotate_heads(
                 heads[len(turned) :],
                 interleaved=rope.interleaved,
                 implementation=or_xla(implementation),
-                interpret=interpret,
-                platform=platform,
+                **target,
             )
     return tuple(x.reshape(like.shape) for x, like in zip(found, given, strict=True))
 

@@ -296,19 +296,14 @@ def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b 
     # Stacks one row of weights per request; requests that weight all queries equally share a row.
     if all(isinstance(ask, Sums) and ask.weights is None for ask in asks):
         return [0] * len(asks), None
+    kind, equally = wide(new.q.dtype), any(isinstance(ask, Sums) and ask.weights is None for ask in asks)
+    stack = [jnp.ones((new.position.shape[0], 1, new.position.shape[1]), kind)] if equally else []
     rows: list[int] = []
-    stack: list[Array] = []
-    everyone = None
     for ask in asks:
         assert isinstance(ask, Sums)
-        if ask.weights is None:
-            if everyone is None:
-                everyone = len(stack)
-                stack.append(jnp.ones((new.position.shape[0], 1, new.position.shape[1]), wide(new.q.dtype)))
-            rows.append(everyone)
-        else:
-            rows.append(len(stack))
-            stack.append(ask.weights.astype(wide(new.q.dtype)))
+        rows.append(0 if ask.weights is None else len(stack))
+        if ask.weights is not None:
+            stack.append(ask.weights.astype(kind))
     heads = max(row.shape[1] for row in stack)
     shape = (stack[0].shape[0], heads, stack[0].shape[2])
     return rows, jnp.stack([jnp.broadcast_to(row, shape) for row in stack], axis=2)

@@ -101,26 +101,25 @@ class Dense(struct.PyTreeNode):
         `asks` gives the requested attention statistics, which are returned, too, as are evicted pairs for a residual.
         The statistics are None if scores include them already.
         """
-        view = self.layers[layer]
-        spec = new.config.spec
+        # If the codec tracks the order of slots, the positions of keys are known only after the eviction.
+        view, spec, codec = self.layers[layer], new.config.spec, policy.codec
+        if new.spread.slots > 1 or codec.ordered or not codec.encoded_by_kernels:
+            return None
+
+        def given() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
+            _, found = codec.operands(view, new).with_bias(new, policy.slot_bias(view))
+            hashed = hashed_codes(policy.ranking(view, new), view)
+            return None if found.places is not None else (found.q[:, :, :, 0], *found.stored, found.sinks, hashed)
+
+        shapes = jax.eval_shape(given)
+        if shapes is None:
+            return None
 
         def one_pass(scores: Any) -> bool:
-            def given() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
-                _, found = policy.codec.operands(view, new).with_bias(new, policy.slot_bias(view))
-                if found.places is not None:
-                    return None
-                hashed = hashed_codes(policy.ranking(view, new), view)
-                return found.q[:, :, :, 0], *found.stored, found.sinks, hashed
-
-            shapes = jax.eval_shape(given)
-            if shapes is None:
-                return False
             q, k, v, sinks, hashed = shapes
             return step_in_one_pass(Query(q, spec, sinks, scores), k, v, hashed, **new.kernels._asdict())
 
-        # If the codec tracks the order of slots, the positions of keys are known only after the eviction.
-        codec = policy.codec
-        if new.spread.slots > 1 or codec.ordered or not codec.encoded_by_kernels or not one_pass(None):
+        if not one_pass(None):
             return None
         wanted = asks(view)
         own = without_again(wanted)

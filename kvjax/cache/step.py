@@ -13,7 +13,7 @@ from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.storage import Paged
 from kvjax.policies.policy import Policy
-from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
+from kvjax.policies.stats import is_ask, of_own_heads, questions, sums_over
 from kvjax.types import Evicted, Heads, New, PyTree
 from pallas_kernels.attention import LowRank, Partial, with_sink
 
@@ -56,7 +56,7 @@ def step(
 
     done = _in_one_pass(policy, storage, layer, new, asked)
     storage, asks, out, answers = done or _in_two_passes(policy, storage, layer, new, asked)
-    if of_all_layers(asks) or of_devices(asks):
+    if sums_over(asks, "model") or sums_over(asks, "device"):
         return storage, out, [Pending(asks, answers, new)]
     storage = update_score(policy, storage, layer, asks, answers, new)
     if questions(asks)[0]:
@@ -151,10 +151,10 @@ def sum_over_layers(pending: Sequence[Pending]) -> list[Pending]:
     answers = [told.answers for told in pending]
 
     def total(ask: Any, *found: Any) -> Any:
-        return sum(found) if of_all_layers(ask) else None
+        return sum(found) if sums_over(ask, "model") else None
 
     def choose(ask: Any, whole: Any, own: Any) -> Any:
-        return whole if of_all_layers(ask) else own
+        return whole if sums_over(ask, "model") else own
 
     totals = jax.tree.map(total, pending[0].asks, *answers, is_leaf=is_ask)
     return [

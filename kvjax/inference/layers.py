@@ -19,7 +19,7 @@ from kvjax.inference.keep import Kept, keep_after
 from kvjax.models.decoder import embed, finish_block, project, sink_logits_of
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
-from kvjax.policies.stats import of_all_layers, of_devices, questions
+from kvjax.policies.stats import questions, sums_over
 from kvjax.rope import Rope, Turns
 from kvjax.types import Reading
 from pallas_kernels.attention import with_sink
@@ -51,7 +51,7 @@ def _sums_over_layers(decoder: Bound, storage: Any, reading: Reading) -> bool:
         score = layer.policy.score
         here = storage.moved(index, jax.memory.Space.Device) if score.requires.host_memory else storage
         new = reading.ahead(layer.shape, index, decoder.weights.dtype)
-        if of_all_layers(score.asks(here.heads(index), new)):
+        if sums_over(score.asks(here.heads(index), new), "model"):
             return True
     return False
 
@@ -124,7 +124,7 @@ def _through_layer(
         told = of_heads.pop()
         asks, tree = questions(told.asks)
         answers = tree.flatten_up_to(told.answers)
-        waiting = [place for place, ask in enumerate(asks) if of_devices(ask)]
+        waiting = [place for place, ask in enumerate(asks) if sums_over(ask, "device")]
         summed, means = shape.spread.over_attention_and_heads(parts, [answers[place] for place in waiting])
         for place, mean in zip(waiting, means, strict=True):
             answers[place] = mean
@@ -140,7 +140,7 @@ def _through_layer(
             storage, out = steps(policy, storage, place, new)
             told = []
         for each in told:
-            (of_heads if of_devices(each.asks) else pending).append(each)
+            (of_heads if sums_over(each.asks, "device") else pending).append(each)
         after = finish_block(weights, config, shape, x, normed, out, total)
         for told in of_heads:
             storage = update_score(policy, storage, place, told.asks, told.answers, told.new)
@@ -216,7 +216,7 @@ def read_layers(
     pending, kept = list[Pending](), list[Kept]()
     for index, layer in enumerate(layers):
         storage, told, x = append_and_attend(layer, storage, index, reading, x, first=first)
-        if of_all_layers(told.asks["score"]):
+        if sums_over(told.asks["score"], "model"):
             pending.append(told)
         else:
             with layer_numbered(layer):

@@ -74,6 +74,7 @@ class SlotResidual(Residual, interface=True):
         return state
 
     def share(self, state: Any, new: New) -> None:
+        """Return nothing: slots are all that queries attend to."""
 
     def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
         return state, attended.out
