@@ -192,7 +192,7 @@ class Reading(struct.PyTreeNode):
     ) -> New:
         """Return the tokens of one layer, from its activations; queries and keys are not rotated yet."""
         head = config.numbers(len(hidden))
-        of_layer = dict(hidden=hidden, head=head, layer=layer, sink_logits=sink_logits, config=config)
+        of_layer: dict[str, Any] = dict(hidden=hidden, head=head, layer=layer, sink_logits=sink_logits, config=config)
         return New(**vars(self), q=q, k=k, v=v, raw_q=q, raw_k=k, **of_layer)
 
     def ahead(self, config: LayerConfig, layer: int | Int[Array, ""], dtype: DTypeLike) -> New:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,11 +102,11 @@ def plan_slots(
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
     # A layer cannot use more slots than its window.
     limits = np.where(apart, windows, np.minimum(limits, windows))
-    buffers = limits.max(1, where=apart, initial=0)
+    buffers, planned = limits.max(1, where=apart, initial=0), functools.cache(policy.buffer_slots)
     for layer, bound in enumerate(apart):
         if not bound.all():
-            planned = policy.buffer_slots(int(limits[layer, ~bound].max()), int(lengths.min()))
-            buffers[layer] = max(buffers[layer], planned)
+            most = int(limits[layer, ~bound].max())
+            buffers[layer] = max(buffers[layer], planned(most, int(lengths.min())))
     return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
 
 

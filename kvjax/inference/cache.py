@@ -57,7 +57,9 @@ class Cache(struct.PyTreeNode):
 
     def reading(self, token: Int[Array, "b t"], position: Int[Array, "b t"], read: Int[Array, " b"]) -> Reading:
         """Return generated tokens in the form that layers read; `read` counts each row's tokens, these included."""
-        planned = dict(prompt_length=self.prompt_length, horizon=self.horizon, end=self.end, seed=self.seed)
+        planned: dict[str, Any] = dict(
+            prompt_length=self.prompt_length, horizon=self.horizon, end=self.end, seed=self.seed
+        )
         return Reading(token=token, position=position, read=read, given=False, **planned)
 
     def following(self, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> Reading:

@@ -140,7 +140,7 @@ def _begin(
     weights: Weights, *texts: Array, config: ModelConfig, kernels: Kernels, mesh: Mesh | None
 ) -> tuple[Reading, Float[Array, "b n width"]]:
     def here(weights: Weights, *texts: Array) -> tuple[Reading, Float[Array, "b n width"]]:
-        reading = _reading(*texts, kernels)
+        reading = _reading(kernels, *texts)
         return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
 
     given = weight_specs(weights, config, mesh), *(OF_ROWS,) * len(texts)
@@ -214,7 +214,7 @@ def _read_on_device(
     # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
     buffers = (0,) * config.layers if chunk is None else capacities
     storage: Any = Dense(empty_layers(policy, config.layer_configs, limits, buffers, weights.dtype))
-    whole = _reading(tokens, lengths, horizon, keys, decoder.kernels)
+    whole = _reading(decoder.kernels, tokens, lengths, horizon, keys)
     if chunk is None:
         storage, hidden = read_block(decoder, storage, whole, capacities, first=True)
         last = whole.at_last(hidden, otherwise=hidden[:, 0])
@@ -229,11 +229,11 @@ def _read_on_device(
 
 
 def _reading(
+    kernels: Kernels,
     tokens: Int[Array, "b n"],
     lengths: Int[Array, " b"],
     horizon: Int[Array, " b"],
     keys: Key[Array, " b"],
-    kernels: Kernels,
 ) -> Reading:
     """Return a `Reading` of whole prompts."""
     place = jnp.arange(tokens.shape[1])

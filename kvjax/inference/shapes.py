@@ -72,9 +72,8 @@ def state_shapes(
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
     made = bound_prompts(model, prompts).replace(kernels=kernels)
     storage, position, seed, _ = prompt_shapes(made, prompts)
-    policy = jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy)
-    settings = dict(config=model.config, kernels=kernels, mesh=model.mesh)
-    decoder = Decoder(weights=model.weights, policy=policy, **settings)
+    placed = jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy)
+    decoder = Decoder(weights=made.weights, policy=placed, config=made.config, kernels=kernels, mesh=made.mesh)
     cache = Cache(
         storage=storage,
         position=position,
