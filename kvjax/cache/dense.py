@@ -106,12 +106,12 @@ class Dense(struct.PyTreeNode):
         if new.spread.slots > 1 or codec.ordered or not codec.encoded_by_kernels:
             return None
 
-        def given() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
+        def inputs() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
             _, found = codec.operands(view, new).with_bias(new, policy.slot_bias(view))
             hashed = hashed_codes(policy.ranking(view, new), view)
             return None if found.places is not None else (found.q[:, :, :, 0], *found.stored, found.sinks, hashed)
 
-        shapes = jax.eval_shape(given)
+        shapes = jax.eval_shape(inputs)
         if shapes is None:
             return None
 
