@@ -45,7 +45,7 @@ def ranked(policy: Policy, view: View, new: New) -> Ranks:
             f"{type(policy.protection).__name__} has a quota, which plan {type(policy.plan).__name__} does not keep; "
             "use a plan with slots for each head, such as adakv."
         )
-    simple = guard.last is None and not slots.windowed(new)
+    simple = guard.last is None and new.config.window is None
     bounds = Protection(guard.sinks, guard.recent, slots.slots_at(policy, view.limit, new))
     by_age = simple and isinstance(ranking, OldestFirst)
     return Ranks(None if by_age else scores, bounds, guard.keep, hashed_codes(ranking, view) if simple else None)

@@ -54,14 +54,9 @@ def scores(
         found, guard = numbers(ranking, view), policy.protection.guard(view, new)
     if guard.last is not None:
         found = jnp.where(guard.last, last_resort(found.dtype), found)
-    if windowed(new):
+    if new.config.window is not None:
         found = jnp.where(in_window(view.position, new), found, -jnp.inf)
     return found, guard, ranking
-
-
-def windowed(new: New) -> bool:
-    """Return whether the layer has its own sliding window."""
-    return new.config.window is not None
 
 
 def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,16 +39,13 @@ from kvjax.inference.sharding import OF_ROWS, bound_specs, joined, logits_spec, 
 from kvjax.inference.windows import with_windows
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import unembed
-from kvjax.models.model import rows_of
+from kvjax.models.model import LanguageModel, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
 from kvjax.utils.autotune import settle_before
 from kvjax.utils.processes import on_host
 from kvjax.utils.settings import whole_number
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 
 class Decoder(Bound):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +32,10 @@ from kvjax.inference.sharding import (
 )
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, embed, unembed
+from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.types import Kernels, Reading
 from kvjax.utils.dependence import depends_on
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 DEEP = 12
 """Fewest layers with which a prompt is read layer by layer, because one program for all of them compiles slowly."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,10 @@ from kvjax.methods.compatibility import fitted
 from kvjax.methods.registry import name_of, plan_by_name
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
-from kvjax.models.model import rows_of
+from kvjax.models.model import LanguageModel, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import whole_number
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 Tokens = ArrayLike | Sequence[Sequence[int]]
 
@@ -57,16 +54,11 @@ def prepare(
     budget: Budget,
     lengths: ArrayLike | Sequence[int] | None,
     *,
-    max_new_tokens: int,
-    key: Key[Array, ""] | Key[Array, " b"] | None,
     plan: Plan | str | None,
-    chunk: int | None = None,
-    budget_of: str = "text",
+    **settings: Any,
 ) -> Prompts:
-    """Check the arguments of `kvjax.prefill`, with its errors, and prepare its prompts."""
-    check_on_host("prefill", tokens, lengths, key, budget)
+    """Check the arguments of `kvjax.prefill`, with its errors, and prepare its prompts; see `prepare_bound`."""
     bound, budget = bind(model, policy, budget, plan)
-    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=chunk, budget_of=budget_of)
     return prepare_bound(model, bound, tokens, budget, lengths, **settings)
 
 
@@ -98,7 +90,7 @@ def prepare_bound(
     chunk: int | None = None,
     budget_of: str = "text",
 ) -> Prompts:
-    """Prepare prompts for a policy from `bind`; see `prepare`."""
+    """Check the arguments of `Decoder.prefill` and prepare its prompts, for a policy and a budget from `bind`."""
     check_on_host("prefill", tokens, lengths, key)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     config = model.config

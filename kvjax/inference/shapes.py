@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,11 @@ from kvjax.inference.prepare import prepare
 from kvjax.inference.sharding import bound_specs, placed_shapes
 from kvjax.inference.state import State
 from kvjax.methods.registry import name_of
+from kvjax.models.model import LanguageModel
 from kvjax.models.weights import is_shape
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 
 def state_shapes(
@@ -52,18 +50,9 @@ def state_shapes(
         ValueError: the prompts do not fit the model, or the budget does not fit the policy; or the slots of each head
             depend on the prompts' content.
     """
-    prompts = prepare(
-        model,
-        policy,
-        np.zeros((rows, tokens), np.int32),
-        budget,
-        None,
-        max_new_tokens=max_new_tokens,
-        key=None,
-        plan=plan,
-        chunk=prefill_chunk,
-        budget_of=budget_of,
-    )
+    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=None, plan=plan, chunk=prefill_chunk)
+    tokens_of_rows = np.zeros((rows, tokens), np.int32)
+    prompts = prepare(model, policy, tokens_of_rows, budget, None, budget_of=budget_of, **settings)
     if prompts.policy.plan.sizing.per_head:
         raise ValueError(
             f"{name_of(prompts.policy)} gives each head slots of its own once it has read a prompt, so shapes cannot "
@@ -74,16 +63,9 @@ def state_shapes(
     storage, position, seed, _ = prompt_shapes(made, prompts)
     placed = jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy)
     decoder = Decoder(weights=made.weights, policy=placed, config=made.config, kernels=kernels, mesh=made.mesh)
-    cache = Cache(
-        storage=storage,
-        position=position,
-        prompt_length=position,
-        horizon=position,
-        end=position,
-        key=prompts.keys,
-        seed=seed,
-        active=jax.ShapeDtypeStruct((rows,), np.bool_),  # type: ignore[arg-type]
-    )
+    lengths: dict[str, Any] = dict.fromkeys(("position", "prompt_length", "horizon", "end"), position)
+    active: Any = jax.ShapeDtypeStruct((rows,), np.bool_)
+    cache = Cache(storage=storage, **lengths, key=prompts.keys, seed=seed, active=active)
     if model.mesh is None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), State(decoder, cache))
     return State(*placed_shapes((bound_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))

@@ -25,7 +25,6 @@ from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
 from kvjax.policies.policy import Policy
-from kvjax.types import View
 from kvjax.utils.processes import on_host
 
 
@@ -83,11 +82,9 @@ def _grown(
     def here(storage: Any, limits: tuple[Array, ...]) -> Any:
         layers = zip(joined(storage, mesh).unpack().layers, limits, capacities, strict=True)
         views = [with_empty_slots(view.replace(limit=limit), capacity) for view, limit, capacity in layers]
-        return tuple(map(_selected, views)) if paged else shared(Dense(tuple(views)), mesh)
+        if not paged:
+            return shared(Dense(tuple(views)), mesh)
+        return tuple(Selected(view, text_order(view.position), view.live.sum(-1, dtype=jnp.int32)) for view in views)
 
     made = (OF_SELECTED,) * len(limits) if paged else Dense((OF_VIEW,) * len(limits))
     return on_mesh(here, mesh, (storage_specs(storage), (OF_HEADS,) * len(limits)), made)(storage, limits)
-
-
-def _selected(view: View) -> Selected:
-    return Selected(view, text_order(view.position), view.live.sum(-1, dtype=jnp.int32))

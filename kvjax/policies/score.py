@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 from flax import struct
@@ -16,9 +16,6 @@ from kvjax.policies.base import Part
 from kvjax.policies.rankings import Ranking
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 @dataclasses.dataclass(frozen=True)
