@@ -316,10 +316,8 @@ def read_more(
     """
     decoder, of_cache = decoder.replace(asked=None), cache_specs(cache)
     logits = logits_spec(decoder.config, decoder.mesh)
-    given, made = (
-        (bound_specs(decoder), of_cache, OF_ROWS, OF_ROWS),
-        (of_cache, _after_each(logits) if every else logits),
-    )
+    given = bound_specs(decoder), of_cache, OF_ROWS, OF_ROWS
+    made = of_cache, _after_each(logits) if every else logits
     read = on_mesh(functools.partial(_extend_on_device, every=every, chunk=chunk), decoder.mesh, given, made)
     return read(decoder, cache, tokens, lengths)
 
