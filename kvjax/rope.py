@@ -115,9 +115,6 @@ def rope_frequencies(
     """Return the radians per position of each rotated pair after scaling.
 
     The result is float64 in NumPy, or a JAX array if the frequencies depend on a length that is a JAX array.
-
-    Raises:
-        ValueError: if the frequencies depend on the length of the text and none is given.
     """
     exponents = np.arange(0, rope.width, 2) / rope.width
     frequencies = rope.theta**-exponents
@@ -163,11 +160,7 @@ def rotate(
 ) -> Float[Array, "*b t d"]:
     """Rotate queries or keys by their positions; return them unchanged for models without RoPE.
 
-    Args:
-        rope: settings of RoPE; None for a model without it.
-        x: queries or keys.
-        positions: positions of the tokens in the text.
-        length: tokens of the whole text, one number or one per row; used only if frequencies depend on it.
+    `length` is that of the whole text, one number or one per row; used only if frequencies depend on it.
     """
     return x if rope is None else rotate_by(rope, x, turns_of(rope, positions, x.dtype, length))
 
@@ -208,8 +201,7 @@ def rotate_heads(
     still: Sequence[Float[Array, "b *h t e"]] = (),
     *,
     implementation: str = "auto",
-    interpret: Any = False,
-    platform: str | None = None,
+    **target: Any,
 ) -> tuple[Float[Array, "b *h t d"], ...]:
     """Rotate queries and keys, and return values unchanged; single tokens use the operation `rotate`.
 
@@ -218,8 +210,8 @@ def rotate_heads(
         turned: queries, in groups or not, and keys.
         turns: rotations of the tokens, `[b t width]`, the same for all heads.
         still: values; on a TPU the operation also moves their heads to separate rows.
-        implementation: implementation of the operation; XLA is used if another one does not support the inputs.
-        interpret, platform: arguments of the operation.
+        implementation: XLA is used if another one does not support the inputs.
+        target: other arguments of the operation.
     """
     # Put all heads in one axis: with more axes, XLA on TPU copies the halves.
     given = (*turned, *still)
@@ -237,8 +229,7 @@ def rotate_heads(
                 heads[len(turned) :],
                 interleaved=rope.interleaved,
                 implementation=or_xla(implementation),
-                interpret=interpret,
-                platform=platform,
+                **target,
             )
     return tuple(x.reshape(like.shape) for x, like in zip(found, given, strict=True))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.rope import Rope, Turns, rotate, rotate_heads
+from kvjax.rope import Rope, Turns, rotate, rotate_heads, turns_of
 from kvjax.utils.collectives import ALONE as ALONE
 from kvjax.utils.collectives import HEADS as HEADS
 from kvjax.utils.collectives import ROWS as ROWS
@@ -116,24 +117,12 @@ class Kernels(NamedTuple):
     platform: str | None = None
 
 
-class New(struct.PyTreeNode):
-    """Tokens that one layer reads: a block of text, or the one token of a decode step.
+class Reading(struct.PyTreeNode):
+    """Tokens that all layers read: a block of text, or the one token of a decode step."""
 
-    Queries and keys are rotated by their original positions, in every storage format.
-    """
-
-    q: Float[Array, "b h g t d"]
-    k: Float[Array, "b h t d"]
-    v: Float[Array, "b h t e"]
-    raw_q: Float[Array, "b h g t d"]
-    """Queries before rotation."""
-    raw_k: Float[Array, "b h t d"]
-    """Keys before rotation."""
-    hidden: Float[Array, "b t width"]
-    """Input of the layer's block."""
+    token: Int[Array, "b t"]
     position: Int[Array, "b t"]
     """Position in the row's own text; -1 marks padding, which follows the tokens."""
-    token: Int[Array, "b t"]
     prompt_length: Int[Array, " b"]
     """Length of the row's text, in tokens, up to the last token that was given and not generated."""
     read: Int[Array, " b"]
@@ -144,15 +133,6 @@ class New(struct.PyTreeNode):
     """Planned length of the whole text in tokens, set when its prompt was read."""
     seed: UInt32[Array, " b"]
     """Random seed of the row; numbers drawn from it depend only on layer, head and position."""
-    config: LayerConfig = struct.field(pytree_node=False)
-    """Attention of the layer."""
-    head: Int[Array, "b h"] | None = None
-    """Indices of these KV heads; None for all of them in order."""
-    layer: int | Int[Array, ""] = 0
-    """Index of the layer; an array if layers share a program, see `Part.layer`."""
-    sink_logits: Float[Array, "h g"] | None = None
-    """Logit of each query head's learned sink, in the denominator of the softmax alone; None for a layer without
-    sinks, and for a block of pages."""
     given: bool = setting(True)
     """True if the tokens are given text (a prompt, a turn), False if the model generated them."""
     replayed: bool = setting(False)
@@ -160,14 +140,14 @@ class New(struct.PyTreeNode):
     kernels: Kernels = setting(Kernels())
 
     @property
-    def spread(self) -> Spread:
-        """Sharding of the layer over devices."""
-        return self.config.spread
-
-    @property
     def valid(self) -> Bool[Array, "b t"]:
         """Mask of the tokens that are text and not padding."""
         return self.position >= 0
+
+    @property
+    def counts(self) -> Int[Array, " b"]:
+        """Number of tokens of each row that are text and not padding."""
+        return self.valid.sum(1, dtype=jnp.int32)
 
     @property
     def length(self) -> Int[Array, " b"]:
@@ -184,6 +164,79 @@ class New(struct.PyTreeNode):
         """Number of these tokens that come after each one."""
         return jnp.maximum(self.position.max(1, keepdims=True) - self.position, 0)
 
+    def part(self, start: int | Int[Array, ""], size: int) -> Self:
+        """Return some successive tokens of each row, as they are read after the tokens before them."""
+        read = jnp.minimum(self.read, self.read - self.counts + start + size)
+        token, position = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (self.token, self.position))
+        return self.replace(token=token, position=position, read=read)
+
+    def at_last(self, hidden: Float[Array, "b t width"], otherwise: Float[Array, "b width"]) -> Float[Array, "b width"]:
+        """Return the hidden state of each row's last given token, or `otherwise` if that token is not among these."""
+        is_last = self.position == (self.prompt_length - 1)[:, None]
+        newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
+        return jnp.where(is_last.any(1)[:, None], newest, otherwise)
+
+    def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:
+        """Return the rotations of the tokens' queries and keys."""
+        return turns_of(rope, self.position, dtype, self.end)
+
+    def of_layer(
+        self,
+        config: LayerConfig,
+        layer: int | Int[Array, ""],
+        hidden: Float[Array, "b t width"],
+        q: Float[Array, "b h g t d"],
+        k: Float[Array, "b h t d"],
+        v: Float[Array, "b h t e"],
+        sink_logits: Float[Array, "h g"] | None = None,
+    ) -> New:
+        """Return the tokens of one layer, from its activations; queries and keys are not rotated yet."""
+        head = config.numbers(len(hidden))
+        of_layer: dict[str, Any] = dict(hidden=hidden, head=head, layer=layer, sink_logits=sink_logits, config=config)
+        return New(**vars(self), q=q, k=k, v=v, raw_q=q, raw_k=k, **of_layer)
+
+    def ahead(self, config: LayerConfig, layer: int | Int[Array, ""], dtype: DTypeLike) -> New:
+        """Return the tokens of a layer before it runs: its activations are zeros of the right shapes."""
+        (rows, tokens), heads = self.token.shape, config.kv_heads
+
+        def zeros(*shape: int) -> Array:
+            return jnp.zeros((rows, *shape), dtype)
+
+        queries = zeros(heads, config.groups, tokens, config.key_width)
+        keys, values = zeros(heads, tokens, config.key_width), zeros(heads, tokens, config.value_width)
+        return self.of_layer(config, layer, zeros(tokens, config.width), queries, keys, values)
+
+
+class New(Reading, kw_only=True):
+    """Tokens that one layer reads.
+
+    Queries and keys are rotated by their original positions, in every storage format.
+    """
+
+    q: Float[Array, "b h g t d"]
+    k: Float[Array, "b h t d"]
+    v: Float[Array, "b h t e"]
+    raw_q: Float[Array, "b h g t d"]
+    """Queries before rotation."""
+    raw_k: Float[Array, "b h t d"]
+    """Keys before rotation."""
+    hidden: Float[Array, "b t width"]
+    """Input of the layer's block."""
+    config: LayerConfig = struct.field(pytree_node=False)
+    """Attention of the layer."""
+    head: Int[Array, "b h"] | None = None
+    """Indices of these KV heads; None for all of them in order."""
+    layer: int | Int[Array, ""] = 0
+    """Index of the layer; an array if layers share a program, see `Part.layer`."""
+    sink_logits: Float[Array, "h g"] | None = None
+    """Logit of each query head's learned sink, in the denominator of the softmax alone; None for a layer without
+    sinks, and for a block of pages."""
+
+    @property
+    def spread(self) -> Spread:
+        """Sharding of the layer over devices."""
+        return self.config.spread
+
     @property
     def last_query(self) -> Float[Array, "b h g d"]:
         """Query of the newest token; arbitrary for a row without new tokens."""
@@ -191,6 +244,22 @@ class New(struct.PyTreeNode):
             return self.q[:, :, :, 0]
         newest = self.position == self.newest[:, None]
         return jnp.einsum("bhgtd,bt->bhgd", self.q, newest.astype(self.q.dtype))
+
+    def part(self, start: int | Int[Array, ""], size: int) -> Self:
+        """Return some successive tokens of each row, as they are read after the tokens before them."""
+        axes = {"q": 3, "k": 2, "v": 2, "raw_q": 3, "raw_k": 2, "hidden": 1}
+        cut = {
+            name: jax.lax.dynamic_slice_in_dim(getattr(self, name), start, size, axis) for name, axis in axes.items()
+        }
+        return super().part(start, size).replace(**cut)
+
+    def rotated(self, turns: Turns | None = None) -> New:
+        """Return the tokens with rotated queries and keys; `turns` are the rotations, if layers share them."""
+        if self.config.rope is None:
+            return self
+        turns = turns or self.turns(self.config.rope, self.q.dtype)
+        q, k, v = self.config.rotated((self.q, self.k), turns, self.kernels, (self.v,))
+        return self.replace(q=q, k=k, v=v)
 
 
 class KV(struct.PyTreeNode):
@@ -219,15 +288,7 @@ class Pairs(NamedTuple):
 def restored(
     rope: Rope | None, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
 ) -> Pairs:
-    """Decode stored pairs; keys are returned rotated by their original positions.
-
-    Args:
-        rope: RoPE of the layer.
-        kv: stored pairs.
-        position: original position of each pair.
-        state: codec state of the layer's heads; None if pairs are stored unchanged.
-        dtype: dtype of the result.
-    """
+    """Decode stored pairs at their original positions, by which the keys that are returned are rotated."""
     keys, values = (numbers(x, dtype) for x in (kv.k, kv.v))
     if state is not None and state.factor is not None:
         keys = (keys * state.factor[:, :, None]).astype(dtype)
@@ -290,19 +351,11 @@ class View(Heads):
         return self.position >= 0
 
     def keys(self, new: New) -> Float[Array, "b h c d"]:
-        """Return decoded keys, rotated by their original positions; those of empty slots are arbitrary.
-
-        Args:
-            new: the tokens that are being read.
-        """
+        """Return decoded keys, rotated by their original positions; those of empty slots are arbitrary."""
         return self._pairs(new).k
 
     def values(self, new: New) -> Float[Array, "b h c e"]:
-        """Return decoded values; those of empty slots are arbitrary.
-
-        Args:
-            new: the tokens that are being read.
-        """
+        """Return decoded values; those of empty slots are arbitrary."""
         return self._pairs(new).v
 
     def _pairs(self, new: New) -> Pairs:

@@ -155,11 +155,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/inference/test_extend.py tests/cache/test_rows.py",
         "tests/methods/test_window_attention.py",
     ),
-    "kvjax/cache/compress.py": (
-        _CORE,
-        "tests/inference/test_extend.py tests/cache/test_rows.py",
-        "tests/methods/test_window_attention.py",
-    ),
     "kvjax/cache/empty.py": (
         _CORE,
         "tests/inference/test_extend.py tests/cache/test_rows.py",
@@ -178,13 +173,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvjax/cache/stats.py": _ATTENTION,
     "kvjax/cache/attention.py": _ATTENTION,
     "kvjax/cache/recompute.py": _ATTENTION,
-    "kvjax/cache/paged/candidates.py": _PAGES,
     "kvjax/cache/paged/build.py": _PAGES,
     "kvjax/cache/paged/stats.py": _PAGES,
     "kvjax/cache/paged/gather.py": _PAGES,
     "kvjax/cache/paged/table.py": _PAGES,
     "kvjax/cache/paged/storage.py": _PAGES,
-    "kvjax/policies/key_scales.py": ("tests/policies/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),
+    "kvjax/policies/quantizer.py": ("tests/policies/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),
     "kvjax/cache/slots.py": (
         _CORE,
         "tests/policies/test_allocation.py",

@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.query_shards import Share
 from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
 from kvjax.cache.stats import answer, answered, drawn, normalised, over_heads, seen_slots, summed, tempered, weighed
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Sums, questions
-from kvjax.types import SLOTS, New, PyTree, View, wide
-from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
+from kvjax.types import SLOTS, New, PyTree, Spread, View, wide
+from pallas_kernels.attention import LowRank, Partial, merge, power_below, query_block, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
 from pallas_kernels.noise import layer_seed
-from pallas_kernels.prefill_scores import prefill_scores
+from pallas_kernels.prefill_scores import Own, prefill_scores
 
 
 class Question(NamedTuple):
@@ -73,11 +72,7 @@ def attend_token(
 
 
 def kernel_scores(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
-    """Return the scores that a kernel must compute for one token per row, and whether it sums them as requested.
-
-    Raises:
-        ValueError: a request is about prompts only.
-    """
+    """Return the scores that a kernel must compute for one token per row, and whether it sums them as requested."""
     leaves, _ = questions(asks)
     if any(isinstance(ask, Near) for ask in leaves):
         raise ValueError("Near statistics need a prompt that is read as a whole, not a single token.")
@@ -172,6 +167,55 @@ def with_evicted(attended: Partial, remembered: LowRank | Partial | None) -> Par
     return attended if remembered is None else merge(attended, share_of_evicted(remembered))
 
 
+class Share(NamedTuple):
+    """Queries of a block that this device computes: all, or every n-th run if n devices hold the same slots."""
+
+    given: Operands
+    new: New
+    """These queries with their positions, and the keys and values of the whole block."""
+    token: Int[Array, " m"] | None
+    """Indices of these queries in the block, where the last one replaces those beyond the block; None for all."""
+    size: int
+    """Queries in a run."""
+    spread: Spread
+    tokens: int
+    """Tokens of the block."""
+
+    @classmethod
+    def of(cls, given: Operands, new: New) -> Share:
+        """Return the queries of this device."""
+        tokens = new.position.shape[1]
+        # Give each device several runs: later queries see more keys, so the last run takes longest.
+        size = min(query_block(tokens, new.q.shape[0]), power_below(max(1, tokens // (4 * new.spread.queries))))
+        number = new.spread.own_queries(tokens, size)
+        if number is None:
+            return cls(given, new, None, size, new.spread, tokens)
+        token = jnp.minimum(number, tokens - 1)
+        position = jnp.where(number < tokens, new.position[:, token], -1)
+        places = None if given.places is None else (given.places[0][:, :, token], given.places[1])
+        share = given._replace(q=given.q[:, :, :, token], places=places)
+        return cls(share, new.replace(q=share.q, position=position), token, size, new.spread, tokens)
+
+    @property
+    def own(self) -> Own | None:
+        """Tokens of these queries, in the form of the kernel's argument; None for all of them."""
+        return None if self.token is None else Own(self.token, self.tokens)
+
+    def weighed(self, ask: Ask) -> Ask:
+        """Restrict a request about a whole block to these queries."""
+        if self.token is None or not isinstance(ask, Sums | Damage | Peak):
+            return ask
+        weights = None if ask.weights is None else ask.weights[..., self.token]
+        if not isinstance(ask, Sums):
+            return ask.replace(weights=weights)
+        tau = jnp.asarray(ask.tau)
+        return ask.replace(weights=weights, tau=tau[:, self.token] if tau.ndim else ask.tau)
+
+    def whole(self, own: Array, axis: int) -> Array:
+        """Gather an array over all queries from the devices' arrays, along an axis."""
+        return self.spread.all_queries(own, self.tokens, self.size, axis)
+
+
 def attend_block(
     given: Operands,
     view: View,
@@ -252,19 +296,14 @@ def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b 
     # Stacks one row of weights per request; requests that weight all queries equally share a row.
     if all(isinstance(ask, Sums) and ask.weights is None for ask in asks):
         return [0] * len(asks), None
+    kind, equally = wide(new.q.dtype), any(isinstance(ask, Sums) and ask.weights is None for ask in asks)
+    stack = [jnp.ones((new.position.shape[0], 1, new.position.shape[1]), kind)] if equally else []
     rows: list[int] = []
-    stack: list[Array] = []
-    everyone = None
     for ask in asks:
         assert isinstance(ask, Sums)
-        if ask.weights is None:
-            if everyone is None:
-                everyone = len(stack)
-                stack.append(jnp.ones((new.position.shape[0], 1, new.position.shape[1]), wide(new.q.dtype)))
-            rows.append(everyone)
-        else:
-            rows.append(len(stack))
-            stack.append(ask.weights.astype(wide(new.q.dtype)))
+        rows.append(0 if ask.weights is None else len(stack))
+        if ask.weights is not None:
+            stack.append(ask.weights.astype(kind))
     heads = max(row.shape[1] for row in stack)
     shape = (stack[0].shape[0], heads, stack[0].shape[2])
     return rows, jnp.stack([jnp.broadcast_to(row, shape) for row in stack], axis=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import attention, slots
-from kvjax.cache.compress import best_slots
 from kvjax.cache.evict import (
     evicted_pairs,
     foreseen,
@@ -36,17 +35,6 @@ from pallas_kernels.decode_step import Hashed, Query, Slots, Token, decode_step
 from pallas_kernels.decode_step import Ranking as Choice
 from pallas_kernels.decode_step import one_pass as step_in_one_pass
 from pallas_kernels.operands import Operand
-
-
-class Stepped(NamedTuple):
-    """Result of a kernel that evicts and attends in one pass."""
-
-    partial: Partial
-    """Attention over the slots."""
-    answers: PyTree
-    """Attention statistics; None if the scores include them already."""
-    evicted: Evicted | None
-    """Evicted pairs, if requested."""
 
 
 class Dense(struct.PyTreeNode):
@@ -83,11 +71,9 @@ class Dense(struct.PyTreeNode):
         return Dense(tuple(map(changed, self.layers)))
 
     def exchange(self, policy: Policy, layer: int, new: New, *, pairs: bool = False) -> tuple[Dense, Evicted]:
-        """Write one new token per row into the lowest-ranked slot of each head, and return the evicted pairs.
+        """Write one new token per row into the lowest-ranked slot of each head; a row of padding changes nothing.
 
-        Args:
-            new: one token per row; a row of padding changes nothing.
-            pairs: False to return no pairs. A residual has already absorbed every evicted pair but the returned ones.
+        Return the evicted pairs, too, if `pairs` is True. A residual has already absorbed all evicted pairs but these.
         """
         if policy.may_shrink:
             self = self._shrunk(policy, layer, new)
@@ -109,35 +95,31 @@ class Dense(struct.PyTreeNode):
 
     def exchange_and_attend(
         self, policy: Policy, layer: int, new: New, asks: Callable[[Heads], PyTree]
-    ) -> tuple[Dense, PyTree, Stepped] | None:
+    ) -> tuple[Dense, PyTree, Attended, Evicted | None] | None:
         """Run `exchange` and `attend` in one kernel that reads keys and values once; return None if impossible.
 
-        Args:
-            asks: returns the requested attention statistics, given limits and states of the heads.
-
-        Returns:
-            The storage, the requests, and attention with statistics and evicted pairs.
+        `asks` gives the requested attention statistics, which are returned, too, as are evicted pairs for a residual.
+        The statistics are None if scores include them already.
         """
-        view = self.layers[layer]
-        spec = new.config.spec
+        # If the codec tracks the order of slots, the positions of keys are known only after the eviction.
+        view, spec, codec = self.layers[layer], new.config.spec, policy.codec
+        if new.spread.slots > 1 or codec.ordered or not codec.encoded_by_kernels:
+            return None
+
+        def inputs() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
+            _, found = codec.operands(view, new).with_bias(new, policy.slot_bias(view))
+            hashed = hashed_codes(policy.ranking(view, new), view)
+            return None if found.places is not None else (found.q[:, :, :, 0], *found.stored, found.sinks, hashed)
+
+        shapes = jax.eval_shape(inputs)
+        if shapes is None:
+            return None
 
         def one_pass(scores: Any) -> bool:
-            def given() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
-                _, found = policy.codec.operands(view, new).with_bias(new, policy.slot_bias(view))
-                if found.places is not None:
-                    return None
-                hashed = hashed_codes(policy.ranking(view, new), view)
-                return found.q[:, :, :, 0], *found.stored, found.sinks, hashed
-
-            shapes = jax.eval_shape(given)
-            if shapes is None:
-                return False
             q, k, v, sinks, hashed = shapes
             return step_in_one_pass(Query(q, spec, sinks, scores), k, v, hashed, **new.kernels._asdict())
 
-        # If the codec tracks the order of slots, the positions of keys are known only after the eviction.
-        codec = policy.codec
-        if new.spread.slots > 1 or codec.ordered or not codec.encoded_by_kernels or not one_pass(None):
+        if not one_pass(None):
             return None
         wanted = asks(view)
         own = without_again(wanted)
@@ -181,7 +163,7 @@ class Dense(struct.PyTreeNode):
         evicted = None
         if done.pair is not None:
             evicted = evicted_pairs(view.state, new, KV(*done.pair), done.left)
-        return self.replace_layer(layer, written), wanted, Stepped(done.attended.partial, answers, evicted)
+        return self.replace_layer(layer, written), wanted, Attended(done.attended.partial, answers), evicted
 
     def append(self, policy: Policy, layer: int, new: New) -> Dense:
         """Append slots for a block of text; no token is evicted."""
@@ -233,15 +215,12 @@ class Dense(struct.PyTreeNode):
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score))), out
 
     def compress(self, policy: Policy, layer: int, new: New, capacity: int) -> tuple[Dense, Bool[Array, "b h c"]]:
-        """Keep the best slots of each head, as many as it may use, in buffers of `capacity` slots.
+        """Keep the best slots of each head in buffers of `capacity` slots; also return a mask of the evicted slots.
 
         Rows without new tokens keep their slots in place.
-
-        Returns:
-            The smaller storage, and a mask of the slots of this storage that are evicted.
         """
         view = self.layers[layer]
-        best, kept, leaving = best_slots(policy, view, new, capacity)
+        best, kept, leaving = slots.best_slots(policy, view, new, capacity)
         smaller = view.replace(
             kv=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.kv),
             slots=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.slots),
@@ -258,7 +237,8 @@ class Dense(struct.PyTreeNode):
 
         # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
         def losing() -> Any:
-            leaving = best_slots(policy, view, new, view.capacity * new.spread.slots, coming=1)[2] & fewer[..., None]
+            leaving = slots.best_slots(policy, view, new, view.capacity * new.spread.slots, coming=1)[2]
+            leaving &= fewer[..., None]
             after = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
             return leaving, after.slots.codec, after.state.codec
 
@@ -278,8 +258,7 @@ class Dense(struct.PyTreeNode):
     def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
         """Prepare steps over all layers; find all victims if devices shard the slots and no layer has to run first.
 
-        Args:
-            ahead: returns the tokens for a layer, with valid positions and shapes but without contents.
+        `ahead` gives the tokens of a layer, with valid positions and shapes but without contents.
         """
         if configs[0].spread.slots == 1 or policy.may_shrink or policy.score.requires.host_memory:
             return self
@@ -316,11 +295,7 @@ class Dense(struct.PyTreeNode):
         return select_rows(self, index)
 
     def put(self, index: Int[np.ndarray, " m"], rows: Dense) -> Dense:
-        """Replace some rows; buffers may be larger than those of `rows`.
-
-        Raises:
-            ValueError: the buffers of `rows` are larger.
-        """
+        """Replace some rows; buffers may be larger than those of `rows`."""
         return Dense(replace_rows(self.layers, index, rows.layers))
 
     def stored_positions(self) -> tuple[Int[Array, "b h c"], ...]:
@@ -328,11 +303,7 @@ class Dense(struct.PyTreeNode):
         return tuple(view.position for view in self.layers)
 
     def positions(self, stored: Any = None) -> list[np.ndarray]:
-        """Return the position in each slot [b h c] of each layer on the host, -1 for empty slots.
-
-        Args:
-            stored: `stored_positions` of an earlier step; None for the current ones.
-        """
+        """Return positions [b h c] by layer on the host, -1 in empty slots; `stored` are those of an earlier step."""
         return [on_host(layer) for layer in (self.stored_positions() if stored is None else stored)]
 
     def limits(self) -> tuple[Int[Array, "b h"], ...]:

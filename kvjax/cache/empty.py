@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from kvjax.policies.codec import Codec
-from kvjax.types import LayerConfig, New, View
+from kvjax.types import LayerConfig, Reading, View
 
 
 def empty_layers(
@@ -21,12 +21,7 @@ def empty_layers(
     slots: Sequence[int],
     dtype: DTypeLike,
 ) -> tuple[View, ...]:
-    """Create empty slots for all layers of a model, with each layer's form of the policy (`Policy.layer`); see `empty`.
-
-    Args:
-        policy: the policy, after `Policy.sized` if its states depend on the number of slots.
-        slots: number of slots in the buffers of each layer.
-    """
+    """Create empty slots in each layer, for a policy `sized` before if its states depend on their number."""
     layers = enumerate(zip(configs, limits, slots, strict=True))
     return tuple(
         empty(policy.layer(layer), config, layer, limit=limit, slots=count, dtype=dtype)
@@ -45,27 +40,10 @@ def empty(
 ) -> View:
     """Create empty slots for a layer."""
     rows, heads = limit.shape
-    each = jnp.zeros(rows, jnp.int32)
-    keys = jnp.zeros((rows, heads, 0, config.key_width), dtype)
-    queries = jnp.zeros((rows, heads, config.groups, 0, config.key_width), dtype)
-    shape = New(
-        q=queries,
-        k=keys,
-        v=jnp.zeros((rows, heads, 0, config.value_width), dtype),
-        raw_q=queries,
-        raw_k=keys,
-        hidden=jnp.zeros((rows, 0, config.width), dtype),
-        position=jnp.zeros((rows, 0), jnp.int32),
-        token=jnp.zeros((rows, 0), jnp.int32),
-        prompt_length=each,
-        read=each,
-        horizon=each,
-        end=each,
-        seed=each.astype(jnp.uint32),
-        config=config,
-        head=config.numbers(rows),
-        layer=layer,
-    )
+    none, each = jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, jnp.int32)
+    lengths: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each)
+    reading = Reading(token=none, position=none, seed=each.astype(jnp.uint32), **lengths)
+    shape = reading.ahead(config, layer, dtype)
     state = policy.init(shape)
     codec: Codec = policy.codec
     held = (codec.encode(shape, state.codec), policy.slots(shape, state))

@@ -36,11 +36,7 @@ class Ranks(NamedTuple):
 
 
 def ranked(policy: Policy, view: View, new: New) -> Ranks:
-    """Rank a layer's slots by the policy when one token per row arrives.
-
-    Raises:
-        ValueError: the protection has a quota, which only heads with slots of their own can keep.
-    """
+    """Rank a layer's slots by the policy when one token per row arrives; raise a ValueError for a quota."""
     # A policy that evicts several tokens at once has made room for this one.
     equal = jnp.zeros(view.position.shape, wide(new.k.dtype)) if policy.ranks_at_evictions else None
     scores, guard, ranking = slots.scores(policy, view, new, ranking=equal)
@@ -49,7 +45,7 @@ def ranked(policy: Policy, view: View, new: New) -> Ranks:
             f"{type(policy.protection).__name__} has a quota, which plan {type(policy.plan).__name__} does not keep; "
             "use a plan with slots for each head, such as adakv."
         )
-    simple = guard.last is None and not slots.windowed(new)
+    simple = guard.last is None and new.config.window is None
     bounds = Protection(guard.sinks, guard.recent, slots.slots_at(policy, view.limit, new))
     by_age = simple and isinstance(ranking, OldestFirst)
     return Ranks(None if by_age else scores, bounds, guard.keep, hashed_codes(ranking, view) if simple else None)

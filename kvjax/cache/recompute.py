@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.stats import damage, highest, normalised, reduced, seen_slots
+from kvjax.cache.stats import normalised, reduced, seen_slots
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
-from kvjax.policies.stats import Again, Ask, Damage, Peak, Probs, Seen, is_ask
+from kvjax.policies.stats import Again, Ask, Peak, Probs, Seen, Sums, is_ask
 from kvjax.types import New, PyTree, View, wide
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
 from pallas_kernels.operands import Joined, Operand, values
@@ -57,11 +57,10 @@ def by_blocks(
     taus = [jnp.broadcast_to(jnp.asarray(getattr(ask, "tau", 1.0), lse.dtype), new.position.shape) for ask in asks]
 
     def found(ask: Any, probs: Array, w: Array, tau: Array, part: New) -> Array:
-        if isinstance(ask, Damage):
-            return damage(ask.replace(weights=w), probs, values(given.v, probs.dtype), part)
-        if isinstance(ask, Peak):
-            return highest(ask.replace(weights=w), probs)
-        return reduced(ask.replace(weights=w, tau=1.0 if ask.plain else tau), probs, view.position, part)
+        weighed = ask.replace(weights=w)
+        if isinstance(ask, Sums) and not ask.plain:
+            weighed = weighed.replace(tau=tau)
+        return reduced(weighed, probs, given.v, view.position, part)
 
     def add(sums: list[Array], block: Any) -> tuple[list[Array], None]:
         (q, lse, position, place), weights, taus = block
@@ -140,7 +139,7 @@ def asked_again(given: Operands, view: View, new: New, ask: Again, earlier: Earl
 
 def newest_attention(given: Operands, view: View, new: New, ask: Probs, lse: Float[Array, "b h g t"]) -> Seen:
     count = min(ask.newest, new.position.shape[1])
-    index = new.valid.sum(1, dtype=jnp.int32)[:, None] - count + jnp.arange(count)
+    index = new.counts[:, None] - count + jnp.arange(count)
     at = jnp.maximum(index, 0)
     position = jnp.where(index >= 0, jnp.take_along_axis(new.position, at, 1), -1)
     q = jnp.take_along_axis(given.q, at[:, None, None, :, None], 3)

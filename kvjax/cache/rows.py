@@ -31,11 +31,7 @@ def with_empty_slots(view: View, capacity: int) -> View:
 
 
 def replace_rows(layers: tuple[View, ...], index: Int[np.ndarray, " m"], rows: tuple[View, ...]) -> tuple[View, ...]:
-    """Replace some rows of all layers; buffers may be larger than those of `rows`.
-
-    Raises:
-        ValueError: the buffers of `rows` are larger.
-    """
+    """Replace some rows of all layers; buffers may be larger than those of `rows`, but not smaller."""
     replaced: list[View] = []
     for number, (mine, theirs) in enumerate(zip(layers, rows, strict=True)):
         room, wanted, theirs = mine.capacity, theirs.capacity, jax.tree.map(_on_device, theirs)

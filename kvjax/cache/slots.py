@@ -46,25 +46,17 @@ def scores(
     """Return the score of each slot, its protection and the ranking; tokens to evict last score highest.
 
     Tokens outside the layer's own window are expired, even if protected, because later queries do not see them. A layer
-    whose number of slots per head equals its window therefore holds exactly that window, under any policy.
-
-    Args:
-        numbers: converts the ranking to scores.
-        ranking: a ranking instead of the policy's own.
+    whose number of slots per head equals its window therefore holds exactly that window, under any policy. `ranking`
+    replaces the policy's own, and `numbers` converts it to scores.
     """
     with jax.named_scope("scores"):
         ranking = policy.ranking(view, new) if ranking is None else ranking
         found, guard = numbers(ranking, view), policy.protection.guard(view, new)
     if guard.last is not None:
         found = jnp.where(guard.last, last_resort(found.dtype), found)
-    if windowed(new):
+    if new.config.window is not None:
         found = jnp.where(in_window(view.position, new), found, -jnp.inf)
     return found, guard, ranking
-
-
-def windowed(new: New) -> bool:
-    """Return whether the layer has its own sliding window."""
-    return new.config.window is not None
 
 
 def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]:
@@ -123,12 +115,8 @@ def claim(
 ) -> Int[Array, "3 b h"]:
     """Return the victim among each head's slots on this device, where several devices share the slots.
 
-    Args:
-        scores: score of each slot on this device; None if the oldest is evicted first.
-        shrinks: as for `pallas_kernels.ranking.victim`.
-
-    Returns:
-        Rank of the slot as bits, position of its token, and its index among the slots of all devices.
+    It is given as its rank in bits, the position of its token, and its index among the slots of all devices. Scores are
+    None if the oldest is evicted first; `shrinks` is as for `pallas_kernels.ranking.victim`.
     """
     last, capacity = jnp.iinfo(jnp.int32).max, position.shape[-1]
     slot = jax.lax.axis_index(SLOTS) * capacity + jnp.arange(capacity, dtype=jnp.int32)
@@ -180,8 +168,7 @@ def best_first(
 def chosen(policy: Policy, view: View, new: New, coming: int = 0) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Return the slots of whole heads from the most to the least important one, and how many of them stay.
 
-    Args:
-        coming: number of new tokens that have no slot yet.
+    `coming` new tokens have no slot yet, and need one.
     """
     score, guard = policy.standing(view, new)
     ranks, position, score = map(new.spread.all_slots, (rank(policy, view, new), view.position, score))
@@ -196,6 +183,36 @@ def chosen(policy: Policy, view: View, new: New, coming: int = 0) -> tuple[Int[A
         score = jnp.where(worth if quota.among_all else competes, score, -jnp.inf)
         count += sum_of_most(score, position, competes, quota.most) - competes.sum(-1)
     return order, jnp.minimum(count, usable)
+
+
+def best_slots(
+    policy: Policy, view: View, new: New, capacity: int, coming: int = 0
+) -> tuple[Array, Array, Bool[Array, "b h c"]]:
+    """Choose the slots to keep in buffers of `capacity` slots per head, up to the limit of each head; see `chosen`.
+
+    Rows without new tokens keep their slots in place.
+
+    Returns:
+        The best slots of whole heads [b h capacity], a mask of those that are kept, and a mask of this device's slots
+        that are evicted.
+    """
+    position = new.spread.all_slots(view.position)
+    rows, heads, held = position.shape
+    best, count = chosen(policy, view, new, coming)
+    idle = ~new.valid.any(1)[:, None, None]
+    best = jnp.where(idle, jnp.arange(held, dtype=jnp.int32), best)
+    count = jnp.where(idle[..., 0], held, count)
+    missing = max(0, capacity - held)
+    if missing:
+        # Pad with repeats of the last slot, which `kept` excludes.
+        best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (rows, heads, missing))], axis=-1)
+    best = best[..., :capacity]
+    place = jnp.arange(capacity)
+    kept = (place < count[..., None]) & (place < capacity - missing)
+    kept &= gather(position, best) >= 0
+    staying = jnp.zeros(position.shape, bool)
+    staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
+    return best, kept, new.spread.own_slots((position >= 0) & ~staying)
 
 
 def sum_of_most(
@@ -216,10 +233,9 @@ def gather(leaf: Array, slots: Int[Array, "b h m"]) -> Array:
 
 
 def fold_evicted(residual: Residual, view: View, new: New, leaving: Bool[Array, "b h c"]) -> PyTree:
-    """Return a residual's state with evicted slots of a layer added, decoding one block of slots at a time.
+    """Return a residual's state with the `leaving` slots of a layer added, decoding one block of slots at a time.
 
-    Args:
-        leaving: mask of the evicted slots; tokens outside the layer's window are not added.
+    Tokens outside the layer's window are not added.
     """
     position = remembered_positions(jnp.where(leaving, view.position, -1), new)
     size = min(TOKEN_BLOCK, view.capacity)

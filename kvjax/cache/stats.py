@@ -38,12 +38,7 @@ def answer(
     if isinstance(ask, Probs):
         seen = seen_slots(position, new)
         return Seen(probs, new.position, seen.sum(-1) if visible is None else visible, seen)
-    if isinstance(ask, Damage):
-        return damage(ask, probs, numbers(v, probs.dtype), new)
-    if isinstance(ask, Peak):
-        return highest(ask, probs)
-    assert isinstance(ask, Sums)
-    return over_heads(ask, reduced(ask, probs, position, new), new)
+    return over_heads(ask, reduced(ask, probs, v, position, new), new)
 
 
 def seen_slots(position: Int[Array, "b h c"], new: New) -> Bool[Array, "b h t c"]:
@@ -91,9 +86,14 @@ def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Flo
 
 
 def reduced(
-    ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
-) -> Float[Array, "b h c"]:
-    """Compute a requested sum over some queries from their probabilities, before it is reduced over heads."""
+    ask: Ask, probs: Float[Array, "b h g t c"], v: Operand | Joined, position: Int[Array, "b h c"], new: New
+) -> Float[Array, "b h *g c"]:
+    """Compute a requested statistic of some queries from their probabilities, before it is reduced over heads."""
+    if isinstance(ask, Damage):
+        return damage(ask, probs, numbers(v, probs.dtype), new)
+    if isinstance(ask, Peak):
+        return highest(ask, probs)
+    assert isinstance(ask, Sums)
     if not ask.plain:
         probs = tempered(ask, probs, position, new)
         probs = normalised(probs, probs.sum(-1, keepdims=True))

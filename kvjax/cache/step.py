@@ -13,7 +13,7 @@ from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.storage import Paged
 from kvjax.policies.policy import Policy
-from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
+from kvjax.policies.stats import is_ask, of_own_heads, questions, sums_over
 from kvjax.types import Evicted, Heads, New, PyTree
 from pallas_kernels.attention import LowRank, Partial, with_sink
 
@@ -28,11 +28,8 @@ class Pending(NamedTuple):
     new: New
 
 
-class _Attended(NamedTuple):
-    storage: Storage
-    asks: PyTree
-    out: Float[Array, "b h g 1 e"]
-    answers: Any
+_Attended = tuple[Storage, PyTree, Float[Array, "b h g 1 e"], Any]
+"""The cache, requests of attention statistics, attention, and the statistics."""
 
 
 def step(
@@ -59,7 +56,7 @@ def step(
 
     done = _in_one_pass(policy, storage, layer, new, asked)
     storage, asks, out, answers = done or _in_two_passes(policy, storage, layer, new, asked)
-    if of_all_layers(asks) or of_devices(asks):
+    if sums_over(asks, "model") or sums_over(asks, "device"):
         return storage, out, [Pending(asks, answers, new)]
     storage = update_score(policy, storage, layer, asks, answers, new)
     if questions(asks)[0]:
@@ -79,15 +76,15 @@ def _in_one_pass(
         done = storage.exchange_and_attend(policy, layer, new, asked)
     if done is None:
         return None
-    storage, asks, (partial, answers, evicted) = done
-    partial = with_sink(partial, new.sink_logits)
+    storage, asks, found, evicted = done
+    partial = with_sink(found.partial, new.sink_logits)
     if evicted is None:
-        return _Attended(storage, asks, partial.out, answers)
+        return storage, asks, partial.out, found.answers
     assert policy.residual is not None  # only a residual requests the evicted pair
     with jax.named_scope("residual"):
         # Absorbed late, to the same effect: the residual has its own state.
         state, out = policy.residual.step(storage.heads(layer).state.residual, evicted, new, partial)
-        return _Attended(storage.put_state(layer, residual=state), asks, out, answers)
+        return storage.put_state(layer, residual=state), asks, out, found.answers
 
 
 def _in_two_passes(policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]) -> _Attended:
@@ -96,29 +93,22 @@ def _in_two_passes(policy: Policy, storage: Any, layer: int, new: New, asked: Ca
     with jax.named_scope("attention"):
         storage, found = storage.attend(policy, layer, new, asks, remembered, policy.selection)
         out = with_sink(found.partial, new.sink_logits).out
-    return _Attended(storage, asks, out, found.answers)
+    return storage, asks, out, found.answers
 
 
 def steps(policy: Policy, storage: Any, layer: int, new: New) -> tuple[Storage, Float[Array, "b h g t e"]]:
     """Run a `step` for each of some known tokens, one after another, in the cache of one layer.
 
-    Args:
-        policy: as the layer uses it; no statistics that it requests are sums over layers.
-        new: tokens [b t], padded on the right.
+    None of the statistics that the policy requests is a sum over layers.
     """
-    counts = new.valid.sum(1, dtype=jnp.int32)
-    before = new.read - counts
-    axes = {"q": 3, "k": 2, "v": 2, "raw_q": 3, "raw_k": 2, "hidden": 1, "position": 1, "token": 1}
 
     def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
         storage, out = carry
-        here = {name: jax.lax.dynamic_slice_in_dim(getattr(new, name), i, 1, axis) for name, axis in axes.items()}
-        token = new.replace(read=jnp.minimum(new.read, before + i + 1), **here)
-        storage, attended, _ = step(policy, storage, layer, token, alone=True)
+        storage, attended, _ = step(policy, storage, layer, new.part(i, 1), alone=True)
         return storage, jax.lax.dynamic_update_slice_in_dim(out, attended.astype(out.dtype), i, axis=3)
 
     out = jnp.zeros((*new.q.shape[:4], new.v.shape[-1]), new.v.dtype)
-    return jax.lax.fori_loop(0, counts.max(), one, (storage, out))
+    return jax.lax.fori_loop(0, new.counts.max(), one, (storage, out))
 
 
 def exchange(policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool = False) -> tuple[Any, Evicted]:
@@ -161,10 +151,10 @@ def sum_over_layers(pending: Sequence[Pending]) -> list[Pending]:
     answers = [told.answers for told in pending]
 
     def total(ask: Any, *found: Any) -> Any:
-        return sum(found) if of_all_layers(ask) else None
+        return sum(found) if sums_over(ask, "model") else None
 
     def choose(ask: Any, whole: Any, own: Any) -> Any:
-        return whole if of_all_layers(ask) else own
+        return whole if sums_over(ask, "model") else own
 
     totals = jax.tree.map(total, pending[0].asks, *answers, is_leaf=is_ask)
     return [

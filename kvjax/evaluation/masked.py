@@ -118,7 +118,7 @@ def replayed(
             t, token, hidden, q, k, v, lse = inputs
             position = jnp.broadcast_to(t, (rows, 1))
             reading = state.cache.reading(token[:, None], position, position[:, 0] + 1)
-            new = reading.new(shape, index, hidden, q, k, v, sink_logits=sink_logits)
+            new = reading.of_layer(shape, index, hidden, q, k, v, sink_logits).rotated()
             storage, told, found = replay(own, mask, storage, new, lse)
             storage = update_score(own, storage, index, told.asks, told.answers, new)
             return (storage, look(sums, storage.layers[index], new, own, found)), found.partial.out

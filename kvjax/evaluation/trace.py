@@ -85,11 +85,10 @@ def _follow(probed: State, full: State, tokens: Int[Array, "n 1"]) -> Any:
     def look(cache: Cache, whole: Cache) -> tuple[list[Array], list[Array], list[Array]]:
         views, everything = cache.storage.unpack().layers, whole.storage.unpack().layers
         reading = cache.newest
-        x = jnp.zeros((*reading.token.shape, config.width), probed.weights.dtype)
         scores, kept = [], []
         for index, (shape, view, beside) in enumerate(zip(config.layer_configs, views, everything, strict=True)):
             policy = probed.policy.layer(index)
-            score, _ = policy.standing(view, reading.ahead(shape, index, x))
+            score, _ = policy.standing(view, reading.ahead(shape, index, probed.weights.dtype))
             scores.append(jnp.where(view.live, score, jnp.nan))
             row, _ = attention_row(shape, full.policy.layer(index), beside, whole.position - 1, length, None)
             kept.append(jnp.where(held_tokens(view, length)[:, :, None], row, 0.0).sum(-1).mean(2))

@@ -170,6 +170,8 @@ def begin(
     stop, ends = stop_strings(stop), stop_ids(stop_token_ids, model)
     check_room(max((len(prompt) for prompt in prompts), default=0), max_new_tokens, chosen, model)
     given = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
+    if not len(prompts):
+        raise ValueError("there is no prompt; give the ids of at least one.")
     rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,12 +22,7 @@ WHOLES = ("text", "prompt", "context")
 
 
 def checked_budget(budget: Any) -> Budget:
-    """Check a budget and return it as Python numbers.
-
-    Raises:
-        TypeError: if the budget is neither a number nor a number of slots for each layer.
-        ValueError: if it is out of range.
-    """
+    """Return a budget as Python numbers; refuse other types and budgets that no cache can count."""
     if isinstance(budget, (list, tuple, np.ndarray)) and np.ndim(budget) > 0:
         return [whole_number("budget", slots) for slots in budget]
     if isinstance(budget, (float, np.floating)):
@@ -52,7 +48,7 @@ def plan_slots(
     """Plan the slots that each row and head may use, and those of the buffers, by layer.
 
     Args:
-        policy: policy with the plan that distributes the budget.
+        policy: its plan distributes the budget.
         budget: slots per head, a fraction, or slots for each layer. Layers that are bounded by their own window get
             as many slots as the window is wide; the budget is distributed over the other layers.
         lengths: tokens of each prompt.
@@ -62,7 +58,7 @@ def plan_slots(
         budget_of: base of a fraction, one of `WHOLES`.
 
     Raises:
-        ValueError: if the budget is not positive, does not match the layers or does not fit the policy's protections.
+        ValueError: the budget is not positive, or does not fit the layers or the policy's protections.
     """
     rows, total, plan = len(lengths), lengths + max_new_tokens, policy.plan
     one = isinstance(budget, (int, float, np.integer, np.floating))
@@ -106,11 +102,11 @@ def plan_slots(
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
     # A layer cannot use more slots than its window.
     limits = np.where(apart, windows, np.minimum(limits, windows))
-    buffers = limits.max(1, where=apart, initial=0)
+    buffers, planned = limits.max(1, where=apart, initial=0), functools.cache(policy.buffer_slots)
     for layer, bound in enumerate(apart):
         if not bound.all():
-            planned = policy.buffer_slots(int(limits[layer, ~bound].max()), int(lengths.min()))
-            buffers[layer] = max(buffers[layer], planned)
+            most = int(limits[layer, ~bound].max())
+            buffers[layer] = max(buffers[layer], planned(most, int(lengths.min())))
     return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
 
 

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.step import Storage
-from kvjax.inference.layers import Reading
 from kvjax.inference.sharding import OF_ROWS, OF_VIEW, on_mesh, placed_by_program, shared, storage_specs
+from kvjax.types import Reading
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
 """Fields of a cache that have one entry for each row."""
@@ -56,31 +56,14 @@ class Cache(struct.PyTreeNode):
         return Cache(storage, none, none + prompt_length, horizon, end, key, seed, jnp.ones(len(horizon), bool))
 
     def reading(self, token: Int[Array, "b t"], position: Int[Array, "b t"], read: Int[Array, " b"]) -> Reading:
-        """Return generated tokens in the form that layers read.
-
-        Args:
-            token: ids.
-            position: position of each token; -1 for padding.
-            read: number of tokens of each row read so far, including these.
-        """
-        return Reading(
-            token=token,
-            position=position,
-            prompt_length=self.prompt_length,
-            read=read,
-            horizon=self.horizon,
-            end=self.end,
-            seed=self.seed,
-            given=False,
+        """Return generated tokens in the form that layers read; `read` counts each row's tokens, these included."""
+        planned: dict[str, Any] = dict(
+            prompt_length=self.prompt_length, horizon=self.horizon, end=self.end, seed=self.seed
         )
+        return Reading(token=token, position=position, read=read, given=False, **planned)
 
     def following(self, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> Reading:
-        """Return given texts, at the positions after the cache's own text, in the form that layers read.
-
-        Args:
-            tokens: ids of the texts, padded on the right.
-            lengths: tokens of each text.
-        """
+        """Return given texts, padded on the right, at the positions after the cache's own text, as layers read them."""
         place = jnp.arange(tokens.shape[1])
         position = jnp.where(place < lengths[:, None], self.position[:, None] + place, -1)
         return self.reading(tokens, position, self.position + lengths).replace(given=True)

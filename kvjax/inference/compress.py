@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty
-from kvjax.cache.paged.table import page_slots
 from kvjax.cache.step import update_score
+from kvjax.inference.bound import Layer
 from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
-from kvjax.inference.decoder import Decoder, check_step, decoder_specs, settle_step
+from kvjax.inference.decoder import Decoder, check_step, settle_step
 from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import Tokens, check_length, check_on_host, check_tokens, ready
 from kvjax.inference.press import (
     Asking,
     Pressed,
-    asking_specs,
-    check_ranked,
     kept_of_all,
     named,
-    on_pages,
     press,
-    pressed_specs,
+    pressed_on_mesh,
+    stored,
 )
 from kvjax.inference.replay import read_again, replayed_queries
-from kvjax.inference.sharding import OF_HEADS, OF_VIEW, joined, on_mesh, placed_policy, shared
+from kvjax.inference.sharding import OF_HEADS, OF_VIEW, bound_specs, joined, on_mesh, placed_policy, shared
 from kvjax.inference.state import State, check_state
 from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
-from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights
-from kvjax.models.model import rows_of
-from kvjax.models.sharding import on_device
+from kvjax.models.model import LanguageModel, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import SlotResidual
 from kvjax.policies.stats import questions
-from kvjax.types import LayerConfig, New, View
+from kvjax.types import New, Reading, View
 from kvjax.utils.dependence import depends_on
 from kvjax.utils.processes import on_host
 
@@ -59,14 +53,6 @@ UNKNOWN = {
     "token": "token ids",
 }
 """Data of tokens that a cache does not hold."""
-
-
-class _Model(NamedTuple):
-    # What parts of a policy are bound to.
-    weights: Weights
-    config: ModelConfig
-    mesh: Mesh | None
-    name: str = "of this state"
 
 
 def compress(
@@ -109,12 +95,15 @@ def compress(
     check_state(state)
     check_on_host("compress", state.position, budget, text)
     budget, before = checked_budget(budget), state.decoder
-    asked: Any = _Model(before.weights, before.config, before.mesh)
-    own = jax.tree.map(_on_host, before.policy)
+    model = LanguageModel(before.weights, before.config, "of this state")
+    model.mesh = before.mesh
+    own = jax.tree.map(
+        lambda leaf: leaf.item() if isinstance(leaf, jax.Array) and not leaf.ndim else leaf, before.policy
+    )
     chosen = own if policy is None else policy_by_name(policy)
     if chosen.plan.sizing.mode != "budget":
         raise ValueError(f"{name_of(chosen)} takes no budget to compress a cache to; choose a policy that does.")
-    bound = chosen if policy is None and plan is None else ready(asked, chosen, budget, plan)
+    bound = chosen if policy is None and plan is None else ready(model, chosen, budget, plan)
     if policy is None and bound.codec != own.codec:
         raise ValueError(
             f"plan={plan!r} needs another form of the keys under {name_of(bound)} than this state stores; read the "
@@ -135,22 +124,20 @@ def compress(
     matched = read_over if isinstance(bound.residual, SlotResidual) else None
     asking = None if matched is None else _queries(before, state.cache.replace(key=None), *matched)
     cache = placed_rows(state.cache.replace(end=jnp.asarray(end, jnp.int32)), before.mesh)
-    pressed = _pressed(decoder, cache.replace(key=None), limits, capacities, renewed, again, asking)
-    check_ranked(pressed, bound)
-    storage: Any = pressed[0]
-    if bound.plan.sizing.per_head:
-        storage = on_pages(storage, bound, page_slots(int(end.max())), before.mesh)
-    cache = cache.replace(storage=storage)
+    held, slots = cache.replace(key=None), tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
+    if again is not None:
+        dense = _renew_slots(decoder, held, slots) if renewed else held.unpacked(before.mesh).storage
+        held = read_again(decoder, held.replace(storage=dense), *again)
+    evict = _renew if renewed and again is None else press
+    cache = cache.replace(storage=stored(evict(decoder, held, slots, capacities, asking), decoder, int(end.max())))
     check_step(decoder, cache)
     settle_step(decoder, cache)
     return State(decoder, cache)
 
 
-Text = tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]
-"""Token ids of texts, padded on the right, and the length of each."""
-
-
-def _checked_text(policy: Policy, text: Tokens | None, state: State, renewed: bool) -> Text | None:
+def _checked_text(
+    policy: Policy, text: Tokens | None, state: State, renewed: bool
+) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]] | None:
     replays, matches = policy.score.requires.replay is not None, isinstance(policy.residual, SlotResidual)
     if text is None:
         if replays and renewed:
@@ -168,38 +155,8 @@ def _checked_text(policy: Policy, text: Tokens | None, state: State, renewed: bo
 def _queries(decoder: Decoder, cache: Cache, ids: Int[np.ndarray, "b n"], counts: Int[np.ndarray, " b"]) -> Asking:
     check_length(int((on_host(cache.position) + counts).max()), decoder.policy, decoder.config)
     padded = np.pad(ids, ((0, 0), (0, bucket(ids.shape[1]) - ids.shape[1])))
-    lengths = jnp.asarray(counts, jnp.int32)
-    valid = jnp.arange(padded.shape[1]) < lengths[:, None]
-    texts, programs = (jnp.asarray(padded, jnp.int32), lengths), _programs(decoder)
-    return replayed_queries(decoder.weights, decoder.policy, cache, *texts, **programs), valid
-
-
-def _programs(decoder: Decoder) -> dict[str, Any]:
-    return dict(config=decoder.config, kernels=decoder.kernels, mesh=decoder.mesh)
-
-
-def _pressed(
-    decoder: Decoder,
-    cache: Cache,
-    limits: Sequence[Int[np.ndarray, "b h"]],
-    capacities: tuple[int, ...],
-    renewed: bool,
-    text: Text | None,
-    asking: Asking | None,
-) -> Pressed:
-    slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
-    if renewed and text is None:
-        return _renew(decoder, cache, slots, asking, capacities)
-    programs = _programs(decoder)
-    if text is not None:
-        held = _renew_slots(decoder, cache, slots) if renewed else cache.unpacked(decoder.mesh).storage
-        cache = read_again(decoder.weights, decoder.policy, cache.replace(storage=held), *text, **programs)
-    sizes: dict[str, Any] = dict(dtype=decoder.weights.dtype, capacities=capacities, asking=asking)
-    return press(decoder.policy, cache, slots, **programs, **sizes)
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.item() if isinstance(leaf, jax.Array) and leaf.ndim == 0 else leaf
+    tokens, lengths = jnp.asarray(padded, jnp.int32), jnp.asarray(counts, jnp.int32)
+    return replayed_queries(decoder, cache, tokens, lengths), jnp.arange(padded.shape[1]) < lengths[:, None]
 
 
 def _check_same_tokens(state: State) -> None:
@@ -216,65 +173,51 @@ def _renew(
     decoder: Decoder,
     cache: Cache,
     limits: tuple[Int[Array, "b h"], ...],
-    asking: Asking | None,
     capacities: tuple[int, ...],
+    asking: Asking | None,
 ) -> Pressed:
     def here(decoder: Decoder, cache: Cache, limits: tuple[Array, ...], asking: Asking | None) -> Pressed:
-        policies, views, new = _renewed_layers(decoder, cache, limits)
+        policies = [layer.policy for layer in decoder.layers]
+        views, new = _renewed_layers(decoder, cache, limits)
         return kept_of_all(policies, views, new, capacities, decoder.mesh, asking)
 
-    given = decoder_specs(decoder), cache_specs(cache), (OF_HEADS,) * len(limits), asking_specs(asking)
-    made = pressed_specs(decoder.policy, len(limits))
-    return on_mesh(here, decoder.mesh, given, made)(decoder, cache, limits, asking)
+    return pressed_on_mesh(here, decoder, cache, limits, asking)
 
 
 @jax.jit
 def _renew_slots(decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...]) -> Dense:
     def here(decoder: Decoder, cache: Cache, limits: tuple[Array, ...]) -> Dense:
-        return shared(Dense(tuple(_renewed_layers(decoder, cache, limits)[1])), decoder.mesh)
+        return shared(Dense(_renewed_layers(decoder, cache, limits)[0]), decoder.mesh)
 
-    given = decoder_specs(decoder), cache_specs(cache), (OF_HEADS,) * len(limits)
+    of_layers = (OF_HEADS,) * len(limits)
+    given = bound_specs(decoder), cache_specs(cache), of_layers
     return on_mesh(here, decoder.mesh, given, Dense((OF_VIEW,) * len(limits)))(decoder, cache, limits)
 
 
 def _renewed_layers(
     decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...]
-) -> tuple[list[Policy], list[View], list[New]]:
-    # The slots as the policy would have them, had it read the tokens that are there as a prompt.
-    config = on_device(decoder.config, decoder.mesh)
-    reading = cache.newest.replace(kernels=decoder.kernels)
-    x = jnp.zeros((*reading.token.shape, config.width), decoder.weights.dtype)
-    dense = joined(cache.storage, decoder.mesh).unpack()
-    policies = [decoder.policy.layer(index) for index in range(config.layers)]
-    views, new = list[View](), list[New]()
-    for index, shape in enumerate(config.layer_configs):
-        tokens = reading.ahead(shape, index, x)
-        view, tokens = _renewed(policies[index], shape, dense.layers[index].replace(limit=limits[index]), tokens)
-        views.append(view)
-        new.append(tokens)
-    return policies, views, new
+) -> tuple[tuple[View, ...], tuple[New, ...]]:
+    # The slots as the policy would have them, had it read the tokens that are there as a prompt, and these tokens.
+    reading, dense = cache.newest.replace(kernels=decoder.kernels), joined(cache.storage, decoder.mesh).unpack()
+    layers = zip(decoder.here().layers, dense.layers, limits, strict=True)
+    found = [
+        _renewed(layer, reading, view.replace(limit=limit), decoder.weights.dtype) for layer, view, limit in layers
+    ]
+    views, tokens = zip(*found, strict=True)
+    return views, tokens
 
 
-def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[View, New]:
-    order = text_order(view.position)
+def _renewed(layer: Layer, reading: Reading, view: View, dtype: DTypeLike) -> tuple[View, New]:
+    policy, shape, number = layer.policy, layer.shape, layer.number
+    new, order = reading.ahead(shape, number, dtype), text_order(view.position)
     keys, values = (jnp.take_along_axis(x, order[..., None], axis=2) for x in (view.keys(new), view.values(new)))
     at = jnp.take_along_axis(view.position, order, axis=-1)[:, 0]
-    rows, held = at.shape
-    queries = jnp.zeros((rows, shape.kv_heads, shape.groups, held, shape.key_width), keys.dtype)
-    tokens = new.replace(
-        k=keys,
-        v=values,
-        q=queries,
-        raw_q=queries,
-        raw_k=jnp.zeros_like(keys),
-        hidden=jnp.zeros((rows, held, shape.width), keys.dtype),
-        position=at,
-        token=jnp.zeros_like(at),
-    )
+    text = reading.replace(position=at, token=jnp.zeros_like(at))
+    tokens = text.ahead(shape, number, dtype).replace(k=keys, v=values)
 
     def read(**unknown: Array) -> View:
         known = tokens.replace(**unknown)
-        made = empty(policy, shape, new.layer, limit=view.limit, slots=0, dtype=keys.dtype)
+        made = empty(policy, shape, number, limit=view.limit, slots=0, dtype=dtype)
         storage = Dense((made,)).append(policy, 0, known)
         asks = policy.score.asks(storage.heads(0), known)
         if questions(asks)[0]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -18,11 +17,12 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.paged.stats import check_asks
 from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots
+from kvjax.inference.bound import Bound
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
 from kvjax.inference.layers import read_block, read_chunks, read_steps
 from kvjax.inference.padding import bucket
-from kvjax.inference.prefill import prompt_shapes, read_prompts
+from kvjax.inference.prefill import bound_prompts, prompt_shapes, read_prompts
 from kvjax.inference.prepare import (
     Prompts,
     Tokens,
@@ -33,42 +33,22 @@ from kvjax.inference.prepare import (
     checked_lengths,
     prepare_bound,
 )
-from kvjax.inference.press import check_ranked, on_pages, press, reads_all_first, unevicted
+from kvjax.inference.press import on_pages, press, reads_all_first, stored, unevicted
 from kvjax.inference.replay import read_again
-from kvjax.inference.sharding import (
-    OF_ROWS,
-    joined,
-    logits_spec,
-    on_mesh,
-    placed_policy,
-    policy_specs,
-    shared,
-)
+from kvjax.inference.sharding import OF_ROWS, bound_specs, joined, logits_spec, on_mesh, placed_policy, shared
 from kvjax.inference.windows import with_windows
 from kvjax.methods.registry import name_of
-from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, unembed
-from kvjax.models.model import rows_of
-from kvjax.models.sharding import on_device, weight_specs
+from kvjax.models.decoder import unembed
+from kvjax.models.model import LanguageModel, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.types import Kernels, setting
+from kvjax.types import Kernels
 from kvjax.utils.autotune import settle_before
 from kvjax.utils.processes import on_host
 from kvjax.utils.settings import whole_number
 
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
-
-class Asked(NamedTuple):
-    """Policy and budget with concrete numbers on the host, from which slots are planned."""
-
-    policy: Policy
-    budget: Any
-
-
-class Decoder(struct.PyTreeNode):
+class Decoder(Bound):
     """Weights, bound policy and settings, which no step changes. `jit` and `scan` over `step` copy no weights.
 
     Example:
@@ -82,14 +62,8 @@ class Decoder(struct.PyTreeNode):
         ([4], (1, 2048))
     """
 
-    weights: Weights
-    policy: Policy
-    asked: Asked | None = None
-    """Inputs of the plan for prompts; programs do not depend on them."""
-    config: ModelConfig = setting(None)
-    kernels: Kernels = setting(Kernels())
-    mesh: Mesh | None = setting(None)
-    """Devices that shard the decoder, from `kvjax.models.sharding.program_mesh`; None for one device."""
+    asked: tuple[Policy, Any] | None = None
+    """Policy and budget with concrete numbers, from which slots of prompts are planned; None inside of programs."""
 
     def prefill(
         self,
@@ -101,25 +75,18 @@ class Decoder(struct.PyTreeNode):
         prefill_chunk: int | None = None,
         budget_of: str = "text",
     ) -> tuple[Cache, Float[Array, "b vocab"]]:
-        """Read prompts into a new cache; see `kvjax.prefill`.
-
-        Returns:
-            The cache, and the logits for the first new token.
-
-        Raises:
-            ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy; or a score
-                returns NaN, or not one number for each slot.
-            TypeError: the tokens are not rows of ids.
-        """
-        settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
+        """Read prompts into a new cache, and return the logits for the first new tokens, too; see `kvjax.prefill`."""
         assert self.asked is not None, "a decoder for prompts comes from kvjax.decoder"
-        prompts = prepare_bound(
-            self, self.asked.policy, tokens, self.asked.budget, lengths, budget_of=budget_of, **settings
-        )
+        policy, budget = self.asked
+        settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
+        prompts = prepare_bound(self, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
         late = reads_all_first(prompts.policy)
         first = unevicted(prompts, self.config, self.mesh) if late else prompts
-        settle_before(lambda survey: prompt_shapes(self, first, Kernels(survey)), self.kernels.implementation)
-        storage, position, seed, logits = read_prompts(self, first, self.kernels)
+        made = bound_prompts(self, first).replace(kernels=self.kernels)
+        settle_before(
+            lambda survey: prompt_shapes(made.replace(kernels=Kernels(survey)), first), self.kernels.implementation
+        )
+        storage, position, seed, logits = read_prompts(made, first)
         if self.policy.plan.sizing.per_head and not late:
             size = page_slots(prompts.tokens.shape[1] + max_new_tokens)
             storage = on_pages(storage, self.policy, size, self.mesh)
@@ -147,22 +114,17 @@ class Decoder(struct.PyTreeNode):
 
     def _pressed(self, cache: Cache, prompts: Prompts) -> Cache:
         # Prompts that all layers have read are read again, if the score needs it, and then compressed.
-        programs: dict[str, Any] = dict(config=self.config, kernels=self.kernels, mesh=self.mesh)
         policy, held = placed_policy(prompts.policy.sized(prompts.lines), self.mesh), cache.replace(key=None)
+        decoder = self.replace(policy=policy, asked=None)
         if policy.score.requires.replay is not None:
-            held = read_again(self.weights, policy, held, prompts.tokens, prompts.lengths, **programs)
-        sizes: dict[str, Any] = dict(dtype=self.weights.dtype, capacities=prompts.capacities)
-        pressed = press(policy, held, tuple(map(jnp.asarray, prompts.limits)), **programs, **sizes)
-        check_ranked(pressed, policy)
-        storage: Any = pressed[0]
-        if policy.plan.sizing.per_head:
-            size = page_slots(int((prompts.lengths + prompts.horizon).max()))
-            storage = on_pages(storage, policy, size, self.mesh)
-        return cache.replace(storage=storage)
+            held = read_again(decoder, held, prompts.tokens, prompts.lengths)
+        pressed = press(decoder, held, tuple(map(jnp.asarray, prompts.limits)), prompts.capacities)
+        return cache.replace(storage=stored(pressed, decoder, int((prompts.lengths + prompts.horizon).max())))
 
     def step(self, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read one token per row; call it under `jit` or `scan`. See `kvjax.decode_step`, which compiles it."""
-        return step(self, cache, token)
+        cache, logits = self.steps(cache, token[:, None])
+        return cache, logits[:, 0]
 
     def steps(self, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Cache, Float[Array, "b n vocab"]]:
         """Read known tokens by decode steps; call it under `jit`.
@@ -180,7 +142,10 @@ class Decoder(struct.PyTreeNode):
             >>> cache.position.tolist(), logits.shape
             ([6], (1, 3, 2048))
         """
-        return steps(self, cache, tokens)
+        decoder, of_cache = self.replace(asked=None), cache_specs(cache)
+        given = bound_specs(decoder), of_cache, OF_ROWS
+        made = of_cache, _after_each(logits_spec(self.config, self.mesh))
+        return on_mesh(_steps_on_device, self.mesh, given, made)(decoder, cache, tokens)
 
     def extend(
         self,
@@ -191,13 +156,7 @@ class Decoder(struct.PyTreeNode):
         *,
         prefill_chunk: int | None = None,
     ) -> tuple[Cache, Float[Array, "b vocab"] | Float[Array, "b n vocab"]]:
-        """Read more text on top of a cache; see `kvjax.extend`.
-
-        Raises:
-            TypeError: the tokens are a list of anything but rows, or lengths or `prefill_chunk` are not whole numbers.
-            ValueError: the tokens do not fit the cache or the model; the text exceeds its planned length, under
-                policies that reserve slots for all of it; or the policy needs a whole text.
-        """
+        """Read more text on top of a cache; see `kvjax.extend`."""
         check_on_host("extend", cache.position, tokens, lengths)
         if logits not in ("last", "all"):
             raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
@@ -257,12 +216,7 @@ def decoder(
 ) -> Decoder:
     """Return a decoder: a model with a policy and a budget, whose arrays are placed for its programs.
 
-    Args:
-        model: from `kvjax.load`.
-        policy: eviction policy; a name or a `Policy`.
-        budget: slots per KV head, a fraction of each text, or slots for each layer; see `kvjax.prefill`.
-        plan: distribution of the budget over layers or heads; a name, a `Plan`, or None for the policy's own.
-        implementation: implementation of every operation; see `kvjax.prefill`.
+    The arguments are those of `kvjax.prefill`, which makes a decoder and calls its `prefill`.
 
     Raises:
         ValueError: the policy does not fit the model or the budget.
@@ -282,17 +236,11 @@ def decoder(
     return Decoder(
         weights=model.weights,
         policy=placed_policy(bound, model.mesh),
-        asked=Asked(bound, budget),
+        asked=(bound, budget),
         config=model.config,
         kernels=implementation,
         mesh=model.mesh,
     )
-
-
-def decoder_specs(decoder: Decoder) -> Decoder:
-    """Return the `PartitionSpec` of each array of a decoder on its mesh."""
-    weights = weight_specs(decoder.weights, decoder.config, decoder.mesh)
-    return decoder.replace(weights=weights, policy=policy_specs(decoder.policy), asked=None)
 
 
 @jax.jit
@@ -300,39 +248,24 @@ def _any_nan(logits: Float[Array, "b vocab"]) -> Bool[Array, ""]:
     return jnp.isnan(logits).any()
 
 
-def step(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
-    """Read one token per row into a cache, and return the logits for the next token; not compiled."""
-    cache, logits = steps(decoder, cache, token[:, None])
-    return cache, logits[:, 0]
-
-
-def steps(decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Cache, Float[Array, "b n vocab"]]:
-    """Read tokens by decode steps, one after another, and return the logits after each of them; not compiled."""
-    decoder = decoder.replace(asked=None)
-    of_cache = cache_specs(cache)
-    given = decoder_specs(decoder), of_cache, OF_ROWS
-    made = of_cache, _after_each(logits_spec(decoder.config, decoder.mesh))
-    return on_mesh(_steps_on_device, decoder.mesh, given, made)(decoder, cache, tokens)
-
-
 def _after_each(logits: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(logits[0], None, *logits[1:])
 
 
-compiled_step = jax.jit(step)
-compiled_step_in_place = jax.jit(step, donate_argnames="cache")
+compiled_step = jax.jit(Decoder.step)
+compiled_step_in_place = jax.jit(Decoder.step, donate_argnames="cache")
 
 
 def _steps_on_device(
     decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"]
 ) -> tuple[Cache, Float[Array, "b n vocab"]]:
-    config = on_device(decoder.config, decoder.mesh, shares_slots=isinstance(cache.storage, Dense))
+    decoder = decoder.here(shares_slots=isinstance(cache.storage, Dense))
     place = cache.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     after = jnp.where(cache.active, place[:, -1] + 1, cache.position)
     position = jnp.where(cache.active[:, None], place, -1)
     reading = cache.reading(tokens, position, after).replace(kernels=decoder.kernels)
-    storage, hidden = read_steps(decoder.weights, config, decoder.policy, cache.storage, reading)
-    logits = unembed(decoder.weights, config, hidden)
+    storage, hidden = read_steps(decoder, cache.storage, reading)
+    logits = unembed(decoder.weights, decoder.config, hidden)
     if decoder.policy.plan.sizing.fixed_length:
         logits = jnp.where((place < cache.end[:, None])[..., None], logits, jnp.nan)
     if decoder.config.bounded:
@@ -346,15 +279,11 @@ def step_shapes(decoder: Decoder, cache: Cache) -> tuple[Cache, Float[Array, "b 
 
 
 def check_step(decoder: Decoder, cache: Cache) -> None:
-    """Refuse a score whose requests at generated tokens need the same slots in all heads, if heads have pages.
-
-    Raises:
-        ValueError: there are such requests.
-    """
+    """Refuse a score whose requests at generated tokens need the same slots in all heads, if heads have pages."""
 
     def look(policy: Policy, cache: Cache) -> tuple[()]:
         reading, shape = cache.newest.replace(given=False), decoder.config.layer_configs[0]
-        new = reading.ahead(shape, 0, jnp.zeros((*reading.token.shape, decoder.config.width), decoder.weights.dtype))
+        new = reading.ahead(shape, 0, decoder.weights.dtype)
         check_asks(policy, policy.layer(0).score.asks(cache.storage.heads(0), new))
         return ()
 
@@ -379,20 +308,16 @@ def read_more(
     every: bool,
     chunk: int | None = None,
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
-    """Run `Decoder.extend` on checked tokens, also inside programs that are compiled as a whole.
+    """Run `Decoder.extend` on checked tokens, padded on the right, also inside programs that are compiled as a whole.
 
     Args:
-        decoder: reads the texts.
-        cache: the cache before.
-        tokens: texts, padded on the right.
-        lengths: tokens of each row.
         every: True for logits after every token, False for those after the last token of each row.
         chunk: number of tokens after each of which the cache is compressed, 1 for decode steps; None for the policy's.
     """
     decoder, of_cache = decoder.replace(asked=None), cache_specs(cache)
     logits = logits_spec(decoder.config, decoder.mesh)
-    logits = _after_each(logits) if every else logits
-    given, made = (decoder_specs(decoder), of_cache, OF_ROWS, OF_ROWS), (of_cache, logits)
+    given = bound_specs(decoder), of_cache, OF_ROWS, OF_ROWS
+    made = of_cache, _after_each(logits) if every else logits
     read = on_mesh(functools.partial(_extend_on_device, every=every, chunk=chunk), decoder.mesh, given, made)
     return read(decoder, cache, tokens, lengths)
 
@@ -406,21 +331,20 @@ def _extend_on_device(
     every: bool,
     chunk: int | None,
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
-    config, weights, requires = on_device(decoder.config, decoder.mesh), decoder.weights, decoder.policy.score.requires
-    reading = cache.following(tokens, lengths)
+    decoder, reading = decoder.here(), cache.following(tokens, lengths)
     given = jnp.where(lengths > 0, reading.read, cache.prompt_length)
     reading = reading.replace(prompt_length=given, kernels=decoder.kernels)
     # While a block is read, pages are unpacked into buffers of one size for all heads.
     dense = joined(cache.storage, decoder.mesh).unpack()
     capacities = tuple(view.capacity for view in dense.layers)
-    texts, chunk = (weights, config, decoder.policy, dense, reading, capacities), chunk or requires.prompt_chunk
+    chunk = chunk or decoder.policy.score.requires.prompt_chunk
     if chunk is None:
-        after, hidden = read_block(*texts)
+        after, hidden = read_block(decoder, dense, reading, capacities)
         hidden = hidden if every else reading.at_last(hidden, otherwise=hidden[:, 0])
     else:
-        after, hidden = read_chunks(*texts, chunk, every=every)
+        after, hidden = read_chunks(decoder, dense, reading, capacities, chunk, every=every)
     assert isinstance(after, Dense)
     storage = shared(cache.storage.pack(after), decoder.mesh)
     cache = cache.replace(storage=storage, position=reading.read, prompt_length=given)
     read = reading.position >= 0 if every else lengths > 0
-    return cache, jnp.where(read[..., None], unembed(weights, config, hidden), jnp.nan)
+    return cache, jnp.where(read[..., None], unembed(decoder.weights, decoder.config, hidden), jnp.nan)

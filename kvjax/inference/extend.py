@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.typing import ArrayLike
@@ -12,14 +12,12 @@ from jaxtyping import Array, Float, Key
 from kvjax.inference.budget import Budget
 from kvjax.inference.decoder import decoder
 from kvjax.inference.prefill import lower_prompts
-from kvjax.inference.prepare import Tokens, check_on_host, prepare
+from kvjax.inference.prepare import Tokens, prepare
 from kvjax.inference.state import State, check_state
+from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 
 def prefill(
@@ -73,7 +71,6 @@ def prefill(
         >>> state.position.tolist(), logits.shape
         ([3], (1, 2048))
     """
-    check_on_host("prefill", tokens, lengths, key, budget)
     made = decoder(model, policy, budget, plan=plan, implementation=implementation)
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk)
     cache, logits = made.prefill(tokens, lengths, budget_of=budget_of, **settings)

@@ -1,22 +1,23 @@
-"""What stays of a block of text: eviction in one layer after its attention, and the residual's part in it."""
+"""What stays of a block of text: allocation of slots to heads, eviction in a layer, and the residual's part in it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import slots
-from kvjax.cache.compress import rewritten
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected, select
 from kvjax.cache.step import Pending, update_score
-from kvjax.inference.allocate import allocated
 from kvjax.policies.policy import Policy
-from kvjax.policies.residual import Queries
-from kvjax.types import New
+from kvjax.policies.rankings import between_heads
+from kvjax.policies.residual import Queries, SlotResidual
+from kvjax.types import Heads, New, Parts, PyTree, View
 
 
 class Kept(NamedTuple):
@@ -58,29 +59,95 @@ def keep_best(
         new: the tokens just read.
         capacity: slots of the layer's buffers afterwards.
         first: True if the plan has just allocated slots to heads.
-        queries: queries that stand for later ones; None for those of the tokens just read.
+        queries: stand for later ones; None for those of the tokens just read.
     """
-    view = storage.layers[index]
+    view, selected = storage.layers[index], None
     ranking = policy.ranking(view, new)
     undefined = (jnp.isnan(ranking) & view.live).any((1, 2)) if isinstance(ranking, jax.Array) else None
-    selected = None
     if first and policy.plan.sizing.per_head:
         selected, leaving = select(policy, view, new)
+        after = selected.view.replace(position=jnp.where(leaving, -1, view.position))
     else:
         storage, leaving = storage.compress(policy, index, new, capacity)
+        after = storage.layers[index]
     if policy.residual is not None:
         remembered = slots.fold_evicted(policy.residual, view, new, leaving)
-        storage = storage.put_state(index, residual=remembered)
-        if selected is not None:
-            state = selected.view.state.replace(residual=remembered)
-            selected = selected.replace(view=selected.view.replace(state=state))
-        asking = Queries(new.q, new.valid) if queries is None else queries
-        if selected is None:
-            storage = storage.replace_layer(index, rewritten(policy, view, storage.layers[index], asking, new))
-        else:
-            staying = selected.view.replace(position=jnp.where(leaving, -1, view.position))
-            after = rewritten(policy, view, staying, asking, new)
-            selected = selected.replace(view=after.replace(position=view.position))
+        after = after.replace(state=after.state.replace(residual=remembered))
+        after = _rewritten(policy, view, after, queries or Queries(new.q, new.valid), new)
+    if selected is not None:
+        selected = selected.replace(view=after.replace(position=view.position))
+    else:
+        storage = storage.replace_layer(index, after)
     if policy.score.requires.host_memory:
         storage = storage.moved(index, jax.memory.Space.Host)
     return storage, Kept(selected, undefined)
+
+
+def _rewritten(policy: Policy, before: View, after: View, queries: Queries, new: New) -> View:
+    """Return the slots that stay, as a residual of slots changes them for what has left."""
+    residual = policy.residual
+    found = residual.rewrite(before, after, queries, new) if isinstance(residual, SlotResidual) else None
+    if found is None:
+        return after
+    changed = policy.codec.stored(found.values), found.bias
+    values, states = slots.where_read(new, changed, (after.kv.v, after.slots.residual))
+    return after.replace(kv=after.kv.replace(v=values), slots=after.slots.replace(residual=states))
+
+
+Settled = tuple[Int[Array, "b h"], PyTree]
+"""Limits of heads, and the plan's state."""
+
+
+def allocated(policy: Policy, view: View, answers: PyTree, new: New) -> View:
+    """Return a layer, with all slots of a prompt, in which each head may use the slots that the plan gives it."""
+    sizing, ranks = policy.plan.sizing, None
+    if sizing.per_head and sizing.mode == "budget":
+        ranks = _ranks(policy, view, new)
+    limit, found = policy.plan.head_budgets(answers, view, ranks, new)
+    found = view.state.plan if found is None else found
+    settled = _within_window((limit, found), (view.limit, view.state.plan), new)
+    return view.replace(limit=settled[0], state=view.state.replace(plan=settled[1]))
+
+
+def allocated_together(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> list[View]:
+    """Return all layers with the slots that their plan gives each head, under `Sizing.all_layers`.
+
+    Layers with a window shorter than a row's text keep that window and are not part of the allocation.
+    """
+    widest, ranks, limits = max(view.capacity for view in views), list[Array](), list[Array]()
+    for policy, view, tokens in zip(policies, views, new, strict=True):
+        found, apart = _ranks(policy, view, tokens), _apart(tokens)
+        none = jnp.finfo(found.dtype).min  # as empty slots
+        found = jnp.pad(found, ((0, 0), (0, 0), (0, widest - view.capacity)), constant_values=none)
+        ranks.append(found if apart is None else jnp.where(apart[:, None, None], none, found))
+        limits.append(view.limit if apart is None else jnp.where(apart[:, None], 0, view.limit))
+    every: Any = Heads(limit=jnp.concatenate(limits, axis=1), state=Parts())
+    found, _ = policies[0].plan.head_budgets((), every, jnp.concatenate(ranks, axis=1), new[0])
+    ends = np.cumsum([limit.shape[1] for limit in limits])[:-1].tolist()
+    layers = zip(views, jnp.split(found, ends, axis=1), new, strict=True)
+    return [
+        view.replace(limit=_within_window((limit, None), (view.limit, None), tokens)[0])
+        for view, limit, tokens in layers
+    ]
+
+
+def _ranks(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
+    ranks = slots.rank(policy, view, new, between_heads)
+    return slots.with_newest(ranks, view.position, new)  # each head keeps its newest token
+
+
+def _apart(new: New) -> Bool[Array, " b"] | None:
+    # Rows whose text exceeds the layer's window, which then overrides the budget.
+    return None if new.config.window is None else new.config.bounds(new.end)
+
+
+def _within_window(settled: Settled, before: Settled, new: New) -> Settled:
+    # No head has more slots than its layer's window, and rows whose text exceeds it keep what they had.
+    apart, window = _apart(new), new.config.window
+    if apart is None or window is None:
+        return settled
+
+    def kept(after: Array, old: Array) -> Array:
+        return jnp.where(apart.reshape(-1, *(1,) * (old.ndim - 1)), old, after)
+
+    return jax.tree.map(kept, (jnp.minimum(settled[0], window), settled[1]), before)

@@ -27,11 +27,7 @@ def bucket_rows(rows: int, mesh: Mesh | None = None) -> int:
 
 
 def check_rows(rows: int, mesh: Mesh | None) -> None:
-    """Refuse rows that cannot be sharded evenly over devices.
-
-    Raises:
-        ValueError: if the rows are not a multiple of the devices; the message names both.
-    """
+    """Refuse rows that cannot be sharded evenly over devices."""
     devices = 1 if mesh is None else mesh.shape[ROWS]
     if rows % devices:
         raise ValueError(

@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key
 
+from kvjax.inference.bound import Bound
 from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
 from kvjax.inference.padding import among_devices, bucket, check_rows
 from kvjax.methods.compatibility import fitted
 from kvjax.methods.registry import name_of, plan_by_name
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights
-from kvjax.models.model import rows_of
+from kvjax.models.model import LanguageModel, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import whole_number
 
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
-
 Tokens = ArrayLike | Sequence[Sequence[int]]
-
-
-class Loaded(Protocol):
-    """Model or decoder that reads prompts."""
-
-    @property
-    def weights(self) -> Weights: ...
-    @property
-    def config(self) -> ModelConfig: ...
-    @property
-    def mesh(self) -> Mesh | None: ...
 
 
 class Prompts(NamedTuple):
@@ -69,30 +54,16 @@ def prepare(
     budget: Budget,
     lengths: ArrayLike | Sequence[int] | None,
     *,
-    max_new_tokens: int,
-    key: Key[Array, ""] | Key[Array, " b"] | None,
     plan: Plan | str | None,
-    chunk: int | None = None,
-    budget_of: str = "text",
+    **settings: Any,
 ) -> Prompts:
-    """Check the arguments of `kvjax.prefill` and prepare its prompts.
-
-    Raises:
-        ValueError: if a prompt is empty or does not fit the model, or the budget does not fit the policy.
-    """
-    check_on_host("prefill", tokens, lengths, key, budget)
+    """Check the arguments of `kvjax.prefill`, with its errors, and prepare its prompts; see `prepare_bound`."""
     bound, budget = bind(model, policy, budget, plan)
-    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=chunk, budget_of=budget_of)
     return prepare_bound(model, bound, tokens, budget, lengths, **settings)
 
 
 def bind(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> tuple[Policy, Budget]:
-    """Return a policy bound to its model and budget, and the budget as Python numbers.
-
-    Raises:
-        TypeError: the model is of another type.
-        ValueError: the policy does not fit the model or the budget.
-    """
+    """Return a policy bound to its model and budget, which have to fit it, and the budget as Python numbers."""
     check_on_host("prefill", budget)
     if not hasattr(model, "name"):  # a state has a model's weights and config, too
         raise TypeError(f"the first argument is a model, from kvjax.load, not {type(model).__name__}.")
@@ -108,7 +79,7 @@ def bind(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan 
 
 
 def prepare_bound(
-    model: Loaded,
+    model: LanguageModel | Bound,
     policy: Policy,
     tokens: Tokens,
     budget: Budget,
@@ -119,11 +90,7 @@ def prepare_bound(
     chunk: int | None = None,
     budget_of: str = "text",
 ) -> Prompts:
-    """Prepare prompts for a policy from `bind`.
-
-    Raises:
-        ValueError: if a prompt is empty or does not fit the model, or the budget does not fit the policy.
-    """
+    """Check the arguments of `Decoder.prefill` and prepare its prompts, for a policy and a budget from `bind`."""
     check_on_host("prefill", tokens, lengths, key)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     config = model.config
@@ -137,9 +104,13 @@ def prepare_bound(
         known = "a budget for each head" if per_head else f"policy {policy.name}"
         raise ValueError(f"{what} does not go with {known}, which only the whole prompt can tell; {instead}.")
     chunk = own if chunk is None else whole_number("prefill_chunk", chunk)
-    padded, real = _pad_rows(tokens, lengths)
+    padded, counted = rows_of(tokens)
     rows, width = padded.shape
-    _check_prompts(padded, real, policy, config)
+    real = checked_lengths(counted if lengths is None else lengths)
+    if padded.size == 0 or (real.size and real.min() < 1):
+        raise ValueError("a prompt is empty; give at least one token.")
+    check_tokens(padded, real, config)
+    check_length(int(real.max()), policy, config)
     check_rows(rows, model.mesh)
     check_prompt(policy, int(real.min()))
     policy.codec.check_layers(config.layer_configs)
@@ -161,11 +132,7 @@ def prepare_bound(
 
 
 def check_on_host(name: str, *values: Any) -> None:
-    """Refuse traced values, because slots are planned on the host.
-
-    Raises:
-        TypeError: if one of the values is traced.
-    """
+    """Refuse traced values with a TypeError, because slots are planned on the host."""
     if any(isinstance(value, Tracer) for value in values):
         raise TypeError(
             f"{name} plans slots on the host and cannot be traced by jit, vmap or scan; call it outside, and trace "
@@ -174,11 +141,7 @@ def check_on_host(name: str, *values: Any) -> None:
 
 
 def check_bounded(policy: Policy, budget: Budget) -> None:
-    """Refuse a budget for a policy that keeps everything.
-
-    Raises:
-        ValueError: if the policy keeps everything and the budget is not 1.0; the message names both.
-    """
+    """Refuse a budget other than 1.0 for a policy that keeps everything."""
     if not policy.bounded and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
             f"budget={budget!r} has no effect under policy {name_of(policy)}, which keeps everything; leave it out, "
@@ -187,15 +150,7 @@ def check_bounded(policy: Policy, budget: Budget) -> None:
 
 
 def check_prompt(policy: Policy, shortest: int) -> None:
-    """Refuse a prompt that is too short for a policy's score.
-
-    Args:
-        policy: the policy.
-        shortest: tokens of the shortest prompt.
-
-    Raises:
-        ValueError: the score needs a longer one; the message names its settings.
-    """
+    """Refuse prompts of which the shortest has too few tokens for a policy's score."""
     if shortest < policy.score.requires.min_prompt:
         raise ValueError(
             f"{policy.score!r} needs {policy.score.requires.min_prompt} tokens of a prompt, and one has {shortest}; "
@@ -204,16 +159,7 @@ def check_prompt(policy: Policy, shortest: int) -> None:
 
 
 def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
-    """Check random keys, and return one for all rows or one for each.
-
-    Args:
-        key: from `jax.random.key` or `jax.random.PRNGKey`, a seed, or None for seed 0.
-        rows: number of rows.
-
-    Raises:
-        TypeError: if `key` is none of these.
-        ValueError: if the number of keys is neither 1 nor `rows`.
-    """
+    """Return a random key for all rows or one for each, from keys, those of `PRNGKey`, a seed, or None for seed 0."""
     if key is None or (isinstance(key, (int, np.integer)) and not isinstance(key, bool)):
         return jax.random.key(0 if key is None else whole_number("key", key, -(2**63), 2**63 - 1))
     if isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32 and key.ndim and key.shape[-1] == 2:
@@ -229,7 +175,7 @@ def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan
     """Return a policy bound to its model, its budget and the plan that distributes the budget.
 
     Raises:
-        ValueError: if the policy was made for another model, or its parts do not fit each other or the model.
+        ValueError: the policy was made for another model, or its parts do not fit each other or the model.
     """
     chosen = policy_by_name(policy).bind(model)
     chosen.protection.check_tokens(model.config.vocab_size)
@@ -251,21 +197,8 @@ def longest_text(policy: Policy, config: ModelConfig) -> float:
     return config.max_positions if config.bounded or policy.codec.positions == "original" else math.inf
 
 
-def _pad_rows(
-    tokens: Any, lengths: ArrayLike | Sequence[int] | None
-) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
-    tokens, counted = rows_of(tokens)
-    if tokens.size == 0:
-        raise ValueError("a prompt is empty; give at least one token.")
-    return tokens, counted.astype(np.int64) if lengths is None else checked_lengths(lengths)
-
-
 def checked_lengths(lengths: ArrayLike | Sequence[int]) -> Int[np.ndarray, " b"]:
-    """Check that lengths of texts are whole numbers, and return them as an array.
-
-    Raises:
-        TypeError: they are not; the message has the values.
-    """
+    """Return lengths of texts as an array; raise a TypeError if they are not whole numbers."""
     found = np.asarray(lengths)
     if not np.issubdtype(found.dtype, np.integer):
         raise TypeError(f"lengths={found.tolist()} are not whole numbers of tokens.")
@@ -275,50 +208,25 @@ def checked_lengths(lengths: ArrayLike | Sequence[int]) -> Int[np.ndarray, " b"]
 def check_tokens(
     tokens: Int[np.ndarray, "b n"], lengths: Int[np.ndarray, " b"], config: ModelConfig, least: int = 1
 ) -> None:
-    """Refuse tokens that are not ids, lengths that do not match, and ids outside the vocabulary.
-
-    Raises:
-        ValueError: in each of these cases; the message has the value.
-    """
+    """Refuse tokens that are not ids, lengths that do not match or are below `least`, and unknown ids."""
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens of type {tokens.dtype} are no token ids; give integers.")
     if lengths.shape != (len(tokens),) or lengths.max() > tokens.shape[1] or lengths.min() < least:
         raise ValueError(f"lengths={lengths.tolist()} do not fit tokens of shape {tokens.shape}.")
-    real = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
-    check_vocabulary(real, config)
+    check_vocabulary(tokens[np.arange(tokens.shape[1]) < lengths[:, None]], config)
 
 
 def check_vocabulary(ids: Int[np.ndarray, " n"], config: ModelConfig) -> None:
-    """Refuse ids outside the vocabulary of a model.
-
-    Raises:
-        ValueError: if there are any; the message has the first of them.
-    """
+    """Refuse ids outside the vocabulary of a model."""
     wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
     if wrong.size:
         raise ValueError(f"token {wrong[0]} is not in the vocabulary of {config.vocab_size}.")
 
 
 def check_length(longest: int, policy: Policy, config: ModelConfig) -> None:
-    """Refuse texts longer than a model's positions, unless the policy uses positions in the cache.
-
-    Raises:
-        ValueError: if the longest text exceeds the positions; the message has both numbers.
-    """
+    """Refuse texts longer than a model's positions, unless the policy uses positions in the cache."""
     if longest > longest_text(policy, config):
         raise ValueError(
-            f"a prompt of {longest} tokens is longer than the model's {config.max_positions} positions; "
+            f"a text of {longest} tokens is longer than the model's {config.max_positions} positions; "
             f"shorten it{instead(config)}."
         )
-
-
-def _check_prompts(
-    tokens: Int[np.ndarray, "b n"],
-    lengths: Int[np.ndarray, " b"],
-    policy: Policy,
-    config: ModelConfig,
-) -> None:
-    if len(tokens) == 0 or (lengths.size and lengths.min() < 1):
-        raise ValueError("a prompt is empty; give at least one token.")
-    check_tokens(tokens, lengths, config)
-    check_length(int(lengths.max()), policy, config)

@@ -2,68 +2,46 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.step import Pending, sum_over_layers, update_score
+from kvjax.inference.bound import Bound
 from kvjax.inference.cache import Cache, cache_specs
-from kvjax.inference.layers import Reading, append_and_attend
+from kvjax.inference.layers import append_and_attend
 from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import longest_text
-from kvjax.inference.sharding import OF_HEADS, OF_ROWS, joined, on_mesh, policy_specs, shared, storage_specs
+from kvjax.inference.sharding import OF_HEADS, OF_ROWS, bound_specs, joined, on_mesh, shared, storage_specs
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, embed
-from kvjax.models.sharding import on_device, weight_specs
+from kvjax.models.decoder import embed
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import Replay
 from kvjax.policies.stats import Seen, is_ask
-from kvjax.types import Kernels
+from kvjax.types import Reading
 from kvjax.utils.processes import on_host
 
 LEAST = 32
 """Fewest positions that must be left to read a chunk of a longer text."""
 
 
-def read_again(
-    weights: Weights,
-    policy: Policy,
-    cache: Cache,
-    tokens: Int[np.ndarray, "b n"],
-    lengths: Int[np.ndarray, " b"],
-    *,
-    config: ModelConfig,
-    kernels: Kernels,
-    mesh: Mesh | None,
-) -> Cache:
-    """Read texts again over a dense cache, with the settings in the score's `Requirements.replay`.
+def read_again(decoder: Bound, cache: Cache, tokens: Int[np.ndarray, "b n"], lengths: Int[np.ndarray, " b"]) -> Cache:
+    """Read texts, padded on the right, again over a dense cache, as the score's `Requirements.replay` says.
 
     Each chunk of a text comes after the replay's request, at the positions that follow the cache's own text. Neither is
     kept for the next chunk.
 
-    Args:
-        weights: weights of the model.
-        policy: policy, bound to the model.
-        cache: cache without a random key, see `Cache.key`.
-        tokens: the texts, padded on the right.
-        lengths: tokens of each text.
-        config: configuration of the model.
-        kernels: implementation of every operation.
-        mesh: devices that shard the cache; None for one device.
-
     Raises:
         ValueError: the model has too few positions after a text.
     """
-    replay = policy.score.requires.replay
+    replay = decoder.policy.score.requires.replay
     assert replay is not None
-    sizes = _chunks(replay, policy, on_host(cache.position), lengths, config)
+    sizes = _chunks(replay, decoder.policy, on_host(cache.position), lengths, decoder.config)
     width = bucket(replay.most_before + int(sizes.max()))
     for number in range(int(np.max(-(-lengths // sizes)))):
         ids, counts = np.zeros((len(tokens), width), np.int32), np.zeros(len(tokens), np.int32)
@@ -73,8 +51,7 @@ def read_again(
                 text = replay.before(tokens[row, :start].tolist()) + tokens[row, start:end].tolist()
                 ids[row, : len(text)], counts[row] = text, len(text)
         texts = jnp.asarray(ids), jnp.asarray(counts)
-        storage = _read(weights, policy, cache, *texts, config=config, kernels=kernels, mesh=mesh)
-        cache = cache.replace(storage=storage)
+        cache = cache.replace(storage=_read(decoder, cache, *texts))
     return cache
 
 
@@ -95,61 +72,42 @@ def _chunks(
     return np.minimum(wanted, room)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))
-def _read(
-    weights: Weights,
-    policy: Policy,
-    cache: Cache,
-    tokens: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    *,
-    config: ModelConfig,
-    kernels: Kernels,
-    mesh: Mesh | None,
-) -> Dense:
-    def here(weights: Weights, policy: Policy, cache: Cache, tokens: Array, lengths: Array) -> Dense:
-        reading = cache.following(tokens, lengths).replace(replayed=True, kernels=kernels)
-        storage: Dense = joined(cache.storage, mesh)
-        found = _told(weights, on_device(config, mesh), policy, storage, reading)
+@jax.jit
+def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> Dense:
+    def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> Dense:
+        reading = cache.following(tokens, lengths).replace(replayed=True, kernels=decoder.kernels)
+        storage: Dense = joined(cache.storage, decoder.mesh)
+        found = _told(decoder.here(), storage, reading)
         of_cache = [_of_cache(told, view.capacity) for told, view in zip(found, storage.layers, strict=True)]
         for index, told in enumerate(sum_over_layers(of_cache)):
-            storage = update_score(policy.layer(index), storage, index, *told)
-        return shared(storage, mesh)
+            storage = update_score(decoder.policy.layer(index), storage, index, *told)
+        return shared(storage, decoder.mesh)
 
-    given = weight_specs(weights, config, mesh), policy_specs(policy), cache_specs(cache), OF_ROWS, OF_ROWS
-    return on_mesh(here, mesh, given, storage_specs(cache.storage))(weights, policy, cache, tokens, lengths)
+    given = bound_specs(decoder), cache_specs(cache), OF_ROWS, OF_ROWS
+    return on_mesh(here, decoder.mesh, given, storage_specs(cache.storage))(decoder, cache, tokens, lengths)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))
+@jax.jit
 def replayed_queries(
-    weights: Weights,
-    policy: Policy,
-    cache: Cache,
-    tokens: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    *,
-    config: ModelConfig,
-    kernels: Kernels,
-    mesh: Mesh | None,
+    decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Float[Array, "b h g n d"], ...]:
     """Return each layer's queries of a text that is read on top of a cache, with the arguments of `read_again`."""
 
-    def here(weights: Weights, policy: Policy, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
+    def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
         reading = cache.following(tokens, lengths)
-        reading = reading.replace(prompt_length=reading.read, kernels=kernels)
-        storage: Dense = joined(cache.storage, mesh).unpack()
-        return tuple(told.new.q for told in _told(weights, on_device(config, mesh), policy, storage, reading))
+        reading = reading.replace(prompt_length=reading.read, kernels=decoder.kernels)
+        storage: Dense = joined(cache.storage, decoder.mesh).unpack()
+        return tuple(told.new.q for told in _told(decoder.here(), storage, reading))
 
-    given = weight_specs(weights, config, mesh), policy_specs(policy), cache_specs(cache), OF_ROWS, OF_ROWS
-    return on_mesh(here, mesh, given, (OF_HEADS,) * config.layers)(weights, policy, cache, tokens, lengths)
+    given = bound_specs(decoder), cache_specs(cache), OF_ROWS, OF_ROWS
+    return on_mesh(here, decoder.mesh, given, (OF_HEADS,) * decoder.config.layers)(decoder, cache, tokens, lengths)
 
 
-def _told(weights: Weights, config: ModelConfig, policy: Policy, storage: Dense, reading: Reading) -> list[Pending]:
+def _told(decoder: Bound, storage: Dense, reading: Reading) -> list[Pending]:
     # Each layer's attention statistics and tokens, from a text that follows the cache and gets no slots in it.
-    x, found = embed(weights, config, reading.token, reading.position), list[Pending]()
-    for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
-        place = storage.alone(index), (0, index)
-        _, told, x = append_and_attend(layer, config, shape, policy.layer(index), *place, reading, x)
+    x, found = embed(decoder.weights, decoder.config, reading.token, reading.position), list[Pending]()
+    for index, layer in enumerate(decoder.layers):
+        _, told, x = append_and_attend(layer, storage.alone(index), 0, reading, x)
         found.append(told)
     return found
 

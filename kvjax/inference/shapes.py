@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +10,17 @@ import numpy as np
 
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache, cache_specs
-from kvjax.inference.decoder import Decoder, decoder_specs
-from kvjax.inference.prefill import prompt_shapes
+from kvjax.inference.decoder import Decoder
+from kvjax.inference.prefill import bound_prompts, prompt_shapes
 from kvjax.inference.prepare import prepare
-from kvjax.inference.sharding import placed_shapes
+from kvjax.inference.sharding import bound_specs, placed_shapes
 from kvjax.inference.state import State
 from kvjax.methods.registry import name_of
+from kvjax.models.model import LanguageModel
 from kvjax.models.weights import is_shape
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 
 def state_shapes(
@@ -44,56 +42,30 @@ def state_shapes(
 
     Args:
         model: its weights may be shapes, which have shardings if the model has a mesh.
-        policy: eviction policy; a name or a `Policy`.
+        policy: see `kvjax.prefill`, also for all other arguments.
         rows: number of prompts.
         tokens: tokens of each prompt.
-        budget: see `kvjax.prefill`, also for all arguments below.
-        max_new_tokens: planned number of generated tokens.
-        plan: distribution of the budget over layers; a name, a `Plan`, or None for the policy's own.
-        prefill_chunk: tokens read between two compressions; None for the policy's default.
-        budget_of: base of a fractional budget.
-        implementation: implementation of every operation.
 
     Raises:
-        ValueError: if the prompts do not fit the model, or the budget does not fit the policy; or if the slots of each
-            head depend on the prompts' content.
+        ValueError: the prompts do not fit the model, or the budget does not fit the policy; or the slots of each head
+            depend on the prompts' content.
     """
-    prompts = prepare(
-        model,
-        policy,
-        np.zeros((rows, tokens), np.int32),
-        budget,
-        None,
-        max_new_tokens=max_new_tokens,
-        key=None,
-        plan=plan,
-        chunk=prefill_chunk,
-        budget_of=budget_of,
-    )
+    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=None, plan=plan, chunk=prefill_chunk)
+    tokens_of_rows = np.zeros((rows, tokens), np.int32)
+    prompts = prepare(model, policy, tokens_of_rows, budget, None, budget_of=budget_of, **settings)
     if prompts.policy.plan.sizing.per_head:
         raise ValueError(
             f"{name_of(prompts.policy)} gives each head slots of its own once it has read a prompt, so shapes cannot "
             "tell how many; use a policy or plan whose budget says it."
         )
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
-    storage, position, seed, _ = prompt_shapes(model, prompts, kernels)
-    decoder = Decoder(
-        weights=model.weights,
-        policy=jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy),
-        config=model.config,
-        kernels=kernels,
-        mesh=model.mesh,
-    )
-    cache = Cache(
-        storage=storage,
-        position=position,
-        prompt_length=position,
-        horizon=position,
-        end=position,
-        key=prompts.keys,
-        seed=seed,
-        active=jax.ShapeDtypeStruct((rows,), np.bool_),  # type: ignore[arg-type]
-    )
+    made = bound_prompts(model, prompts).replace(kernels=kernels)
+    storage, position, seed, _ = prompt_shapes(made, prompts)
+    placed = jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy)
+    decoder = Decoder(weights=made.weights, policy=placed, config=made.config, kernels=kernels, mesh=made.mesh)
+    lengths: dict[str, Any] = dict.fromkeys(("position", "prompt_length", "horizon", "end"), position)
+    active: Any = jax.ShapeDtypeStruct((rows,), np.bool_)
+    cache = Cache(storage=storage, **lengths, key=prompts.keys, seed=seed, active=active)
     if model.mesh is None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), State(decoder, cache))
-    return State(*placed_shapes((decoder_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))
+    return State(*placed_shapes((bound_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))

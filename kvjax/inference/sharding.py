@@ -15,8 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected
 from kvjax.cache.paged.storage import Paged
+from kvjax.inference.bound import Bound, Layer
 from kvjax.models.config import ModelConfig
-from kvjax.models.sharding import on_device
+from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 from kvjax.types import HEADS, ROWS, SLOTS, PyTree, Spread, View
@@ -40,13 +41,9 @@ OF_POOL: Any = PartitionSpec((ROWS, HEADS))
 
 
 def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made: PyTree) -> Callable[..., Any]:
-    """Turn a function of one device's shards into a function of sharded arrays.
+    """Turn a function of one device's shards into a function of sharded arrays; without a mesh, return it unchanged.
 
-    Args:
-        function: function to run on one device's shards.
-        mesh: from `kvjax.models.sharding.program_mesh`; None to return the function itself.
-        given: tree of `PartitionSpec` for each of its arguments.
-        made: specs of its results.
+    `given` and `made` are trees of `PartitionSpec` for its arguments and its results; one may stand for a whole tree.
     """
     if mesh is None:
         return function
@@ -67,23 +64,12 @@ def constrain(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
     """Constrain arrays to the sharding of their specs, in a program whose results are arguments of another one.
 
     With another sharding, the other program would transfer them and compile again.
-
-    Args:
-        tree: arrays.
-        specs: a `PartitionSpec` for each leaf, or for whole trees of them.
-        mesh: from `kvjax.models.sharding.program_mesh`; None for the default device.
     """
     return on_mesh(lambda same: same, mesh, (specs,), specs)(tree)
 
 
 def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
-    """Move a tree of arrays as `placed_on` does, by a compiled program that also reaches devices of other processes.
-
-    Args:
-        tree: arrays.
-        specs: a `PartitionSpec` for each leaf.
-        mesh: from `kvjax.models.sharding.program_mesh`; None to return the tree unchanged.
-    """
+    """Move arrays to the sharding of their specs, by a program, which also reaches devices of other processes."""
     if mesh is None:
         return tree
     leaves, structure = jax.tree.flatten(tree)
@@ -93,7 +79,7 @@ def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
 def placed_policy(policy: Policy, mesh: Mesh | None) -> Policy:
     """Move a bound policy's arrays to the sharding that programs expect; numbers become arrays, too."""
     arrays = jax.tree.map(jnp.asarray, policy)  # else every step would transfer host numbers
-    return placed_by_program(arrays, policy_specs(arrays), mesh)
+    return arrays if mesh is None else placed_by_program(arrays, policy_specs(arrays), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "mesh"))
@@ -123,28 +109,13 @@ def _each(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
 
 
 def placed_shapes(specs: PyTree, tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Return the shapes of a tree with their sharding on a mesh.
-
-    Args:
-        specs: a `PartitionSpec` for each leaf, or for whole trees of them.
-        tree: arrays, or their shapes.
-        mesh: from `kvjax.models.sharding.program_mesh`; None for the default device.
-    """
+    """Return the shapes of a tree with the sharding that its specs describe; one may stand for a whole tree."""
 
     def placed(spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = None if mesh is None else NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(lambda spec, each: jax.tree.map(lambda leaf: placed(spec, leaf), each), specs, tree)
-
-
-def placed_on(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
-    """Move a tree of arrays to the sharding of its specs; return it unchanged if there is no mesh."""
-    if mesh is None:
-        return tree
-    leaves, structure = jax.tree.flatten(tree)
-    lie = [NamedSharding(mesh, spec) for spec in jax.tree.leaves(specs)]
-    return jax.tree.unflatten(structure, jax.device_put(leaves, lie))
 
 
 def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:
@@ -173,19 +144,33 @@ def read_specs(policy: Policy, layers: int) -> Any:
 
 def shared(storage: Any, mesh: Mesh | None) -> Any:
     """Keep this device's shard of the slots, after all devices with the same heads have computed all slots."""
-    own = Spread(slots=1 if mesh is None else mesh.shape[SLOTS]).own_slots
-    return storage.of_slots(own) if isinstance(storage, Dense) else storage
+    return storage.of_slots(_slots_of(mesh).own_slots) if isinstance(storage, Dense) else storage
 
 
 def joined(storage: Any, mesh: Mesh | None) -> Any:
     """Gather all slots of this device's heads; the inverse of `shared`."""
-    every = Spread(slots=1 if mesh is None else mesh.shape[SLOTS]).all_slots
-    return storage.of_slots(every) if isinstance(storage, Dense) else storage
+    return storage.of_slots(_slots_of(mesh).all_slots) if isinstance(storage, Dense) else storage
+
+
+def _slots_of(mesh: Mesh | None) -> Spread:
+    return Spread(slots=1 if mesh is None else mesh.shape[SLOTS])
 
 
 def policy_specs(policy: Policy) -> Any:
     """Return the specs of a policy's arrays: sharded by KV head in the fields `of_heads`, otherwise replicated."""
     return _head_specs(policy, jax.tree.map(lambda _: WHOLE, policy))
+
+
+def bound_specs(decoder: Bound) -> Any:
+    """Return the specs of the arrays of a model and its policy, as the programs of `decoder` take them."""
+    weights = weight_specs(decoder.weights, decoder.config, decoder.mesh)
+    return decoder.replace(weights=weights, policy=policy_specs(decoder.policy))
+
+
+def layer_specs(layer: Layer, mesh: Mesh | None) -> Any:
+    """Return the specs of a layer whose number is an array."""
+    weights = weight_specs(layer.weights, layer.config, mesh)
+    return layer.replace(weights=weights, policy=policy_specs(layer.policy), number=WHOLE)
 
 
 def _head_specs(part: Any, specs: Any) -> Any:

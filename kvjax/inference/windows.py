@@ -25,7 +25,6 @@ from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
 from kvjax.policies.policy import Policy
-from kvjax.types import View
 from kvjax.utils.processes import on_host
 
 
@@ -33,11 +32,6 @@ def planned_ends(cache: Cache, read: Int[np.ndarray, " b"], config: ModelConfig)
     """Return the planned length of each text, or its length if that is larger.
 
     Stored keys stay rotated for the length that was planned, if it decides the frequencies of RoPE.
-
-    Args:
-        cache: cache of the texts.
-        read: tokens of each text.
-        config: configuration of the model.
     """
     end = on_host(cache.end).astype(np.int64)
     ropes = [layer.rope for layer in config.layer_configs if layer.rope is not None]
@@ -47,14 +41,7 @@ def planned_ends(cache: Cache, read: Int[np.ndarray, " b"], config: ModelConfig)
 def with_windows(
     cache: Cache, policy: Policy, read: Int[np.ndarray, " b"], config: ModelConfig, mesh: Mesh | None
 ) -> Cache:
-    """Give layers the slots of their windows in rows whose text is going to outgrow window and plan.
-
-    Args:
-        cache: cache of the texts.
-        policy: policy of the cache.
-        read: tokens of each text after the next block.
-        config: configuration of the model.
-        mesh: devices that shard the cache; None for one device.
+    """Give layers the slots of their windows in rows whose text, of `read` tokens, is going to outgrow window and plan.
 
     Raises:
         ValueError: the policy has states whose size is fixed, or keeps the same tokens in all layers.
@@ -95,11 +82,9 @@ def _grown(
     def here(storage: Any, limits: tuple[Array, ...]) -> Any:
         layers = zip(joined(storage, mesh).unpack().layers, limits, capacities, strict=True)
         views = [with_empty_slots(view.replace(limit=limit), capacity) for view, limit, capacity in layers]
-        return tuple(map(_selected, views)) if paged else shared(Dense(tuple(views)), mesh)
+        if not paged:
+            return shared(Dense(tuple(views)), mesh)
+        return tuple(Selected(view, text_order(view.position), view.live.sum(-1, dtype=jnp.int32)) for view in views)
 
     made = (OF_SELECTED,) * len(limits) if paged else Dense((OF_VIEW,) * len(limits))
     return on_mesh(here, mesh, (storage_specs(storage), (OF_HEADS,) * len(limits)), made)(storage, limits)
-
-
-def _selected(view: View) -> Selected:
-    return Selected(view, text_order(view.position), view.live.sum(-1, dtype=jnp.int32))

@@ -9,8 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, UInt8
 
 from kvjax.methods.register import register_part
-from kvjax.policies.key_scales import channel_factors
-from kvjax.policies.quantizer import Quantizer
+from kvjax.policies.quantizer import Quantizer, channel_factors
 
 LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
 """Largest number of the format, 448; it has no infinities."""

@@ -8,14 +8,12 @@ import difflib
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvjax.types import Heads, New, PyTree, check_kind, setting_names, written
 from kvjax.utils.fields import check_limit
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from kvjax.models.model import LanguageModel
 
 

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.key_scales import LEAST_TOKENS
-from kvjax.policies.quantizer import CODECS, Int4, Int8, Plain, Quantizer, SymmetricQuantizer
+from kvjax.policies.quantizer import CODECS, LEAST_TOKENS, Int4, Int8, Plain, Quantizer, SymmetricQuantizer
 from kvjax.rope import Rope, cos_sin_table, rotate, turns_of
 from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, setting
 from pallas_kernels import operands

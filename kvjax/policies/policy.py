@@ -210,9 +210,11 @@ class Policy:
         Raises:
             ValueError: the budget does not fit the plan's settings.
         """
-        at_first = self.plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))
-        spare = self.plan.sizing.spare_slots
-        return (max(int(at_first[0, 0]), limit + spare) if spare else int(at_first[0, 0])) + self.evict_every - 1
+        at_first, spare = limit, self.plan.sizing.spare_slots
+        if type(self.plan).slots_at is not Plan.slots_at:  # which gives the limit, without calling the device
+            found = self.plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))
+            at_first = int(found[0, 0])
+        return (max(at_first, limit + spare) if spare else at_first) + self.evict_every - 1
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
         """Return the score's state of each slot, updated after attention.

@@ -5,18 +5,22 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, ClassVar, Self
 
+import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Part
-from kvjax.policies.key_scales import channel_factors
-from kvjax.types import PyTree
+from kvjax.types import PyTree, wide
 from pallas_kernels import operands
 from pallas_kernels.operands import Quantised
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
+
+
+LEAST_TOKENS = 8
+"""Tokens of a text from which scales can be estimated: fewer keys show too little of each channel."""
 
 
 @struct.dataclass
@@ -76,12 +80,25 @@ class Plain(Quantizer):
     """
 
     def encode(self, x: Float[Array, "*b c d"]) -> Float[Array, "*b c d"]:
-        """Return the keys or values unchanged."""
         return x
 
     def decode(self, stored: Float[Array, "*b c d"], dtype: DTypeLike) -> Float[Array, "*b c d"]:
-        """Return the keys or values in a dtype."""
         return stored.astype(dtype)
+
+
+def channel_factors(keys: Float[Array, "b h t d"], valid: Bool[Array, "b #h t"]) -> Float[Array, "b h d"]:
+    """Return powers of two that bring the channels of keys to a similar size when divided by them.
+
+    Some key channels of real models are many times larger than the rest. With one scale per slot, the other channels
+    would round to zero. Queries are multiplied by the same factors, and powers of two do not round.
+    """
+    wider = keys.astype(wide(keys.dtype))
+    squares = jnp.where(valid[..., None], wider * wider, 0.0).sum(2)
+    mean = squares / jnp.maximum(valid.sum(-1), 1)[..., None]
+    # A channel near zero in the prompt may grow later: its factor is at least a thousandth of the largest channel's.
+    floor = jnp.maximum(mean.max(-1, keepdims=True) * 1e-6, jnp.finfo(mean.dtype).tiny)
+    exponent = jnp.round(jnp.log2(jnp.maximum(mean, floor)) / 2)
+    return jnp.exp2(exponent)
 
 
 @struct.dataclass
@@ -92,15 +109,12 @@ class SymmetricQuantizer(Quantizer):
     """Bits of a code, 8 or 4."""
 
     def init_scales(self, keys: Float[Array, "b h t d"], valid: Bool[Array, "b 1 t"]) -> Float[Array, "b h d"]:
-        """Return powers of two that bring all channels to a similar size."""
         return channel_factors(keys, valid)
 
     def encode(self, x: Float[Array, "*b c d"]) -> Quantised:
-        """Return codes and scales."""
         return operands.quantise(x, self.bits)
 
     def decode(self, stored: Quantised, dtype: DTypeLike) -> Float[Array, "*b c d"]:
-        """Return the products of codes and scales."""
         return stored.values(dtype)
 
 

@@ -83,11 +83,9 @@ class MomentScore(PromptScore, interface=True):
     future: int = setting(512, at_least(1, "a number of positions"))
 
     def init(self, shape: New) -> QueryMoments:
-        """Return the moments of no queries."""
         return QueryMoments.none(shape, covariance=self.covariance)
 
     def advance(self, heads: Heads, new: New) -> QueryMoments:
-        """Return the moments with the given queries."""
         return heads.state.score.joined(new, self.sinks)
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:

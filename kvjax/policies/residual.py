@@ -67,7 +67,6 @@ class SlotResidual(Residual, interface=True):
         """
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
-        """Return no bias for new tokens."""
         return nothing(new)
 
     def absorb(self, state: Any, evicted: Evicted) -> Any:
@@ -78,5 +77,4 @@ class SlotResidual(Residual, interface=True):
         """Return nothing: slots are all that queries attend to."""
 
     def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
-        """Return the attention over the slots."""
         return state, attended.out

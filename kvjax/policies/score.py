@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 from flax import struct
@@ -16,9 +16,6 @@ from kvjax.policies.base import Part
 from kvjax.policies.rankings import Ranking
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,15 +177,12 @@ class StoredScore(Score, interface=True):
     """Score that slots store: one statistic of attention to each, which a subclass requests in `asks`."""
 
     def slot(self, new: New, state: PyTree) -> PyTree:
-        """Return zeros: no query has attended to the new tokens yet."""
         return nothing(new)
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """Return the statistic of the new queries."""
         return answers
 
     def score(self, view: View, new: New) -> Ranking:
-        """Return what is stored."""
         return view.slots.score
 
 
@@ -200,7 +194,6 @@ class AccumulatedScore(StoredScore, interface=True):
         return None
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """Return the sum with the statistic added."""
         kept, before = self.retained(new), view.slots.score
         return answers + (before if kept is None else kept.astype(answers.dtype)[:, None, None] * before)
 
@@ -231,7 +224,6 @@ class PromptScore(StoredScore):
     """
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
-        """Return the lowest score."""
         return jnp.full_like(nothing(new), UNRANKED)
 
     def asks(self, heads: Heads, new: New) -> PyTree:
@@ -266,17 +258,13 @@ class ScoreOver(Score, interface=True):
 
     @property
     def requires(self) -> Requirements:
-        """Needs of the other score."""
         return self.base_score.requires
 
     def init(self, shape: New) -> PyTree:
-        """Return the other score's state."""
         return self.base_score.init(shape)
 
     def asks(self, heads: Heads, new: New) -> PyTree:
-        """Return the requests of the other score."""
         return self.base_score.asks(heads, new)
 
     def advance(self, heads: Heads, new: New) -> PyTree:
-        """Return the other score's new state of heads."""
         return self.base_score.advance(heads, new)

@@ -191,11 +191,6 @@ def of_own_heads(asks: Any) -> Any:
     return jax.tree.map(own, asks, is_leaf=is_ask)
 
 
-def of_devices(asks: Any) -> bool:
-    """Return whether any request in a tree is a mean over one device, which the caller has yet to combine."""
-    return any(isinstance(ask, Sums) and ask.over == "device" for ask in questions(asks)[0])
-
-
-def of_all_layers(asks: Any) -> bool:
-    """Return whether any request in a tree is a sum over all layers, available only after the last one."""
-    return any(isinstance(ask, Sums) and ask.over == "model" for ask in questions(asks)[0])
+def sums_over(asks: Any, over: str) -> bool:
+    """Return whether any request in a tree is a sum over `model`, which follows the last layer, or over `device`."""
+    return any(isinstance(ask, Sums) and ask.over == over for ask in questions(asks)[0])

@@ -21,7 +21,7 @@ from kvjax.inference.budget import lines_of, plan_slots
 from kvjax.inference.decoder import Decoder, read_more, step_shapes
 from kvjax.inference.padding import among_devices, bucket, check_rows
 from kvjax.inference.prepare import check_prompt, check_tokens, check_vocabulary, instead, longest_text, ready
-from kvjax.inference.sharding import placed_on, policy_specs
+from kvjax.inference.sharding import placed_policy
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
@@ -86,8 +86,7 @@ class Device:
             dtype=model.weights.dtype,
             mesh=model.mesh,
         )
-        # Placed once, since Python numbers would be transferred to the device at every step.
-        placed = placed_on(jax.tree.map(jnp.asarray, self.policy), policy_specs(self.policy), model.mesh)
+        placed = placed_policy(self.policy, model.mesh)
         self.decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh)
         self.reader = self.decoder.replace(mesh=reading_mesh(model.mesh))
         self._one = _planned(limits[0])

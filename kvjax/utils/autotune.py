@@ -51,10 +51,7 @@ class Autotuner(Tuned):
     ) -> dict[str, Verdict]:
         """Benchmark tasks that have several implementations, remember and store the results, and return the new ones.
 
-        Args:
-            asked: tasks from a `Survey`.
-            by: benchmarks one task; returns None if it cannot.
-            again: True to repeat tasks that have a result.
+        `by` benchmarks one task, or returns None if it cannot. `again` repeats tasks that have a result.
         """
         todo = [x for x in asked if len(x.candidates) > 1 and (again or x.task.bucket not in self.orders)]
         if not todo:
@@ -101,11 +98,8 @@ def tuned_device() -> str | None:
 def settle_before(trace: Callable[[Survey], Any], implementation: str) -> None:
     """Benchmark the operations of a program that have no result yet, before the program is traced.
 
-    Return without tracing if benchmarks do not decide what runs, or inside another traced program.
-
-    Args:
-        trace: traces the program with a given implementation, by `eval_shape`.
-        implementation: the one that the program will run with.
+    Return at once if benchmarks do not decide what runs, or inside another traced program. `trace` traces the program
+    with another `implementation`, by `eval_shape`.
     """
     overruled = os.environ.get(common.VARIABLE) or "auto"
     if not isinstance(implementation, Autotuner) or overruled != "auto" or _is_traced():

@@ -57,11 +57,7 @@ class Spread:
     ) -> tuple[Float[Array, "b t f"], list[Float[Array, "b h c"]]]:
         """Return `over_attention(parts)` and means over all heads of a layer, from one collective.
 
-        `outputs` must be 1: the sum runs over `HEADS` only.
-
-        Args:
-            parts: this device's product of the output weights.
-            means: means over this device's heads, repeated for each of them.
+        `outputs` must be 1: the sum runs over `HEADS` only. `means` are over this device's heads, repeated for each.
         """
         rows, kind = parts.shape[0], jnp.result_type(parts, *means)
         told = [each.astype(kind) for each in (parts.reshape(rows, -1), *(mean[:, 0] for mean in means))]
@@ -89,14 +85,9 @@ class Spread:
     def of_slots(
         self, told: Float[Array, "b n"], features: Float[Array, "b f"]
     ) -> tuple[Float[Array, "s b n"], Float[Array, "s b own"]]:
-        """Gather arrays from the devices that shard a head's slots, in one collective.
+        """Gather arrays from the devices `s` that shard a head's slots, in one collective.
 
-        Args:
-            told: array that every device receives from every other.
-            features: attention features, of which each device receives its `own_features` from every other.
-
-        Returns:
-            Both, stacked over the devices `s`.
+        Each device receives all of `told` from every other, and of their attention `features` its `own_features`.
         """
         rows, count = told.shape
         if self.outputs == 1:
@@ -140,10 +131,6 @@ class Spread:
 
         Devices take blocks of consecutive tokens in turn. Later queries attend to more keys than earlier ones, so this
         balances the work. Indices beyond the last token fill the last turn.
-
-        Args:
-            tokens: tokens of the block of text.
-            block: consecutive tokens of one device in a turn.
         """
         if self.queries == 1:
             return None

@@ -10,12 +10,7 @@ from jax.interpreters import partial_eval
 
 
 def depends_on(function: Callable[..., Any], arguments: Mapping[str, Any]) -> set[str]:
-    """Return the names of those arguments on which a function's results depend.
-
-    Args:
-        function: called with the arguments by name.
-        arguments: trees of arrays, or of their shapes.
-    """
+    """Return the names of those arguments, trees of arrays or shapes, on which a function's results depend."""
     program = jax.make_jaxpr(lambda arguments: function(**arguments))(dict(arguments)).jaxpr
     _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
     names = (path[0].key for path, _ in jax.tree.leaves_with_path(dict(arguments)))

@@ -63,11 +63,7 @@ def recover_directory(directory: Path) -> None:
 
 
 def expanded(path: str | Path) -> Path:
-    """Replace a leading `~` or `~USER` of a path by that user's home directory.
-
-    Raises:
-        ValueError: if there is no such user.
-    """
+    """Replace a leading `~` or `~USER` of a path by that user's home directory."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -75,11 +71,7 @@ def expanded(path: str | Path) -> Path:
 
 
 def read_text(file: Path) -> str:
-    """Read a UTF-8 file, without its byte order mark.
-
-    Raises:
-        ValueError: if there is no such file, or it is not UTF-8.
-    """
+    """Read a UTF-8 file, without its byte order mark; raise a ValueError if there is no such text."""
     if not file.is_file():
         raise ValueError(f"{file} is not a file; give a text file.")
     try:
@@ -98,8 +90,7 @@ def check_not_empty(files: Iterable[Path]) -> None:
 def read_lines(file: Path, read: Callable[[str], Read]) -> list[tuple[int, Read]]:
     """Read the lines of a file that are not blank: return their numbers from 1, and the results of `read`.
 
-    Raises:
-        ValueError: if there is no such line, or `read` refuses one; the message then has the line's number.
+    An error of `read` gets the line's number.
     """
     found: list[tuple[int, Read]] = []
     for number, text in enumerate(read_text(file).split("\n"), 1):
@@ -119,11 +110,7 @@ def of_line(file: Path, number: int, do: Callable[[], Read]) -> Read:
 
 
 def parse_json(text: str | bytes, what: str = "it") -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: if the text is not JSON, has a number that JSON does not have, or is nested too deeply.
-    """
+    """Parse JSON; raise a ValueError for a text or numbers that are not JSON, or that are nested too deeply."""
 
     def constant(word: str) -> None:
         raise ValueError(f"{word} is no number of JSON")

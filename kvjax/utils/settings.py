@@ -82,12 +82,9 @@ def config_directories() -> list[Path]:
 
 
 def read_config(path_or_name: str) -> dict[str, Any]:
-    """Read a config file with the keys `CONFIG_KEYS`; its table `settings` holds the settings of `--set`.
+    """Read a TOML file, or a shipped config by name; its table `settings` holds the settings of `--set`.
 
     TOML reads `residual.kernels = "performer"` as a nested table; this function returns it under its dotted name.
-
-    Args:
-        path_or_name: a TOML file, or the name of a shipped config.
     """
     shipped = [directory / f"{path_or_name}.toml" for directory in config_directories()]
     file = next((path for path in (Path(path_or_name), *shipped) if path.is_file()), None)
@@ -155,16 +152,7 @@ Messages = list[dict[str, str]]
 
 
 def conversation(messages: Any, waits: bool = True) -> Messages:
-    """Return a copy of a conversation after checking it.
-
-    Args:
-        waits: True if the model is to answer the conversation.
-
-    Raises:
-        TypeError: if `messages` is not a list.
-        ValueError: if a message has other keys or values, there is no message, or `waits` is True and the last
-            message is an answer.
-    """
+    """Return a copy of a conversation after checking it; if it `waits`, the last message must not be an answer."""
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"messages={messages!r} are no list of messages with role and content.")
     for number, message in enumerate(messages, 1):
@@ -179,12 +167,7 @@ def conversation(messages: Any, waits: bool = True) -> Messages:
 
 
 def prompt_texts(prompts: Any, chat: bool = False) -> list[str | Messages]:
-    """Return a list of texts, and also of conversations if `chat` is True; a single prompt becomes a list of one.
-
-    Raises:
-        TypeError: if prompts are token ids, messages without `chat`, or other objects.
-        ValueError: if there is no prompt, or a conversation is not valid.
-    """
+    """Return a list of texts, and also of conversations if `chat` is True; a single prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):

@@ -283,6 +283,11 @@ def test_a_mistake_in_a_call_is_one_sentence(
     assert "\n" not in str(raised.value)
 
 
+def test_ids_of_no_prompt_are_refused(model: kvjax.Model) -> None:
+    with pytest.raises(ValueError, match="there is no prompt; give the ids of at least one"):
+        generate_ids(model, [])
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [

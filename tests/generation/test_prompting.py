@@ -220,7 +220,7 @@ def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
         ('{"messages": []}', "line 1: there is no message"),
         ('{"messages": 5}', "line 1: messages=5 are no list"),
         ('{"prompt": "a"}\n{"prompt": " "}', "line 2: the prompt is empty"),
-        ('{"prompt": "' + "a " * 1200 + '"}', "line 1: a prompt of"),
+        ('{"prompt": "' + "a " * 1200 + '"}', "line 1: a text of"),
         ("\n", "has no line"),
     ],
 )

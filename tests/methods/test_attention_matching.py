@@ -84,8 +84,7 @@ def test_a_replay_asks_what_the_text_after_the_cache_would(x64: None) -> None:
     for row, replay in enumerate(REPLAYS):
         padded[row, : len(replay)] = replay
     decoder, texts = state.decoder, (jnp.asarray(padded), jnp.asarray([9, 30]))
-    programs: dict[str, Any] = dict(config=decoder.config, kernels=decoder.kernels, mesh=decoder.mesh)
-    found = replayed_queries(decoder.weights, decoder.policy, state.cache.replace(key=None), *texts, **programs)
+    found = replayed_queries(decoder, state.cache.replace(key=None), *texts)
     for layer, rows in zip(found, asked(model), strict=True):
         for row, (text, replay) in enumerate(zip(TEXTS, REPLAYS, strict=True)):
             expected = np.moveaxis(rows[row][:, len(text) :], 1, 2)

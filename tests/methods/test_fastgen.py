@@ -24,7 +24,6 @@ from kvjax.inference.prepare import prepare
 from kvjax.inference.state import State, held_positions, slot_limits
 from kvjax.methods.adakv import AdaKV
 from kvjax.models import Rope
-from kvjax.types import Kernels
 from tests.cases import fastgen_case, in_turns, slow
 from tests.oracles.decoder import Decoder
 from tests.small_models import GQA, MHA, random_model, small_config
@@ -243,8 +242,8 @@ def dense_with_limits(model, policy, budget, limits):
         limits=tuple(np.asarray(limit, np.int32) for limit in limits),
         capacities=tuple(round_slots(int(limit.max())) for limit in limits),
     )
-    arrays, static = prefill.program_arguments(model, prompts), prefill.program_settings(model, prompts, Kernels())
-    storage, _, seed, logits = prefill.read_together(*arrays, **static)
+    arrays = prefill.program_arguments(prefill.bound_prompts(model, prompts), prompts)
+    storage, _, seed, logits = prefill.read_together(*arrays, **prefill.program_settings(prompts))
     start, horizon = jnp.asarray(prompts.lengths), jnp.asarray(prompts.horizon)
     active = jnp.ones(start.shape, bool)
     ends = start + horizon

@@ -169,7 +169,7 @@ def test_increments_are_those_of_keyformer():
     }
     probs = jnp.asarray(decode_attention(**asked, scores="each").scores)
     ask = GumbelSoftmax(tau_init=1.5, tau_end=1.5).asks(Heads(jnp.full((2, 2), 40), Parts()), new)
-    expected = stats.reduced(ask, probs[:, :, :, None], some["position"], new)
+    expected = stats.reduced(ask, probs[:, :, :, None], some["v"], some["position"], new)
     gumbel = Gumbel(some["seed"], jnp.full(2, 1.5), layer=3)
     for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
         found = decode_attention(**asked, scores=gumbel, **way.options)

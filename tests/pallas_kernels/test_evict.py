@@ -166,7 +166,7 @@ def test_one_pass_is_exchange_then_attention(name):
     expected, _ = dense.exchange(policy, 0, plain)
     asks = policy.score.asks(expected.heads(0), plain)
     expected, attended = expected.attend(policy, 0, plain, asks, None, None)
-    found, _, answered = done
+    found, _, answered, _ = done
     assert (answered.answers is None) == (name in ("h2o", "keyformer"))  # added to the scores on the way
     for storage, out, answers in (
         (found, answered.partial.out, answered.answers),

@@ -79,7 +79,7 @@ def test_keyformer_counts_the_same(x64):
     slots = jnp.broadcast_to(position[:, None], (2, 2, 48))
     _, probs = attend(q, k, v, SPEC.mask(position, slots), SPEC)
     ask = GumbelSoftmax(damping=0.9).asks(Heads(jnp.full((2, 2), 48), Parts()), new)
-    wanted = stats.reduced(ask, probs, slots, new)
+    wanted = stats.reduced(ask, probs, v, slots, new)
     age = length[:, None] - 1 - position
     weights = jnp.where(position >= 0, 0.9**age, 0.0)[:, None]
     zeta = noise.gumbel(noise.uniform_at(seed, 1, slots).astype(jnp.float64))

@@ -28,11 +28,7 @@ class Selected(struct.PyTreeNode):
 
 
 def select(policy: Policy, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
-    """Select the tokens of a prompt that stay, head by head, before pages are allocated.
-
-    Returns:
-        The selection, and a mask of the slots that are evicted.
-    """
+    """Select the tokens of a prompt that stay, head by head, and a mask of those that are evicted; pages come later."""
     order, count = slots.chosen(policy, view, new)
     leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
     if policy.fixed_length:
@@ -58,12 +54,9 @@ def pack(
     """Pack selected tokens into a pool of pages.
 
     Args:
-        owner: from `table`, like `first`, `start` and `most`; one device's part if several devices have pools.
-        first: first slot of each page, counted within its head.
-        start: first page of each layer.
-        most: upper bound on slots per head.
+        owner, first, start, most, devices: from `table`; one device's part if several devices have pools.
+        page_size: slots of a page.
         spare: slots that each head has beyond its limit.
-        devices: as for `table`.
     """
 
     def room(leaf: Array) -> Array:

@@ -21,11 +21,7 @@ P = TypeVar("P", bound=Pages)
 
 
 def gathered(pools: Sequence[P], rows: Sequence[tuple[int, int]]) -> P:
-    """Gather rows, as pairs (index of a pool, row in it), from pools with equal page sizes into one pool.
-
-    Raises:
-        ValueError: the pools are on different meshes, or the rows cannot be sharded evenly.
-    """
+    """Gather rows, as pairs (index of a pool, row in it), from pools with equal page sizes into one pool."""
     devices = pools[0].devices
     if any(pool.devices != devices for pool in pools):
         raise ValueError("rows of a state on one mesh do not fit a state on another one; read both on the same.")

@@ -132,11 +132,7 @@ class Pages(struct.PyTreeNode):
         return self.position
 
     def positions(self, stored: Any = None) -> list[np.ndarray]:
-        """Return the position in each slot [b h c] of each layer on the host, -1 for empty slots.
-
-        Args:
-            stored: `stored_positions` of an earlier step; None for the current ones.
-        """
+        """Return positions [b h c] by layer on the host, -1 in empty slots; `stored` are those of an earlier step."""
         pools, size = int(np.prod(self.devices)), self.page_size
         held = self.position if stored is None else stored
         tables = zip(*(np.split(on_host(x), pools) for x in (held, self.owner, self.first, self.start)), strict=True)
@@ -159,23 +155,27 @@ class Pages(struct.PyTreeNode):
         return Dense(tuple(self._layer(index) for index in range(len(self.limit))))
 
     def _layer(self, index: int) -> View:
-        flat, real = self._flat(index)
-        rows, heads = self.limit[index].shape
+        slot, real = self._slot_numbers(index)
+        kv, position, remembered = self._at((self.kv, self.position, self.slots), slot)
+        return View(self.limit[index], self.state[index], kv, jnp.where(real, position, -1), remembered)
 
-        def fetch(leaf: Array) -> Array:
-            found = leaf.reshape(-1, *leaf.shape[2:])[jnp.minimum(flat, self.position.size - 1)]
-            return found.reshape(rows, heads, self.most, *leaf.shape[2:])
+    def _at(self, tree: PyTree, slot: Int[Array, "*n"]) -> PyTree:
+        # Entries of slots, numbered over the whole pool; those of slots out of bounds are arbitrary.
+        def take(leaf: Array) -> Array:
+            every = leaf.reshape(-1, *leaf.shape[2:])
+            return every[jnp.minimum(slot, len(every) - 1)]
 
-        position = jnp.where(real.reshape(rows, heads, self.most), fetch(self.position), -1)
-        kv, remembered = jax.tree.map(fetch, (self.kv, self.slots))
-        return View(self.limit[index], self.state[index], kv, position, remembered)
+        return jax.tree.map(take, tree)
 
-    def _flat(self, index: int) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-        # Returns pool indices of `most` slots per head, and a mask of the slots that exist.
-        owners = self.limit[index].size
-        page = jnp.arange(len(self.owner))
+    def _slot_numbers(self, index: int) -> tuple[Int[Array, "b h most"], Bool[Array, "b h most"]]:
+        # Numbers of `most` slots per head over the whole pool, and a mask of the slots that exist.
+        limit, page, slot = self.limit[index], jnp.arange(len(self.owner)), jnp.arange(self.most)
         mine = (page >= self.start[index]) & (page < self.start[index + 1])
-        first = jnp.where((self.owner == jnp.arange(owners)[:, None]) & mine, page, len(page)).min(1)
-        slot = jnp.arange(self.most)
-        flat = (first[:, None] * self.page_size + slot).reshape(-1)
-        return flat, (slot < self.limit[index].reshape(-1)[:, None] + self.spare).reshape(-1)
+        first = jnp.where((self.owner == jnp.arange(limit.size)[:, None]) & mine, page, len(page)).min(1)
+        number = first.reshape(limit.shape)[..., None] * self.page_size + slot
+        return number, slot < limit[..., None] + self.spare
+
+
+def owned(owner: Int[Array, " p"], valid: Bool[Array, " p"], owners: int) -> Bool[Array, "o p"]:
+    """Return a mask of the pages of each owner."""
+    return (owner == jnp.arange(owners)[:, None]) & valid

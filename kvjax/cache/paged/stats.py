@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.paged.candidates import owned
-from kvjax.cache.paged.pages import Pages
+from kvjax.cache.paged.pages import Pages, owned
 from kvjax.cache.stats import Outputs, damage_to, highest, normalised, outputs, seen_slots, summed, tempered
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import Again, Damage, Peak, Probs, Seen, Sums, questions
@@ -18,11 +17,7 @@ from pallas_kernels.paged_attention import Paged as Found
 
 
 def check_asks(policy: Policy, asks: PyTree) -> None:
-    """Refuse statistics of a generated token that need the same slots in all heads.
-
-    Raises:
-        ValueError: there are such requests; the message names the score and the plan.
-    """
+    """Refuse statistics of a generated token that need the same slots in all heads."""
     for ask in questions(asks)[0]:
         score, plan = type(policy.score).__name__, type(policy.plan).__name__
         if isinstance(ask, Again):
@@ -60,12 +55,9 @@ def page_answers(pool: Pages, layer: int, new: New, asks: PyTree, found: Found) 
 def of_pages(
     asks: PyTree, answers: PageAnswers, view: View, seen: New, at: Array, owner: Int[Array, " p"], new: New
 ) -> PyTree:
-    """Compute the requested statistics of a block of pages.
+    """Compute the requested statistics of a block of pages from page `at` on.
 
-    Args:
-        seen: the new tokens, with the rows of `view`.
-        at: index of the first page.
-        new: the new tokens, with the batch's rows.
+    `seen` are the new tokens with the rows of `view`, `new` those with the rows of the batch.
     """
     leaves, tree = questions(asks)
     probs = _probabilities(answers.logits, answers.lse, at, owner, len(owner))

@@ -14,9 +14,8 @@ from kvjax.cache import slots
 from kvjax.cache.attention import with_evicted
 from kvjax.cache.dense import Dense
 from kvjax.cache.evict import evicted_pairs
-from kvjax.cache.paged.candidates import NO_SLOT, Candidates, better, lowest, owned, victim
 from kvjax.cache.paged.gather import gathered
-from kvjax.cache.paged.pages import Pages
+from kvjax.cache.paged.pages import Pages, owned
 from kvjax.cache.paged.stats import PageAnswers, check_asks, of_pages, page_answers
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
@@ -25,9 +24,27 @@ from kvjax.types import KV, Evicted, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.evict.reference import after_reading
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.ranking import protected
+
+NO_SLOT = jnp.iinfo(jnp.int32).max
+"""Slot number that means no slot; larger than all others."""
+
+Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
+"""Rank, position and slot of one token per owner."""
 
 OfPages = Callable[[View, New, Array | int], Float[Array, "p s"]]
 """Gives a number for each slot of a block of pages: the block as a view, its tokens, and its first page."""
+
+
+class Candidates(NamedTuple):
+    """Eviction candidates of each head."""
+
+    rest: Choice
+    """Lowest-ranked slot outside the competition: empty, or with a token that is evicted last or never."""
+    weakest: Choice
+    """Lowest-ranked slot that competes."""
+    surplus: Int[Array, " o"]
+    """Number of tokens over the quota: the lowest-ranked one is evicted if it is above 0, and more if above 1."""
 
 
 class Paged(Pages):
@@ -40,7 +57,7 @@ class Paged(Pages):
         heads = pool.heads(layer)
         state = heads.state.replace(codec=codec.begin(heads, new))
         pool = pool.put_state(layer, codec=state.codec)
-        slot = victim(candidates, new)
+        slot = _victim(candidates, new)
         added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": policy.slots(new, state)}
         added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
         taken = pool._taken(slot, pairs)
@@ -88,15 +105,9 @@ class Paged(Pages):
         return whole(*after), candidates
 
     def _taken(self, slot: Int[Array, "b h"], pairs: bool) -> Taken:
-        flat, real = slot.reshape(-1), slot < self.position.size
-
-        def take(leaf: Array) -> Array:
-            every = leaf.reshape(-1, *leaf.shape[2:])
-            return every[jnp.minimum(flat, len(every) - 1)].reshape(*slot.shape, *leaf.shape[2:])
-
-        kv = jax.tree.map(take, self.kv) if pairs else None
-        place = None if self.slots.codec is None else take(self.slots.codec)
-        return Taken(kv, jnp.where(real, take(self.position), -1), place)
+        kv = self._at(self.kv, slot) if pairs else None
+        left = jnp.where(slot < self.position.size, self._at(self.position, slot), -1)
+        return Taken(kv, left, self._at(self.slots.codec, slot))
 
     def _requeued(self, policy: Policy, layer: int, new: New, taken: Taken, *, arrives: bool = True) -> Paged:
         place, left = taken.place, taken.left
@@ -134,12 +145,12 @@ class Paged(Pages):
             flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
             members = owned(owner, valid, rows * heads)
             if quota is None and not grows:
-                return better(carry[0], lowest(here, ranks, position, flat, members)), *carry[1:]
+                return _better(carry[0], _lowest(here, ranks, position, flat, members)), *carry[1:]
             eligible = ranks > -jnp.inf if grows else ranks < slots.last_resort(ranks.dtype)
             competes = here & (position >= 0) & eligible
             count = jnp.where(members, competes.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
-            weakest = better(carry[1], lowest(competes, ranks, position, flat, members))
-            rest = better(carry[0], lowest(here & ~competes, ranks, position, flat, members))
+            weakest = _better(carry[1], _lowest(competes, ranks, position, flat, members))
+            rest = _better(carry[0], _lowest(here & ~competes, ranks, position, flat, members))
             return rest, weakest, carry[2] + count
 
         kind = jax.eval_shape(lambda: rank(*self.view(layer, new, 0, 1)[:2], 0)).dtype
@@ -179,10 +190,10 @@ class Paged(Pages):
         """
         if not policy.score.requires.whole_heads:
             return lambda view, seen, at: compute(policy, view, seen)[:, 0]
-        flat, real = self._flat(layer)
-        found = compute(policy, self._layer(layer), new).reshape(-1)
-        room = jnp.zeros(self.position.size, found.dtype)
-        every = room.at[jnp.where(real, flat, room.size)].set(found, mode="drop").reshape(self.position.shape)
+        slot, real = self._slot_numbers(layer)
+        found = compute(policy, self._layer(layer), new)
+        room = jnp.zeros(self.position.shape, found.dtype)
+        every = _with_entries(room, jnp.where(real, slot, room.size), found)
 
         def of_pages(view: View, seen: New, at: Array | int) -> Array:
             known = jax.lax.dynamic_slice_in_dim(every, at, len(view.position))
@@ -191,16 +202,7 @@ class Paged(Pages):
         return of_pages
 
     def _write_slots(self, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Paged:
-        """Write one new entry per head into a slot; entries for slots out of bounds are dropped."""
-        flat = slot.reshape(-1)
-
-        def write(leaf: Array, value: Array) -> Array:
-            value = value.reshape(flat.shape[0], *leaf.shape[2:]).astype(leaf.dtype)
-            every = leaf.reshape(-1, *leaf.shape[2:])
-            return every.at[flat].set(value, unique_indices=True, mode="drop").reshape(leaf.shape)
-
-        held = {name: getattr(self, name) for name in added}
-        return self.replace(**jax.tree.map(write, held, added))
+        return self.replace(**_with_entries({name: getattr(self, name) for name in added}, slot, added))
 
     def attend(
         self,
@@ -263,21 +265,13 @@ class Paged(Pages):
 
     def pack(self, dense: Dense) -> Paged:
         """Return a pool with the slots and states of an `unpack`ed storage, up to the heads' limits."""
-        pool = self
+        held, states = (self.kv, self.position, self.slots), tuple(view.state for view in dense.layers)
         for index, view in enumerate(dense.layers):
-            flat, real = self._flat(index)
-            flat = jnp.where(real, flat, self.position.size)
-
-            def write(leaf: Array, value: Array, flat: Array = flat) -> Array:
-                every = leaf.reshape(-1, *leaf.shape[2:])
-                return every.at[flat].set(value.reshape(-1, *leaf.shape[2:]), mode="drop").reshape(leaf.shape)
-
-            held = pool.kv, pool.position, pool.slots
-            kv, position, remembered = jax.tree.map(write, held, (view.kv, view.position, view.slots))
-            pool = pool.replace(kv=kv, position=position, slots=remembered)
-            state = (*pool.state[:index], view.state, *pool.state[index + 1 :])
-            pool = pool.replace(state=state)
-        return pool
+            slot, real = self._slot_numbers(index)
+            slot = jnp.where(real, slot, self.position.size)
+            held = _with_entries(held, slot, (view.kv, view.position, view.slots))
+        kv, position, remembered = held
+        return self.replace(kv=kv, position=position, slots=remembered, state=states)
 
     def take(self, index: Int[np.ndarray, " m"]) -> Paged:
         """Select rows, in any order; the page table is read on the host."""
@@ -316,9 +310,56 @@ class Taken(NamedTuple):
     """Place in the order of slots, if the codec tracks it."""
 
 
+def _with_entries(tree: PyTree, slot: Int[Array, "*n"], entries: PyTree) -> PyTree:
+    """Write entries into slots, numbered over the whole pool; those of slots out of bounds are dropped."""
+
+    def write(leaf: Array, value: Array) -> Array:
+        value = value.reshape(*slot.shape, *leaf.shape[2:]).astype(leaf.dtype)
+        every = leaf.reshape(-1, *leaf.shape[2:])
+        return every.at[slot].set(value, unique_indices=True, mode="drop").reshape(leaf.shape)
+
+    return jax.tree.map(write, tree, entries)
+
+
 def write_pages(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:
     """Write a block of pages over all pages, from page `at` on, where `valid`."""
     mask = valid.reshape(-1, *(1,) * (room.ndim - 1))
     return jax.lax.dynamic_update_slice_in_dim(
         room, jnp.where(mask, value, jax.lax.dynamic_slice_in_dim(room, at, len(valid))), at, 0
     )
+
+
+def _victim(candidates: Candidates, new: New) -> Int[Array, "b h"]:
+    """Return the slot that the next token takes in each head, numbered over the whole pool; `NO_SLOT` for padding.
+
+    If a quota bounds the competing tokens, the lowest-ranked one is evicted when they exceed it. Otherwise the new
+    token takes an empty slot, else that of the oldest token that is evicted last, else that of the lowest-ranked token.
+    """
+    rest, weakest, surplus = candidates
+    competes = (surplus > 0) | ((rest[0] >= protected(rest[0].dtype)) & (weakest[2] < NO_SLOT))
+    chosen = jnp.where(competes, weakest[2], rest[2]).reshape(new.k.shape[:2])
+    return jnp.where(new.valid[:, :1], chosen, NO_SLOT)
+
+
+def _lowest(
+    allowed: Bool[Array, "p s"], ranks: Array, position: Array, flat: Array, members: Bool[Array, "o p"]
+) -> Choice:
+    """Return each owner's lowest-ranked token, the oldest among equal ranks."""
+    low = jnp.where(allowed, ranks, jnp.inf)
+    best = low.min(1)
+    tied = allowed & (low == best[:, None])
+    age = jnp.where(tied, position, NO_SLOT)
+    oldest = age.min(1)
+    slot = jnp.where(tied & (age == oldest[:, None]), flat, NO_SLOT).min(1)
+    by_owner = jnp.where(members, best, jnp.inf)
+    rank = by_owner.min(1)
+    tied = members & (by_owner == rank[:, None])
+    ages = jnp.where(tied, oldest, NO_SLOT)
+    first = ages.min(1)
+    return rank, first, jnp.where(tied & (ages == first[:, None]), slot, NO_SLOT).min(1)
+
+
+def _better(a: Choice, b: Choice) -> Choice:
+    """Return the lower-ranked of two tokens per owner, the older one if their ranks are equal."""
+    second = (b[0] < a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
+    return tuple(jnp.where(second, y, x) for x, y in zip(a, b, strict=True))  # type: ignore[return-value]

@@ -32,11 +32,7 @@ class Table(NamedTuple):
 
 
 def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[int, int] = (1, 1)) -> Table:
-    """Assign pages to all heads.
-
-    Args:
-        devices: numbers of devices that shard rows and heads.
-    """
+    """Assign pages to all heads; `devices` are the numbers of devices that shard rows and heads."""
     parts = [of_head for of_row in np.split(limits, devices[0], 1) for of_head in np.split(of_row, devices[1], 2)]
     pages = [-(-part.reshape(len(part), -1) // page_size) for part in parts]
     total = round_pages(max(int(part.sum()) for part in pages))

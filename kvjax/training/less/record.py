@@ -123,7 +123,7 @@ def record(state: State, tokens: Int[Array, "b n"], *, mask: str = "decode") -> 
         pending, seen = [], []
         for layer, (shape, of) in enumerate(zip(config.layer_configs, read, strict=True)):
             sink_logits = sink_logits_of(weights.layers[layer], shape)
-            new = reading.new(shape, layer, of.hidden, of.q, of.k, of.v, sink_logits=sink_logits)
+            new = reading.of_layer(shape, layer, of.hidden, of.q, of.k, of.v, sink_logits).rotated()
             storage, told, found = replay(policies[layer], mask, storage, new, of.lse)
             pending.append(told)
             seen.append(found.replace(probs=None))

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from benchmarks import aot
-from kvjax.inference.decoder import step
+from kvjax.inference.decoder import Decoder
 from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.models import Rope
 from tests.small_models import random_model, small_config
@@ -65,7 +65,7 @@ def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
     )  # settings are numbers
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(step, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
+        lowered = jax.jit(Decoder.step, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
         memory = lowered.compile().memory_analysis()
     assert memory is not None
     return {

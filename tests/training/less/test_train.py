@@ -33,7 +33,7 @@ from kvjax.training.less.errors import write_losses
 from kvjax.training.less.loss import memory_attention
 from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features, record
-from kvjax.types import Evicted, New, Partial
+from kvjax.types import Evicted, New, Partial, Reading
 from pallas_kernels.attention import merge, share_of_evicted
 from pallas_kernels.operands import values
 from tests.cases import slow
@@ -134,7 +134,9 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
 
     def new_tokens(q: jax.Array, k: jax.Array, v: jax.Array) -> New:
         each = ones[:, 0]
-        return New(q, k, v, q, k, k[:, 0], ones, ones, each, each, each, each, each.astype(jnp.uint32), config)
+        lengths: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each)
+        reading = Reading(token=ones, position=ones, seed=each.astype(jnp.uint32), **lengths)
+        return reading.of_layer(config, 0, k[:, 0], q, k, v)
 
     @jax.jit
     def step(state: Memory, at: jax.Array | int) -> tuple[Memory, jax.Array]:
