@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from kvjax.policies.stats import Probs as Probs
     from kvjax.policies.stats import Sums as Sums
     from kvjax.utils.compilation import enable_compilation_cache as enable_compilation_cache
-    from kvjax.utils.memory import keep_freed_memory as keep_freed_memory
 
 # Modules of the names above, imported on first use: a command starts fast and can be interrupted early.
 _HOMES = {
@@ -59,7 +58,6 @@ _HOMES = {
     "kvjax.policies.codec": ("Codec",),
     "kvjax.policies.quantizer": ("Quantizer",),
     "kvjax.utils.compilation": ("enable_compilation_cache",),
-    "kvjax.utils.memory": ("keep_freed_memory",),
     "kvjax.inference.compress": ("compress",),
     "kvjax.inference.decode": ("decode_step", "decode_step_in_place"),
     "kvjax.inference.cache": ("Cache",),

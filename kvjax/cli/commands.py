@@ -16,7 +16,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvjax.utils.compilation import enable_compilation_cache
-from kvjax.utils.memory import keep_freed_memory
 from kvjax.utils.processes import join
 from kvjax.utils.suggest import alike, choices, meant
 from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
@@ -235,7 +234,6 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
 def finish_with_model(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
     """Run a command that loads a model, with compiled programs kept on disk; see `finish`."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-    keep_freed_memory()
     enable_compilation_cache()
     return finish(command, run, distributed)
 

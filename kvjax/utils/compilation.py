@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -12,8 +14,6 @@ from typing import Self
 
 import jax
 from jax import monitoring
-
-from kvjax.utils.memory import return_memory
 
 _MAKING = "/jax/core/compile/"
 _MADE = "/jax/core/compile/backend_compile_duration"
@@ -66,6 +66,12 @@ def drop_programs() -> None:
     if maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+def return_memory() -> None:
+    """Return freed memory to the system; glibc keeps what a compiler frees, which can be more than a model takes."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def temporary_bytes(programs: Iterable[jax.stages.Lowered]) -> int | None:

@@ -74,8 +74,7 @@ def test_examples_of_docstrings(name: str) -> None:
 
 def test_what_is_used_most_has_an_example() -> None:
     functions = {name for name in kvjax.__all__ if inspect.isfunction(getattr(kvjax, name))}
-    set_up = {"enable_compilation_cache", "keep_freed_memory"}
-    wanted = functions - set_up | {"Policy", "Score", "Model.generate", "Model.stream"}
+    wanted = functions - {"enable_compilation_cache"} | {"Policy", "Score", "Model.generate", "Model.stream"}
     assert wanted <= set(EXAMPLES)
 
 
