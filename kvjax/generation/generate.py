@@ -127,7 +127,7 @@ def check_room(longest: int, max_new_tokens: int, policy: Policy, model: Languag
     room = longest_text(policy, model.config)
     if longest + max_new_tokens > room:
         raise ValueError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
+            f"a text of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
             f"ask for fewer{instead(model.config)}."
         )
 
