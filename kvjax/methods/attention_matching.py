@@ -154,8 +154,8 @@ def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge:
         each: columns chosen at a time.
     """
     (b, h, r, c), kind = shares.shape, shares.dtype
-    mass, total, unit = shares.sum(-1), rounds * each, jnp.eye(each, dtype=kind)
-    weight = ridge_weight(shares, ridge)[..., None, None] * unit
+    mass, total = shares.sum(-1), rounds * each
+    weight = ridge_weight(shares, ridge)[..., None, None] * jnp.eye(each, dtype=kind)
 
     def choose(carry: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
         scores, missing, chosen, inverse, sums = carry
@@ -167,18 +167,9 @@ def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge:
         scores = jnp.put_along_axis(scores, at, first, -1, inplace=False)
         columns = jnp.take_along_axis(shares, at[:, :, None], -1)
 
-        # Cholesky's factor of the products of chosen columns grows by the rows of these, and so does its inverse.
-        before = jnp.einsum("bhrn,bhrc->bhnc", columns, chosen, precision="highest")
-        among = products(columns)
-        rows = jnp.einsum("bhnc,bhsc->bhns", before, inverse, precision="highest")
-        corner = among - jnp.einsum("bhnc,bhmc->bhnm", rows, rows, precision="highest") + weight
-        corner = jax.lax.linalg.triangular_solve(
-            jax.lax.linalg.cholesky(corner), jnp.broadcast_to(unit, corner.shape), left_side=True, lower=True
-        )
-        rows = -jnp.einsum("bhnm,bhms,bhsc->bhnc", corner, rows, inverse, precision="highest")
+        before, among = jnp.einsum("bhrn,bhrc->bhnc", columns, chosen, precision="highest"), products(columns)
         start = number * each
-        inverse = jax.lax.dynamic_update_slice_in_dim(inverse, rows, start, -2)
-        inverse = jax.lax.dynamic_update_slice(inverse, corner, (0, 0, start, start))
+        inverse = with_rows(inverse, before, among + weight, start)
         before, among = jnp.abs(before), jnp.abs(among)
         added = before.sum(-1) + among.sum(-1)
         sums = jax.lax.dynamic_update_slice_in_dim(sums + before.sum(-2), added, start, -1)
@@ -194,6 +185,26 @@ def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge:
 
     scores, chosen, inverse, sums = (jnp.zeros((b, h, *n), kind) for n in ((c,), (r, total), (total, total), (total,)))
     return jax.lax.scan(choose, (scores, mass, chosen, inverse, sums), jnp.arange(rounds))[0][0]
+
+
+def with_rows(
+    inverse: Float[Array, "b h c c"], before: Float[Array, "b h n c"], among: Float[Array, "b h n n"], start: Array
+) -> Float[Array, "b h c c"]:
+    """Return the inverse of Cholesky's factor of products of columns, with the rows of n more columns.
+
+    Args:
+        inverse: of the columns before, zero from row `start` on.
+        before: products of the new columns with those before, zero from `start` on.
+        among: products of the new columns with each other, and the ridge's weight.
+        start: row of the first new column.
+    """
+    rows = jnp.einsum("bhnc,bhsc->bhns", before, inverse, precision="highest")
+    corner = jax.lax.linalg.cholesky(among - jnp.einsum("bhnc,bhmc->bhnm", rows, rows, precision="highest"))
+    unit = jnp.broadcast_to(jnp.eye(corner.shape[-1], dtype=corner.dtype), corner.shape)
+    corner = jax.lax.linalg.triangular_solve(corner, unit, left_side=True, lower=True)
+    rows = -jnp.einsum("bhnm,bhms,bhsc->bhnc", corner, rows, inverse, precision="highest")
+    inverse = jax.lax.dynamic_update_slice_in_dim(inverse, rows, start, -2)
+    return jax.lax.dynamic_update_slice(inverse, corner, (0, 0, start, start))
 
 
 def slot_logits(q: Float[Array, "b h r d"], view: View, new: New) -> Float[Array, "b h r c"]:
