@@ -108,8 +108,8 @@ class _AdaKV(Oracle):
         # The token being read has one of the slots that are shared, as it has everywhere in kvjax.
         read = 0 if self.evicts_first else 1
         average = self.limits[0] + read
-        # Every head competes with its newest token; elsewhere that is the one which is being read.
-        self.recents = [max(1 - read, recent_window(self.recent, average))] * self.kv_heads
+        # The newest token of every head has one of its slots, with any score.
+        self.recents = [max(1, recent_window(self.recent, average))] * self.kv_heads
         ranks = [self.contest(h, prompt) for h in range(self.kv_heads)]
         slots = allot(ranks, average, self.floor, self.text)
         self.limits = [each - read for each in slots]
