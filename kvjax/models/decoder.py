@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from kvjax.models.config import ModelConfig
+from kvjax.models.integers import signed
 from kvjax.models.matmul import in_blocks, product, product_with_codes
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
@@ -32,10 +33,10 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
 class Linear:
     """Linear map in the layout of checkpoints: weight [out, in], bias [out] or None.
 
-    A weight of 8-bit integers has a scale [out] in float32 that multiplies the product.
+    A weight of 8-bit integers, signed or unsigned, has a scale [out] in float32 that multiplies the product.
     """
 
-    weight: Float[Array, "out in"] | Int8[Array, "out in"]
+    weight: Float[Array, "out in"] | Int8[Array, "out in"] | UInt8[Array, "out in"]
     bias: Float[Array, " out"] | None = None
     scale: Float[Array, " out"] | None = None
 
@@ -58,13 +59,13 @@ class Linear:
 
     def rows(self, outputs: Int[Array, "*b"]) -> Float[Array, "*b in"]:
         """Return rows of the weight in floating point."""
-        rows = self.weight[outputs]
+        rows = signed(self.weight[outputs])
         return rows if self.scale is None else rows * self.scale[outputs][..., None]
 
     @property
     def matrix(self) -> Float[Array, "out in"]:
         """Weight in floating point."""
-        return self.weight if self.scale is None else self.weight * self.scale[..., None]
+        return self.weight if self.scale is None else signed(self.weight) * self.scale[..., None]
 
 
 @struct.dataclass

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8, PRNGKeyArray
+from jaxtyping import Array, Float, Int8, PRNGKeyArray, UInt8
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
 from kvjax.models.experts import Experts
+from kvjax.models.integers import OFFSET
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 16
@@ -142,16 +143,18 @@ def empty_buffer(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
 
 
 def quantised(
-    blocks: Iterable[Float[np.ndarray, "*rows in"]], shape: tuple[int, ...]
-) -> tuple[Int8[np.ndarray, "*out in"], Float[np.ndarray, "*out"]]:
+    blocks: Iterable[Float[np.ndarray, "*rows in"]], shape: tuple[int, ...], dtype: DTypeLike = np.int8
+) -> tuple[Int8[np.ndarray, "*out in"] | UInt8[np.ndarray, "*out in"], Float[np.ndarray, "*out"]]:
     """Quantize the weight of a linear map to 8-bit integers with one float32 scale per output channel.
 
     Args:
         blocks: the rows of the weight, in order: finite numbers of any float dtype. The number of largest magnitude in
             each row becomes 127 or -127.
         shape: shape of the weight.
+        dtype: int8, or uint8 for codes that are 128 larger.
     """
-    codes, scale = empty_buffer(shape, np.int8), np.empty(shape[:-1], np.float32)
+    codes, scale = empty_buffer(shape, dtype), np.empty(shape[:-1], np.float32)
+    offset = OFFSET if codes.dtype == np.uint8 else 0
     channels, factors, start = codes.reshape(-1, shape[-1]), scale.reshape(-1), 0
     step = max(1, _AT_ONCE // shape[-1])
     for block in blocks:
@@ -161,6 +164,6 @@ def quantised(
             end = start + len(wide)
             factors[start:end] = np.maximum(np.maximum(wide.max(1), -wide.min(1)) / 127, np.finfo(np.float32).tiny)
             wide /= factors[start:end, None]
-            channels[start:end] = np.rint(wide, out=wide)
+            channels[start:end] = np.rint(wide, out=wide) + offset
             start = end
     return codes, scale

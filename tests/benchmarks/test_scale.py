@@ -22,6 +22,7 @@ from kvjax.cli import bench
 from kvjax.evaluation.bench.models import shaped_model
 from kvjax.inference import prefill
 from kvjax.inference.shapes import state_shapes
+from kvjax.models.integers import signed
 from kvjax.models.weights import rounded_shapes, weight_shapes
 from tests.benchmarks.aot.test_tpu import VARIABLE
 from tests.paths import ROOT
@@ -74,7 +75,9 @@ def test_policies_that_need_more_than_shapes_are_left_out(capsys):
 
 def test_shapes_of_rounded_weights_are_those_that_are_loaded():
     model = kvjax.load("tiny", dtype="bfloat16", weights="int8")
-    assert described(rounded_shapes(weight_shapes(model.config, jnp.bfloat16))) == described(model.weights)
+    assert described(rounded_shapes(weight_shapes(model.config, jnp.bfloat16))) == described(
+        jax.tree.map(signed, model.weights)
+    )
 
 
 def test_collectives_are_counted_once_each():

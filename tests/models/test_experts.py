@@ -23,6 +23,7 @@ from kvjax.models import LoadError, random_weights
 from kvjax.models.decoder import DenseMlp, Linear
 from kvjax.models.experts import Experts, block_size, blocks
 from kvjax.models.families import read_model_config
+from kvjax.models.integers import code_dtype
 from kvjax.models.weights import leaf_name
 from kvjax.tiny import WEIGHTS
 from tests.paths import ROOT
@@ -179,14 +180,10 @@ def test_experts_in_8_bits(tmp_path: Path) -> None:
     assert isinstance(experts, Experts) and experts.router.dtype == np.float32
     assert isinstance(model.weights.layers[1].mlp, DenseMlp)
     up = experts.experts.up
-    assert up.weight.shape == (8, 24, 32) and up.weight.dtype == np.int8
+    assert up.weight.shape == (8, 24, 32) and up.weight.dtype == code_dtype("cpu")
     assert up.scale is not None and up.scale.shape == (8, 24)
     rounded = jax.tree.map(
-        lambda node: (
-            node
-            if not isinstance(node, Linear) or node.scale is None
-            else Linear(node.weight * node.scale[..., None], node.bias)
-        ),
+        lambda node: node if not isinstance(node, Linear) or node.scale is None else Linear(node.matrix, node.bias),
         model.weights,
         is_leaf=lambda node: isinstance(node, Linear),
     )

@@ -8,53 +8,84 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.models.integers import code_dtype, integer_product, signed, unsigned
 from kvjax.models.matmul import product_with_codes
 
 RANDOM = np.random.default_rng(0)
-CODES = jnp.asarray(RANDOM.integers(-127, 128, (24, 96), np.int8))
+SIGNED = jnp.asarray(RANDOM.integers(-127, 128, (24, 96), np.int8))
 SCALE = jnp.asarray(RANDOM.random(24, np.float32))
-WHOLE = np.asarray(CODES) * np.asarray(SCALE)[:, None].astype(np.float64)
+WHOLE = np.asarray(SIGNED) * np.asarray(SCALE)[:, None].astype(np.float64)
+
+of_both_kinds = pytest.mark.parametrize("codes", [SIGNED, unsigned(SIGNED)], ids=["signed", "unsigned"])
 
 
 def inputs(rows: int) -> np.ndarray:
     return RANDOM.normal(size=(rows, 96)) * 10.0 ** RANDOM.integers(-3, 4, (rows, 1))  # rows of unequal size
 
 
-@pytest.mark.parametrize(("rows", "copies"), [(1, 1), (5, 1), (17, 1), (65, 1), (3, 343)])
-def test_products_with_codes_are_products_with_their_weight(rows: int, copies: int) -> None:
-    x, turns = inputs(rows).astype(np.float32), np.arange(copies) % 24
-    codes, scale = (jnp.concatenate([jnp.roll(whole, turn, 0) for turn in turns]) for whole in (CODES, SCALE))
-    found = product_with_codes(jnp.asarray(x), codes, scale, jnp.float32)
+def test_unsigned_codes_are_128_larger() -> None:
+    every = jnp.arange(-128, 128, dtype=jnp.int8)
+    np.testing.assert_array_equal(unsigned(every), np.arange(256))
+    np.testing.assert_array_equal(signed(unsigned(every)), every)
+    assert signed(SCALE) is SCALE
+
+
+def test_only_cpus_have_unsigned_codes() -> None:
+    assert code_dtype("cpu") in (np.int8, np.uint8)
+    assert code_dtype("gpu") == code_dtype("tpu") == np.int8
+
+
+@of_both_kinds
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 130])
+def test_integer_products_are_exact(count: int, codes: jax.Array) -> None:
+    rows = RANDOM.integers(-128, 128, (count, 96), np.int8)
+    found = integer_product(jnp.asarray(rows), codes)
+    assert found.dtype == jnp.int32
+    np.testing.assert_array_equal(found, rows.astype(np.int64) @ np.asarray(SIGNED, np.int64).T)
+
+
+@of_both_kinds
+@pytest.mark.parametrize("rows", [1, 5, 17, 65])
+def test_products_with_codes_are_products_with_their_weight(rows: int, codes: jax.Array) -> None:
+    x = inputs(rows).astype(np.float32)
+    found = product_with_codes(jnp.asarray(x), codes, SCALE, jnp.float32)
     assert found.dtype == jnp.float32
-    wanted = x @ np.concatenate([np.roll(WHOLE, turn, 0) for turn in turns]).T
-    error = np.abs(np.asarray(found) - wanted).max(1) / np.abs(wanted).max(1)
-    assert (error < 1e-4).all()
+    # Digits are off by at most 1.6e-5 of the row's largest input, and float32 rounds.
+    most = np.abs(x).max(1, keepdims=True) * np.abs(WHOLE).sum(1)
+    assert (np.abs(np.asarray(found) - x @ WHOLE.T) <= 1.7e-5 * most).all()
 
 
-def test_products_of_float64_are_exact(x64: None) -> None:
+@of_both_kinds
+def test_products_of_float64_are_exact(codes: jax.Array, x64: None) -> None:
     x = inputs(3)
-    found = product_with_codes(jnp.asarray(x), CODES, SCALE, jnp.float64)
+    found = product_with_codes(jnp.asarray(x), codes, SCALE, jnp.float64)
     np.testing.assert_allclose(found, x @ WHOLE.T, rtol=1e-12, atol=1e-12 * np.abs(x).max())
 
 
-def test_leading_axes_and_stacked_codes() -> None:
-    x, codes = jnp.asarray(inputs(6), jnp.float32).reshape(2, 3, 96), jnp.stack([CODES, CODES[::-1]])
-    alone = [product_with_codes(rows, each, SCALE, jnp.float32) for rows, each in zip(x, codes, strict=True)]
-    mapped = jax.vmap(product_with_codes, in_axes=(0, 0, None, None))(x, codes, SCALE, jnp.float32)
+@of_both_kinds
+@pytest.mark.parametrize("rows", [3, 20])
+def test_leading_axes_and_stacked_codes(rows: int, codes: jax.Array) -> None:
+    x, stacked = jnp.asarray(inputs(2 * rows), jnp.float32).reshape(2, rows, 96), jnp.stack([codes, codes[::-1]])
+    alone = [product_with_codes(each, of_it, SCALE, jnp.float32) for each, of_it in zip(x, stacked, strict=True)]
+    mapped = jax.vmap(product_with_codes, in_axes=(0, 0, None, None))(x, stacked, SCALE, jnp.float32)
     np.testing.assert_allclose(mapped, np.stack(alone), rtol=1e-5)
-    np.testing.assert_allclose(product_with_codes(x, CODES, SCALE, jnp.float32)[0], alone[0], rtol=1e-5)
+    shared = jax.vmap(product_with_codes, in_axes=(0, None, None, None))(x, codes, SCALE, jnp.float32)
+    np.testing.assert_allclose(shared[0], alone[0], rtol=1e-5)
+    together = product_with_codes(x, codes, SCALE, jnp.float32)
+    np.testing.assert_allclose(together[0], alone[0], rtol=1e-5)
 
 
-def test_derivatives_are_those_of_the_exact_product() -> None:
+@of_both_kinds
+def test_derivatives_are_those_of_the_exact_product(codes: jax.Array) -> None:
     x, weights = inputs(2).astype(np.float32), RANDOM.normal(size=(2, 24)).astype(np.float32)
-    found = jax.grad(lambda x: (weights * product_with_codes(x, CODES, SCALE, jnp.float32)).sum())(jnp.asarray(x))
+    found = jax.grad(lambda x: (weights * product_with_codes(x, codes, SCALE, jnp.float32)).sum())(jnp.asarray(x))
     np.testing.assert_allclose(found, weights @ WHOLE, rtol=1e-3, atol=1e-3)
 
 
 def test_a_tied_table_is_held_once() -> None:
     rounded, plain = kvjax.load("tiny", weights="int8").weights, kvjax.load("tiny").weights
     assert plain.unembedding is None and rounded.unembedding is not None and rounded.unembedding.scale is not None
-    assert rounded.embedding is None and rounded.unembedding.weight.dtype == np.int8
+    assert rounded.embedding is None and rounded.unembedding.weight.dtype == code_dtype("cpu")
     error = np.abs(np.asarray(rounded.unembedding.matrix) - np.asarray(plain.embedding))
     assert (error <= 0.51 * rounded.unembedding.scale[:, None]).all()
     ids = jnp.array([[3, 2047]])

@@ -16,8 +16,10 @@ from jaxtyping import Array, Key
 from kvjax.inference.sharding import placed_shapes
 from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, random_weights
+from kvjax.models.integers import code_dtype, unsigned
 from kvjax.models.sharding import parse_mesh, program_mesh, weight_shardings, weight_specs
 from kvjax.models.weights import rounded_shapes, weight_shapes
+from pallas_kernels.common import platform_of
 
 SYNTHETIC = ModelConfig(
     vocab_size=4096,
@@ -97,6 +99,7 @@ def random_model(
     def draw(key: Key[Array, ""], leaf: jax.ShapeDtypeStruct) -> Array:
         if leaf.dtype == jnp.int8:
             made = jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
+            made = made if code_dtype(platform_of(None)) == jnp.int8 else unsigned(made)
         elif len(leaf.shape) > 1:
             made = jax.random.normal(key, leaf.shape, leaf.dtype) / math.sqrt(leaf.shape[-1])
         else:

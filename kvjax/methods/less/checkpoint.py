@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from kvjax.methods.less.feature_maps import Params, init_kernels
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
+from kvjax.models.integers import signed
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import leaf_name, require_weights
 from kvjax.rope import Rope
@@ -153,7 +154,7 @@ def fingerprint(model: LanguageModel) -> str:
     ups = [leaf for path, leaf in jax.tree.leaves_with_path(layers[-1].mlp) if leaf_name(path).endswith("up.weight")]
     embeddings = model.weights.table.rows(jnp.arange(min(64, model.config.vocab_size)))
     for sample in (embeddings, layers[0].key.weight, layers[-1].query.weight, *ups):
-        digest.update(np.asarray(jnp.asarray(sample, jnp.bfloat16)).tobytes())
+        digest.update(np.asarray(signed(sample).astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -31,6 +31,7 @@ from kvjax.models.decoder import Linear, Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.family import Source
 from kvjax.models.families.quantization import read_quantization
+from kvjax.models.integers import code_dtype
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, weight_shapes
 
@@ -93,7 +94,8 @@ def read_checkpoint(
         if (quantization := read_quantization(settings)) is not None:
             stored = decoded(stored, quantization)
             settings = {name: value for name, value in settings.items() if name != "quantization_config"}
-    made, found = _read_weights(stored, family, config, wanted, int8, mesh)
+    codes = code_dtype(platform) if int8 else None
+    made, found = _read_weights(stored, family, config, wanted, codes, mesh)
     if found.tied != config.tied:
         settings = {**settings, "tie_word_embeddings": found.tied}
     return Checkpoint(made, found, str(path_or_hub_id), settings, place, metadata)
@@ -155,11 +157,17 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
 
 
 def _read_weights(
-    stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype, int8: bool, mesh: Mesh | None
+    stored: Stored,
+    family: Family,
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    codes: np.dtype | None,
+    mesh: Mesh | None,
 ) -> tuple[Weights, ModelConfig]:
     """Check every name and shape, then move the tensors one by one to their devices.
 
-    Linear maps are quantized to 8 bits if `int8` is True.
+    Args:
+        codes: dtype of linear maps in 8 bits; None for maps in floating point.
 
     Returns:
         The weights, and their config. It differs from the given one only if the file has an untied unembedding.
@@ -175,7 +183,7 @@ def _read_weights(
             "unembedding, as in transformers.",
             stacklevel=4,
         )
-        return _read_weights(stored, family, dataclasses.replace(config, tied=False), dtype, int8, mesh)
+        return _read_weights(stored, family, dataclasses.replace(config, tied=False), dtype, codes, mesh)
 
     known: set[str] = set()
     for origin in origins.values():
@@ -200,7 +208,7 @@ def _read_weights(
 
     of_leaves = [] if mesh is None else jax.tree.leaves_with_path(weight_shardings(config, mesh))
     shardings: dict[str, NamedSharding] = {leaf_name(path): sharding for path, sharding in of_leaves}
-    if int8 and config.tied:  # a table of 8 bits is the unembedding
+    if codes is not None and config.tied:  # a table of 8 bits is the unembedding
         shapes = dataclasses.replace(shapes, embedding=None, unembedding=shapes.table)
         origins["unembedding.weight"] = origins.pop("embedding")
         if mesh is not None:
@@ -258,9 +266,10 @@ def _read_weights(
             return placed(path)
         bias = None if node.bias is None else placed((*path, _BIAS))
         path = (*path, _WEIGHT)
-        if not int8:
+        if codes is None:
             return Linear(placed(path), bias)
-        (weight, scale), sharding = origins[leaf_name(path)].read_quantised(read_blocks), shardings.get(leaf_name(path))
+        weight, scale = origins[leaf_name(path)].read_quantised(read_blocks, codes)
+        sharding = shardings.get(leaf_name(path))
         of_scale = sharding and NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: scale.ndim]))
         return Linear(place(weight, sharding), bias, place(scale, of_scale))
 

@@ -56,10 +56,10 @@ class Origin:
 
         return jax.make_array_from_callback(self.shape, sharding, shard).block_until_ready()
 
-    def read_quantised(self, read: ReadBlocks) -> tuple[np.ndarray, np.ndarray]:
+    def read_quantised(self, read: ReadBlocks, codes: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         """Read the weight of a linear map in 8 bits, and its scale; only one block at a time is in floating point."""
         blocks = (block for name in self.names for block in read(name, self.source))
-        return quantised(blocks, self.shape)
+        return quantised(blocks, self.shape, codes)
 
     def _experts(self, read: ReadTensor, dtype: np.dtype, experts: range) -> np.ndarray:
         whole = np.empty((len(experts), *self.shape[1:]), dtype)
