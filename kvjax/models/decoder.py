@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Int8, UInt8
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.integers import signed
-from kvjax.models.matmul import in_blocks, product, product_with_codes
+from kvjax.models.matmul import BLOCK, in_blocks, product, product_with_codes
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide, with_sink
@@ -93,7 +93,13 @@ class DenseMlp:
     def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
         if config.spread.mlp:
             return self.down.over(config.spread.over_devices, self.inner(x, config))
-        return in_blocks(functools.partial(self.whole, config=config), x)
+        return self.in_blocks(x, config)
+
+    def in_blocks(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
+        """Apply the MLP to one block of rows after the other, with the weights that are here."""
+        # 8-bit weights multiply two digits of each number.
+        block = BLOCK if self.up.scale is None else BLOCK // 2
+        return in_blocks(functools.partial(self.whole, config=config), x, block)
 
     def whole(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
         """Apply the MLP to all rows at once, with the weights that are here."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import jax
@@ -12,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import Mixture, ModelConfig
 from kvjax.models.decoder import DenseMlp
-from kvjax.models.matmul import in_blocks, product
+from kvjax.models.matmul import product
 from kvjax.types import HEADS, SLOTS
 from pallas_kernels.attention import wide
 from pallas_kernels.common import platform_of
@@ -45,7 +44,7 @@ class Experts:
             chosen = jnp.where((local >= 0) & (local < here), local, here)  # experts of other devices get no block
         mixed = self._mix(rows, weights, chosen, config).astype(x.dtype)
         if self.shared is not None:
-            mixed += in_blocks(functools.partial(self.shared.whole, config=config), rows)
+            mixed += self.shared.in_blocks(rows, config)
         total = config.spread.over_devices(mixed) if config.spread.experts else mixed
         return total.reshape(x.shape)
 

@@ -23,19 +23,19 @@ HALVES = range(80_000, 560_000)
 """Weight sizes, in elements, for which XLA multiplies one row on a single CPU core although two would be faster."""
 
 BLOCK = 1024
-"""Rows whose intermediate results fit into the caches of a CPU."""
+"""Rows of an MLP whose intermediate results fit into the caches of a CPU."""
 
 MANY_ROWS = 64 if jax.__version_info__ < (0, 11) else None
 """Number of rows above which converting signed codes is faster on a CPU; None if integer products always are."""
 
 
-def in_blocks(function: Callable[[Array], Array], x: Float[Array, "*b in"]) -> Float[Array, "*b out"]:
+def in_blocks(function: Callable[[Array], Array], x: Float[Array, "*b in"], block: int) -> Float[Array, "*b out"]:
     """Apply a row-wise function; on a CPU, apply it to blocks of rows to limit the size of its intermediate results."""
     rows = math.prod(x.shape[:-1])
-    if platform_of(None) != "cpu" or rows <= BLOCK:
+    if platform_of(None) != "cpu" or rows <= block:
         return function(x)
-    flat, whole = x.reshape(rows, -1), rows // BLOCK * BLOCK
-    found = jax.lax.map(function, flat[:whole].reshape(-1, BLOCK, flat.shape[1]))
+    flat, whole = x.reshape(rows, -1), rows // block * block
+    found = jax.lax.map(function, flat[:whole].reshape(-1, block, flat.shape[1]))
     found = found.reshape(whole, -1)
     if whole < rows:
         found = jnp.concatenate([found, function(flat[whole:])])

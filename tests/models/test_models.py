@@ -381,15 +381,14 @@ def test_halves_of_the_outputs_are_the_whole_to_the_bit(outputs: int) -> None:
     assert ("f32[2,200] = dot_general" in str(jax.make_jaxpr(product)(x, weight))) is halved
 
 
-def test_rows_of_long_texts_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvjax.models.matmul.BLOCK", 4)
+def test_rows_of_long_texts_go_in_blocks() -> None:
     x, asked = jax.random.normal(jax.random.key(0), (2, 5, 3)), []
 
     def doubled(rows: Array) -> Array:
         asked.append(len(rows))
         return jnp.concatenate([rows, rows], axis=-1)
 
-    np.testing.assert_array_equal(in_blocks(doubled, x), np.concatenate([x, x], axis=-1))
+    np.testing.assert_array_equal(in_blocks(doubled, x, 4), np.concatenate([x, x], axis=-1))
     assert asked == [4, 2]  # two blocks by one trace, then what is left
 
 
