@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ Codes = Int8[Array, "out in"] | UInt8[Array, "out in"]
 OFFSET = 128
 """What unsigned codes are above signed ones."""
 
-FEW_ROWS = 16
+FEW_ROWS = 8
 """Largest number of rows for which products are faster with the codes first."""
+
+WIDE = 8192
+"""Number of outputs above which such products are faster in blocks."""
 
 
 @functools.cache
@@ -54,7 +58,9 @@ def integer_product(rows: Int8[Array, "n in"], codes: Codes) -> Int32[Array, "n 
     if len(rows) <= FEW_ROWS:
         # Without barriers XLA computes the rows twice, and exchanges the operands instead of transposing the result.
         rows = jax.lax.optimization_barrier(rows)
-        found = jax.lax.optimization_barrier(_dot.bind(codes, rows)).T
+        blocks = math.gcd(len(codes), 16) if len(codes) > WIDE else 1
+        split, repeated = codes.reshape(blocks, -1, codes.shape[1]), jnp.broadcast_to(rows, (blocks, *rows.shape))
+        found = jax.lax.optimization_barrier(_dot.bind(split, repeated).reshape(len(codes), -1)).T
         return found if codes.dtype == jnp.int8 else found - OFFSET * rows.sum(-1, keepdims=True, dtype=jnp.int32)
     if codes.dtype == jnp.int8:
         return _dot.bind(rows, codes)
