@@ -18,7 +18,6 @@ from pallas_kernels.quantised import digits, joined
 FEW_ROWS = 32
 """Largest number of rows for which a CPU is faster with the weight on the left."""
 
-
 HALVES = range(80_000, 560_000)
 """Weight sizes, in elements, for which XLA multiplies one row on a single CPU core although two would be faster."""
 
