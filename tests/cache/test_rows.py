@@ -45,7 +45,6 @@ ROWS_OF += ["lightkv-offload", "fastgen", "h2o+int8", "h2o-cache-positions", "ow
 """Whatever differs in what heads and slots remember, and where."""
 SOME = (
     "own",
-    "streaming",
     "lightkv-offload",
     "fastgen",
     "h2o+int8",

@@ -65,7 +65,6 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
         [
             compared(["streaming", "h2o+adakv"], 2, (1, 4), model="SLOPED"),
             compared(["tova"], 2, (2, 2), model="LOCAL"),
-            compared(["keyformer"], 2, (1, 2), model="LEARNED"),
             # Experts: one on each device, with and without slots of their own.
             compared(["fastgen"], 2, (2, 4), model="MIXED"),
             compared(["h2o"], 2, (1, 8), model="LLAMA4"),
@@ -76,6 +75,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             [
                 compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="MIXED"),
                 compared(["streaming"], 2, (1, 4), model="GROWING"),
+                compared(["keyformer"], 2, (1, 2), model="LEARNED"),
                 compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="LLAMA4"),
                 compared(["h2o", "less-performer", "fastgen"], 2, (2, 4), model="SINKS"),
             ]
