@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8, UInt8
+from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.integers import signed
+from kvjax.models.integers import Codes, signed
 from kvjax.models.matmul import BLOCK, in_blocks, product, product_with_codes
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
@@ -36,7 +36,7 @@ class Linear:
     A weight of 8-bit integers, signed or unsigned, has a scale [out] in float32 that multiplies the product.
     """
 
-    weight: Float[Array, "out in"] | Int8[Array, "out in"] | UInt8[Array, "out in"]
+    weight: Float[Array, "out in"] | Codes
     bias: Float[Array, " out"] | None = None
     scale: Float[Array, " out"] | None = None
 
