@@ -34,8 +34,8 @@ from tests.small_models import (
 )
 
 CLASSIC = [name for name in FIRST if name not in RECENT]
-LIKE_OTHERS = ("streaming-every-8", "keyformer-every-8", "l2-every-8")
-"""Cases that evict in blocks as `h2o-every-8` and `tova-every-8` do."""
+LIKE_OTHERS = ("streaming-every-8", "keyformer-every-8", "l2-every-8", "lightkv-offload")
+"""Cases that evict in blocks as `h2o-every-8` and `tova-every-8` do, and `lightkv` with scores in another memory."""
 SHAPES = {"mha": (MHA, (301,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
 SHAPES |= {"experts": (MIXED, (41, 9)), "llama4": (LLAMA4, (41, 9))}
 SHAPES |= {"partial": (PARTIAL, (41, 9)), "alibi": (SLOPED, (41, 9)), "learned": (LEARNED, (41, 9))}
