@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.models.config import Mixture
+from kvjax.models.config import Mixture, ModelConfig
 from kvjax.models.families.family import LoadError, Settings
 from kvjax.rope import Rope
 
@@ -81,7 +81,7 @@ def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
 def check_only(name: str, settings: Settings, only: Settings) -> None:
     """Refuse unsupported values of settings, given the supported ones; messages mention the last of those."""
     for key, allowed in only.items():
-        if settings.get(key) not in allowed:
+        if key in settings and settings[key] not in allowed:
             raise LoadError(f"{key}={settings[key]!r} is not supported for {name}; only {allowed[-1]!r} is.")
 
 
@@ -111,14 +111,6 @@ def rope_parts(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     if "type" in scaling:
         scaling = {"rope_type": scaling["type"], **scaling}
     return scaling, parameters
-
-
-def rope_of_type(parameters: Settings, kind: str, scaling: Settings) -> dict[str, Any]:
-    """Return the RoPE of a type of layer from `rope_parameters`, updated with the entries of `rope_scaling`."""
-    own = parameters.get(kind) or {}
-    if not isinstance(own, dict):
-        raise LoadError(f"rope_parameters must have an object for {kind}, not {own!r}.")
-    return {**own, **scaling}
 
 
 def with_default_rope(settings: Settings, rope: Settings) -> Settings:
@@ -180,6 +172,33 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     )
 
 
+def ropes_of_layers(settings: Settings, shape: ModelConfig, theta: float) -> tuple[Rope, ...]:
+    """Return the RoPE of each layer: one for layers with a window, and one for all others.
+
+    `rope_parameters` has an object for each type of layer, or is the RoPE of layers without a window. Only that is
+    scaled by `rope_scaling`.
+
+    Args:
+        settings: settings of the model.
+        shape: the config with the windows of layers.
+        theta: theta in layers with a window, unless `rope_parameters` has another one.
+    """
+    scaling, given = rope_parts(settings)
+    if set(given) <= set(LAYER_TYPES):
+        for kind, own in given.items():
+            if not isinstance(own or {}, dict):
+                raise LoadError(f"rope_parameters must have an object for {kind}, not {own!r}.")
+        full, sliding = ({**(given.get(kind) or {})} for kind in LAYER_TYPES)
+        full |= scaling
+    else:
+        full, sliding = given_rope(settings), {"rope_theta": given.get("rope_theta", theta)}
+    of_type = [
+        read_rope({**settings, "rope_scaling": None, "rope_parameters": {"rope_theta": usual, **own}}, shape.head_width)
+        for usual, own in ((settings["rope_theta"], full), (theta, sliding))
+    ]
+    return tuple(of_type[window is not None] for window in shape.windows or (None,) * shape.layers)
+
+
 def _extras(kind: str, settings: Settings) -> dict[str, Any]:
     """Return the optional settings of `yarn` and the further settings of `longrope`."""
     extras: dict[str, Any] = {}
@@ -225,6 +244,12 @@ def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+def periodic_windows(settings: Settings, period: int) -> tuple[int | None, ...] | None:
+    """Return each layer's window by `read_windows`, by default in all layers except the last one of every `period`."""
+    layers = range(integer(settings, "num_hidden_layers"))
+    return read_windows(settings, [LAYER_TYPES[(index + 1) % period > 0] for index in layers])
+
+
 def layer_numbers(settings: Settings, key: str) -> list[int] | None:
     """Return a setting that must be a list of layers' numbers, or null."""
     value = settings.get(key)
@@ -233,17 +258,16 @@ def layer_numbers(settings: Settings, key: str) -> list[int] | None:
     return value
 
 
-def read_mixture(settings: Settings, width: str, renormalised: bool, dense_layers: tuple[int, ...] = ()) -> Mixture:
+def read_mixture(settings: Settings, width: str = "intermediate_size", **others: Any) -> Mixture:
     """Return the experts of a model.
 
     Args:
         settings: settings of the model; `num_local_experts` replaces `num_experts` in configs of transformers 5.
         width: name of the setting of one expert's inner size.
-        renormalised: True if the weights of a token's experts sum to 1.
-        dense_layers: numbers of the layers without experts.
+        others: further fields.
     """
     count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     experts, used = integer(settings, count), integer(settings, "num_experts_per_tok")
     if used > experts:
         raise LoadError(f"num_experts_per_tok is {used}, but {count} is {experts}.")
-    return Mixture(experts, used, integer(settings, width), renormalised, dense_layers)
+    return Mixture(experts, used, integer(settings, width), **others)
