@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from rich.progress import Progress
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
-from kvjax.models.checkpoints.origins import TensorReads, find_origins, spellings
+from kvjax.models.checkpoints.origins import find_origins, shared, spellings
 from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.config import ModelConfig
@@ -33,7 +34,7 @@ from kvjax.models.families.family import Source
 from kvjax.models.families.quantization import read_quantization
 from kvjax.models.integers import code_dtype
 from kvjax.models.sharding import check_mesh, weight_shardings
-from kvjax.models.weights import leaf_name, weight_shapes
+from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
 _WEIGHT, _BIAS = (jax.tree_util.GetAttrKey(name) for name in ("weight", "bias"))
 _LARGE = 1 << 30
@@ -214,51 +215,21 @@ def _read_weights(
         if mesh is not None:
             shardings["unembedding.weight"] = shardings.pop("embedding")
 
-    def refuse_damage(finite: bool, name: str) -> None:
-        if not finite:
-            raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
+    uses = collections.Counter(name for origin in origins.values() for name in origin.names)
+    tensors = {name: shared(tensors[name], count) for name, count in uses.items()}
+    leaves = {leaf: origin.tensor(tensors, config, dtype) for leaf, origin in origins.items()}
 
-    reads = TensorReads(tensors, (name for origin in origins.values() for name in origin.names))
-
-    def read(name: str, source: Source) -> np.ndarray:
-        tensor = reads.read(name, dtype)
-        if source.read is not None:
-            tensor = source.read(tensor, config)
-        tensor = in_dtype(tensor, name)
-        bar.advance(task, tensors[name].size)
-        return tensor
-
-    def read_blocks(name: str, source: Source) -> Iterator[np.ndarray]:
-        blocks = tensors[name].blocks
-        if blocks is None or source.read is not None:
-            yield read(name, source)
-            return
-        for block in blocks():
-            yield in_dtype(block, name)
-        bar.advance(task, tensors[name].size)
-
-    def in_dtype(tensor: np.ndarray, name: str) -> np.ndarray:
-        tensor = tensor.astype(dtype, copy=False)
-        refuse_damage(check_finite(tensor), name)
-        return tensor
-
-    def place(tensor: np.ndarray, sharding: NamedSharding | None) -> Array:
+    def place(numbers: np.ndarray, sharding: NamedSharding | None) -> Array:
         # Wait for each transfer; otherwise host copies pile up behind slow ones.
         if sharding is None:
-            return jax.device_put(tensor).block_until_ready()
-        return jax.make_array_from_callback(tensor.shape, sharding, tensor.__getitem__).block_until_ready()
+            return jax.device_put(numbers).block_until_ready()
+        return jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__).block_until_ready()
 
     def placed(path: tuple[Any, ...]) -> Array:
-        origin, sharding = origins[leaf_name(path)], shardings.get(leaf_name(path))
-        if sharding is not None and origin.stacked:
-            return origin.place(read, dtype, sharding)
-        name = origin.names[0]
-        place_shards = tensors[name].place
-        if sharding is None or place_shards is None or origin.source.read is not None:
-            return place(origin.read(read, dtype), sharding)
-        array = place_shards(dtype, sharding)
-        refuse_damage(bool(jnp.isfinite(array).all()), name)
-        bar.advance(task, tensors[name].size)
+        tensor, sharding = leaves[leaf_name(path)], shardings.get(leaf_name(path))
+        whole = sharding is None or tensor.place is None
+        array = place(tensor.read(dtype), sharding) if whole else tensor.place(dtype, sharding)
+        bar.advance(task, tensor.size)
         return array
 
     def load(path: tuple[Any, ...], node: Any) -> Any:
@@ -268,24 +239,14 @@ def _read_weights(
         path = (*path, _WEIGHT)
         if codes is None:
             return Linear(placed(path), bias)
-        weight, scale = origins[leaf_name(path)].read_quantised(read_blocks, codes)
-        sharding = shardings.get(leaf_name(path))
+        tensor, sharding = leaves[leaf_name(path)], shardings.get(leaf_name(path))
+        weight, scale = quantised(tensor.rows(dtype), node.weight.shape, codes)
+        bar.advance(task, tensor.size)
         of_scale = sharding and NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: scale.ndim]))
         return Linear(place(weight, sharding), bias, place(scale, of_scale))
 
-    total = sum(tensors[name].size for origin in origins.values() for name in origin.names)
+    total = sum(leaf.size for leaf in leaves.values())
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
     return made, config
-
-
-def check_finite(tensor: np.ndarray) -> bool:
-    """Return whether all numbers are finite, from their bits: NumPy compares integers fast and without a copy."""
-    width = tensor.dtype.itemsize
-    infinity = np.array(np.inf, tensor.dtype).view(f"i{width}")
-    bits = tensor.reshape(-1).view(f"i{width}")
-    # Bits of positive numbers sort like the numbers, with NaN above infinity; those of negative ones as unsigned.
-    positive, negative = (np.max(view, initial=0) for view in (bits, bits.view(f"u{width}")))
-    sign = 1 << (8 * width - 1)
-    return bool(positive < infinity and int(negative) < sign + int(infinity))
