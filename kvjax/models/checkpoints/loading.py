@@ -24,13 +24,12 @@ from rich.progress import Progress
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
-from kvjax.models.checkpoints.origins import find_origins, shared, spellings
+from kvjax.models.checkpoints.origins import Origin, find_origins, shared, spellings
 from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Linear, Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
-from kvjax.models.families.family import Source
 from kvjax.models.families.quantization import read_quantization
 from kvjax.models.integers import code_dtype
 from kvjax.models.sharding import check_mesh, weight_shardings
@@ -44,15 +43,12 @@ _DTYPES = ("float32", "bfloat16", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint.
+    """A loaded checkpoint, with fields like those of `LanguageModel`.
 
     Args:
-        weights: pytree of arrays of one dtype, except the 8-bit weights of linear maps and their scales.
-        config: the model's configuration.
         name: name or path that the caller requested.
         settings: content of its config.json, or the equivalent of one.
         place: the directory of its files, including those of the tokenizer, or the GGUF file.
-        metadata: metadata of the GGUF file, which contains the tokenizer; None for a directory.
     """
 
     weights: Weights
@@ -123,17 +119,14 @@ TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|emb
 """Tensors of a multimodal checkpoint that are not needed for text."""
 
 
-def _untied_table(stored: Stored, family: Family, config: ModelConfig, embedding: str) -> str | None:
+def _untied_table(stored: Stored, family: Family, embedding: Origin) -> str | None:
     """Return the name of a stored unembedding that differs from the embedding; None if there is none."""
-    name = stored.rename(Source("unembedding.weight").name if stored.ours else family.source("unembedding.weight").name)
-    table = next((found for found in spellings(name, family.base) if found in stored.tensors), None)
-    if table is None or table == embedding or embedding not in stored.tensors:
+    leaf, kind = "unembedding.weight", np.dtype(np.float32)
+    tables = embedding.names[0], find_origins(stored, family, {leaf: embedding.shape})[leaf].names[0]
+    one, other = (stored.tensors.get(name) for name in tables)
+    if one is None or other is None or one is other or one.shape != other.shape:
         return None
-    one, other = (stored.tensors[each] for each in (embedding, table))
-    if one.shape != other.shape:
-        return None
-    kind = np.dtype(np.float32)
-    return None if np.array_equal(one.read(kind), other.read(kind)) else table
+    return None if np.array_equal(one.read(kind), other.read(kind)) else tables[1]
 
 
 @contextlib.contextmanager
@@ -167,18 +160,15 @@ def _read_weights(
 ) -> tuple[Weights, ModelConfig]:
     """Check every name and shape, then move the tensors one by one to their devices.
 
-    Args:
-        codes: dtype of linear maps in 8 bits; None for maps in floating point.
-
-    Returns:
-        The weights, and their config. It differs from the given one only if the file has an untied unembedding.
+    Linear maps have the dtype of `codes` unless it is None. The returned config is the given one, but untied if the
+    file has an unembedding of its own.
     """
     shapes = weight_shapes(config)
     tensors = stored.tensors
     origins = find_origins(
         stored, family, {leaf_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
     )
-    if config.tied and (table := _untied_table(stored, family, config, origins["embedding"].names[0])) is not None:
+    if config.tied and (table := _untied_table(stored, family, origins["embedding"])) is not None:
         warnings.warn(
             f"{stored.place}: {stored.described} ties the embeddings, but tensor {table} differs from them; it is the "
             "unembedding, as in transformers.",
@@ -227,8 +217,10 @@ def _read_weights(
 
     def placed(path: tuple[Any, ...]) -> Array:
         tensor, sharding = leaves[leaf_name(path)], shardings.get(leaf_name(path))
-        whole = sharding is None or tensor.place is None
-        array = place(tensor.read(dtype), sharding) if whole else tensor.place(dtype, sharding)
+        if sharding is None or tensor.place is None:
+            array = place(tensor.read(dtype), sharding)
+        else:
+            array = tensor.place(dtype, sharding)
         bar.advance(task, tensor.size)
         return array
 

@@ -66,14 +66,13 @@ def _gpt2(settings: Settings) -> ModelConfig:
     )
 
 
-_GPT2 = {
+_COMMON = {
     "embedding": "transformer.wte",
-    "positions": "transformer.wpe",
     "norm": "transformer.ln_f",
     "unembedding": "lm_head",
     "layers.attention_norm": "ln_1",
-    "layers.mlp_norm": "ln_2",
 }
+_GPT2 = {**_COMMON, "positions": "transformer.wpe", "layers.mlp_norm": "ln_2"}
 _LINEARS = {"layers.output": "attn.c_proj", "layers.mlp.up": "mlp.c_fc", "layers.mlp.down": "mlp.c_proj"}
 _TRANSPOSED = fused_in_turn("transformer.h.{layer}.attn.c_attn") | module_sources("transformer.h", _LINEARS)
 
@@ -91,10 +90,7 @@ def _gptj(settings: Settings) -> ModelConfig:
 
 
 _GPTJ = {
-    "embedding": "transformer.wte",
-    "norm": "transformer.ln_f",
-    "unembedding": "lm_head",
-    "layers.attention_norm": "ln_1",
+    **_COMMON,
     "layers.query": "attn.q_proj",
     "layers.key": "attn.k_proj",
     "layers.value": "attn.v_proj",

@@ -184,19 +184,17 @@ def ropes_of_layers(settings: Settings, shape: ModelConfig, theta: float) -> tup
         theta: theta in layers with a window, unless `rope_parameters` has another one.
     """
     scaling, given = rope_parts(settings)
-    if set(given) <= set(LAYER_TYPES):
-        for kind, own in given.items():
-            if not isinstance(own or {}, dict):
-                raise LoadError(f"rope_parameters must have an object for {kind}, not {own!r}.")
-        full, sliding = ({**(given.get(kind) or {})} for kind in LAYER_TYPES)
-        full |= scaling
-    else:
-        full, sliding = given_rope(settings), {"rope_theta": given.get("rope_theta", theta)}
-    of_type = [
-        read_rope({**settings, "rope_scaling": None, "rope_parameters": {"rope_theta": usual, **own}}, shape.head_width)
-        for usual, own in ((settings["rope_theta"], full), (theta, sliding))
-    ]
-    return tuple(of_type[window is not None] for window in shape.windows or (None,) * shape.layers)
+    if not set(given) <= set(LAYER_TYPES):
+        sliding = {"rope_theta": given.get("rope_theta", theta)}
+        scaling, given = {}, {"full_attention": given_rope(settings), "sliding_attention": sliding}
+    ropes: list[Rope] = []
+    for kind, usual, changes in zip(LAYER_TYPES, (settings["rope_theta"], theta), (scaling, {}), strict=True):
+        own = given.get(kind) or {}
+        if not isinstance(own, dict):
+            raise LoadError(f"rope_parameters must have an object for {kind}, not {own!r}.")
+        of_type = {"rope_theta": usual, **own, **changes}
+        ropes.append(read_rope({**settings, "rope_scaling": None, "rope_parameters": of_type}, shape.head_width))
+    return tuple(ropes[window is not None] for window in shape.windows or (None,) * shape.layers)
 
 
 def _extras(kind: str, settings: Settings) -> dict[str, Any]:
