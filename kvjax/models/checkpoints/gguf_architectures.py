@@ -21,16 +21,14 @@ Restore = Callable[[Array, Settings], Array]
 class Header:
     """Header of a file.
 
-    Args:
-        shapes: shape of each tensor, [out, in].
-        factors: the tensors that contain factors of RoPE's wavelengths [half].
-        known: names of the metadata that have been read; other metadata may change what the model computes.
+    `known` has the names of the metadata that have been read; other metadata may change what the model computes.
     """
 
     name: str
     metadata: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     factors: Mapping[str, Float[np.ndarray, " half"]]
+    """Tensors that contain factors of RoPE's wavelengths."""
     known: set[str] = dataclasses.field(default_factory=set)
 
     def get(self, key: str, usual: Any = None) -> Any:

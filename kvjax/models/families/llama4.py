@@ -12,6 +12,7 @@ from kvjax.models.families.settings import flag, integer, layer_numbers, positiv
 from kvjax.models.families.sources import fused_experts, transposed
 
 _LAYER_TYPES = ("full_attention", "chunked_attention")
+"""By default, layers with RoPE attend within chunks."""
 
 
 def _config(settings: Settings) -> ModelConfig:
@@ -19,7 +20,9 @@ def _config(settings: Settings) -> ModelConfig:
     shape = llama_config(settings)
     assert shape.rope is not None
     rotated = rotated_layers(settings)
-    normed, chunked = flag(settings, "use_qk_norm"), _is_chunked(settings, rotated)
+    has_chunks = settings["attention_chunk_size"] is not None
+    types = read_layer_types(settings, [_LAYER_TYPES[has_chunks and each] for each in rotated], _LAYER_TYPES)
+    normed, chunked = flag(settings, "use_qk_norm"), "chunked_attention" in types
     if normed and shape.rope.magnitude != 1:
         raise LoadError(f"rope_type {shape.rope.scaling!r} is not supported for llama4 with use_qk_norm=True.")
     rope = dataclasses.replace(shape.rope, interleaved=True)
@@ -36,13 +39,6 @@ def _config(settings: Settings) -> ModelConfig:
         query_growth=_growth(settings),
         mixture=_mixture(settings, shape.layers),
     )
-
-
-def _is_chunked(settings: Settings, rotated: list[bool]) -> bool:
-    """Return whether any layer attends within chunks: by default those with RoPE."""
-    chunks = settings["attention_chunk_size"] is not None
-    types = [_LAYER_TYPES[chunks and each] for each in rotated]
-    return "chunked_attention" in read_layer_types(settings, types, _LAYER_TYPES)
 
 
 def _growth(settings: Settings) -> QueryGrowth | None:

@@ -32,6 +32,10 @@ _ROPES: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", _ORIGINAL),
 }
 """Numbers that each type of RoPE needs besides theta."""
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    "longrope": ("attention_factor",),
+}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -159,7 +163,8 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     merged |= {"max_position_embeddings": longest, _ORIGINAL: original}
     if kind in ("yarn", "longrope") and merged.get("factor") is None:
         merged["factor"] = positive_number(merged, "max_position_embeddings") / positive_number(merged, _ORIGINAL)
-    numbers: dict[str, Any] = {key: positive_number(merged, key) for key in needed}
+    given = [key for key in _OPTIONAL.get(kind, ()) if merged.get(key) is not None]
+    numbers: dict[str, Any] = {key: positive_number(merged, key) for key in (*needed, *given)}
     for key in ("max_position_embeddings", _ORIGINAL):
         if key in numbers:
             numbers["original_max_positions"] = numbers.pop(key)
@@ -167,8 +172,7 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
         width=int(width * share),
         theta=float(positive_number(merged, "rope_theta")),
         scaling="none" if kind == "default" else kind,
-        **numbers,
-        **_extras(kind, merged),
+        **(_extras(kind, merged) | numbers),
     )
 
 
@@ -198,21 +202,16 @@ def ropes_of_layers(settings: Settings, shape: ModelConfig, theta: float) -> tup
 
 
 def _extras(kind: str, settings: Settings) -> dict[str, Any]:
-    """Return the optional settings of `yarn` and the further settings of `longrope`."""
-    extras: dict[str, Any] = {}
+    """Return the settings of `yarn` and `longrope` that are not numbers, or are made of others."""
     if kind == "longrope":
-        extras = {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
-    if kind == "yarn":
-        extras = {
-            key: positive_number(settings, key) for key in ("beta_fast", "beta_slow") if settings.get(key) is not None
-        }
-        extras["truncate"] = flag({"truncate": True, **settings}, "truncate")
-        if settings.get("mscale") and settings.get("mscale_all_dim"):
-            grown = math.log(max(positive_number(settings, "factor"), 1))
-            above, below = (1 + 0.1 * positive_number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
-            extras["attention_factor"] = above / below
-    if kind in ("yarn", "longrope") and settings.get("attention_factor") is not None:
-        extras["attention_factor"] = float(positive_number(settings, "attention_factor"))
+        return {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
+    if kind != "yarn":
+        return {}
+    extras: dict[str, Any] = {"truncate": flag({"truncate": True, **settings}, "truncate")}
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        grown = math.log(max(positive_number(settings, "factor"), 1))
+        above, below = (1 + 0.1 * positive_number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
+        extras["attention_factor"] = above / below
     return extras
 
 
