@@ -35,7 +35,6 @@ from kvjax.models.integers import code_dtype
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
-_WEIGHT, _BIAS = (jax.tree_util.GetAttrKey(name) for name in ("weight", "bias"))
 _LARGE = 1 << 30
 """Smallest size of a checkpoint, in bytes, that is loaded with a progress bar."""
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -215,8 +214,8 @@ def _read_weights(
             return jax.device_put(numbers).block_until_ready()
         return jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__).block_until_ready()
 
-    def placed(path: tuple[Any, ...]) -> Array:
-        tensor, sharding = leaves[leaf_name(path)], shardings.get(leaf_name(path))
+    def placed(name: str) -> Array:
+        tensor, sharding = leaves[name], shardings.get(name)
         if sharding is None or tensor.place is None:
             array = place(tensor.read(dtype), sharding)
         else:
@@ -225,13 +224,13 @@ def _read_weights(
         return array
 
     def load(path: tuple[Any, ...], node: Any) -> Any:
+        name = leaf_name(path)
         if not isinstance(node, Linear):
-            return placed(path)
-        bias = None if node.bias is None else placed((*path, _BIAS))
-        path = (*path, _WEIGHT)
+            return placed(name)
+        bias, name = None if node.bias is None else placed(f"{name}.bias"), f"{name}.weight"
         if codes is None:
-            return Linear(placed(path), bias)
-        tensor, sharding = leaves[leaf_name(path)], shardings.get(leaf_name(path))
+            return Linear(placed(name), bias)
+        tensor, sharding = leaves[name], shardings.get(name)
         weight, scale = quantised(tensor.rows(dtype), node.weight.shape, codes)
         bar.advance(task, tensor.size)
         of_scale = sharding and NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: scale.ndim]))
