@@ -70,7 +70,7 @@ class Family:
         variant: function from the config to sources that replace entries of `sources`.
         ignored: patterns of the names of tensors that some checkpoints contain and no model needs.
         aliases: other names of settings that transformers takes, each with the name that is read.
-        looked_up: settings whose values transformers knows if a config.json omits them, as some text halves do.
+        looked_up: settings that are read from transformers' config class if a config.json omits them (text halves do).
     """
 
     config: Callable[[Settings], ModelConfig]
