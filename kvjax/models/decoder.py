@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,12 +76,6 @@ class Norm:
     bias: Float[Array, " width"] | None = None
 
 
-class Mlp(Protocol):
-    """MLP of a decoder block: a pytree of weights that is called with hidden states and the model's configuration."""
-
-    def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]: ...
-
-
 @struct.dataclass
 class DenseMlp:
     """MLP that every token runs through; `gate` is None if it has no gate."""
@@ -123,6 +117,7 @@ class LayerWeights:
     """Weights of one decoder block.
 
     `attention_norm` is None if only outputs are normalized, and `mlp_norm` also if attention and MLP share one norm.
+    `mlp` is a pytree.
     The last five are None in models without them.
     """
 
@@ -132,7 +127,7 @@ class LayerWeights:
     value: Linear
     output: Linear
     mlp_norm: Norm | None
-    mlp: Mlp
+    mlp: Callable[[Float[Array, "b t width"], ModelConfig], Float[Array, "b t width"]]
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     attention_post_norm: Norm | None = None

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,6 @@ MARKERS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 """Instruction markers that a tokenizer may spell with several tokens."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Transformers classes that are defined by tokenizer.json alone."""
@@ -146,21 +144,17 @@ class TokenClassIds:
     markers: tuple[tuple[int, ...], ...]
 
 
-def token_classes(tokenizer: Any, markers: Sequence[str] = MARKERS) -> TokenClassIds:
+def token_classes(tokenizer: Any) -> TokenClassIds:
     """Find the special tokens and the punctuation of a transformers tokenizer.
 
-    Special tokens are those of the tokenizer, and markers such as `[INST]` that are one token. A token is punctuation
-    if its text, without leading spaces, is not empty and all of its characters are in Unicode's category P.
-
-    Args:
-        tokenizer: a fast or a slow one.
-        markers: texts that count as special, with one token or several. They are recognized at the start of a text
-            and after a space, a line break, a letter, or the token that begins or ends a text. Punctuation right
-            before a marker may change its tokens.
+    Special tokens are those of the tokenizer, and those of `MARKERS` that are one token. A token is punctuation if its
+    text, without leading spaces, is not empty and all of its characters are in Unicode's category P. Markers are
+    recognized at the start of a text and after a space, a line break, a letter, or the token that begins or ends a
+    text. Punctuation right before a marker may change its tokens.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {int(i) for i in tokenizer.all_special_ids} | {int(i) for i, token in added.items() if token.special}
-    spellings = {spelling for marker in markers for spelling in _spellings(tokenizer, marker)}
+    spellings = {spelling for marker in MARKERS for spelling in _spellings(tokenizer, marker)}
     special |= {spelling[0] for spelling in spellings if len(spelling) == 1}
     names = {int(i): name for name, i in tokenizer.get_vocab().items()}
     ids = sorted(set(names) - special)

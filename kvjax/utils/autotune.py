@@ -102,7 +102,7 @@ def settle_before(trace: Callable[[Survey], Any], implementation: str) -> None:
     with another `implementation`, by `eval_shape`.
     """
     overruled = os.environ.get(common.VARIABLE) or "auto"
-    if not isinstance(implementation, Autotuner) or overruled != "auto" or _is_traced():
+    if not isinstance(implementation, Autotuner) or overruled != "auto" or isinstance(jnp.zeros(()), Tracer):
         return
     trace(implementation.survey)
     implementation.settle(implementation.survey.asked.values())
@@ -164,11 +164,6 @@ def _verdict(order: list[str], microseconds: dict[str, float], errors: dict[str,
 
 def _versions() -> dict[str, str]:
     return {"kvjax": version(), "jax": jax.__version__}
-
-
-def _is_traced() -> bool:
-    """Return whether the caller runs inside a program that is being traced."""
-    return isinstance(jnp.zeros(()), Tracer)
 
 
 @contextlib.contextmanager

@@ -72,6 +72,16 @@ def test_an_empty_config_means_what_transformers_makes_of_it(name: str) -> None:
     assert read_model_config({"model_type": name})[1] == read_model_config(CONFIG_MAPPING[name]().to_dict())[1]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_omitted_setting_is_looked_up_in_transformers(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    family, whole = FAMILIES[name], CONFIG_MAPPING[name]().to_dict()
+    for omitted in family.looked_up:
+        given = {key: value for key, value in whole.items() if omitted not in (key, family.aliases.get(key))}
+        assert len(given) < len(whole) and read_model_config(given)[1] == read_model_config(whole)[1]
+
+
 OTHER_NAMES = {"hidden_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 3, "max_position_embeddings": 99}
 OTHER_NAMES |= {"num_experts": 16, "num_local_experts": 16}
 

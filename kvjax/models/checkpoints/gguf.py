@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Array, Header, Settings
+from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Array, Header, Restore, Settings
 from kvjax.models.checkpoints.gguf_settings import config_settings
 from kvjax.models.checkpoints.gguf_tokenizer import check_split
 from kvjax.models.checkpoints.tensors import Stored, Tensor
@@ -34,7 +33,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         The settings of a Hugging Face config.json, the metadata of its tokenizer, and the tensors.
     """
     try:
-        importlib.import_module("gguf")
+        import gguf
     except ImportError:
         raise LoadError(f"reading {file} needs the package gguf: pip install 'kvjax[gguf]'.") from None
     from kvjax.models.checkpoints.gguf_reader import Reader
@@ -69,74 +68,64 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         check_split(metadata)
     except ValueError as error:
         raise LoadError(f"{file}: {str(error).removesuffix('.')}.") from None
-    return settings, metadata, _stored(file, name, settings, tensors, shapes)
+    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
+    names = gguf.get_tensor_name_map(architecture, settings["num_hidden_layers"])
+    stored = {
+        tensor.name: _tensor(
+            *(file, tensor.name, shapes[tensor.name], tensor.tensor_type.name, tensor.data_offset, int(tensor.n_bytes)),
+            restore=ARCHITECTURES[name].restore.get(tensor.name.rpartition(".")[0].rpartition(".")[2]),
+            settings=settings,
+        )
+        for tensor in tensors.values()
+    }
+
+    def rename(wanted: str) -> str:
+        return names.get_name(wanted, try_suffixes=(".weight", ".bias")) or wanted
+
+    return settings, metadata, Stored(file, "its metadata", stored, rename=rename)
 
 
-class _Packed(NamedTuple):
-    """A tensor's place in a file: its bytes begin at `offset`."""
+def _tensor(
+    file: Path,
+    name: str,
+    shape: tuple[int, ...],
+    kind: str,
+    offset: int,
+    size: int,
+    *,
+    restore: Restore | None,
+    settings: Settings,
+) -> Tensor:
+    """Return a tensor whose bytes begin at `offset`; blocks of its rows are in float32 if they are quantized."""
 
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-    kind: Any
-
-    def read(self, dtype: np.dtype) -> Array:
-        """Read the tensor in its own dtype, or dequantized to the given one."""
-        whole = empty_buffer(self.shape, _PLAIN.get(self.kind.name, dtype))
-        rows, start = whole.reshape(-1, self.shape[-1]), 0
-        for block in self.blocks():
-            rows[start : start + len(block)] = block
-            start += len(block)
-        return whole
-
-    def blocks(self) -> Iterator[Array]:
-        """Yield blocks of rows [rows, in], dequantized to float32 if they are quantized."""
-        dequantized, count = self._dequantization(), math.prod(self.shape[:-1])
-        step, of_row = max(1, _AT_ONCE // self.shape[-1]), self.size // count
-        with self.file.open("rb", buffering=0) as opened:
-            opened.seek(self.offset)
+    def blocks() -> Iterator[Array]:
+        dequantized, count = _dequantization(file, name, kind), math.prod(shape[:-1])
+        step, of_row = max(1, _AT_ONCE // shape[-1]), size // count
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(offset)
             for start in range(0, count, step):
                 rows = min(step, count - start)
                 yield dequantized(np.frombuffer(opened.read(rows * of_row), np.uint8).reshape(rows, -1))
 
-    def _dequantization(self) -> Callable[[np.ndarray], Array]:
-        import gguf
+    def read(dtype: np.dtype) -> Array:
+        whole = empty_buffer(shape, _PLAIN.get(kind, dtype))
+        rows, start = whole.reshape(-1, shape[-1]), 0
+        for block in blocks():
+            rows[start : start + len(block)] = block
+            start += len(block)
+        return whole if restore is None else restore(whole, settings)
 
-        if self.kind.name in _PLAIN:
-            return lambda packed: packed.view(_PLAIN[self.kind.name])
-        kind = getattr(gguf.quants, self.kind.name, None)
-        if kind is None:
-            raise LoadError(
-                f"{self.file}: tensor {self.name} is stored as {self.kind.name}, which the package gguf cannot "
-                "dequantise."
-            )
-        # `gguf.dequantize` does the same for 16 rows at a time, which takes three times as long.
-        kind.init_grid()
-        return kind.dequantize_rows
+    return Tensor(file, shape, size, read, blocks=blocks if restore is None else None)
 
 
-def _stored(
-    file: Path, name: str, settings: Settings, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> Stored:
+def _dequantization(file: Path, name: str, kind: str) -> Callable[[np.ndarray], Array]:
     import gguf
 
-    def stored(tensor: Any) -> Tensor:
-        stem = tensor.name.rpartition(".")[0].rpartition(".")[2]
-        restore = ARCHITECTURES[name].restore.get(stem)
-        shape, size = shapes[tensor.name], tensor.n_bytes
-        # Keep no reference to the reader, which maps the whole file.
-        packed = _Packed(file, tensor.name, shape, tensor.data_offset, size, tensor.tensor_type)
-        if restore is None:
-            return Tensor(file, shape, size, packed.read, blocks=packed.blocks)
-        return Tensor(file, shape, size, lambda dtype: restore(packed.read(dtype), settings))
-
-    architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
-    names = gguf.get_tensor_name_map(architecture, settings["num_hidden_layers"])
-    return Stored(
-        file,
-        "its metadata",
-        {tensor.name: stored(tensor) for tensor in tensors.values()},
-        rename=lambda wanted: names.get_name(wanted, try_suffixes=(".weight", ".bias")) or wanted,
-    )
+    if kind in _PLAIN:
+        return lambda packed: packed.view(_PLAIN[kind])
+    quantization = getattr(gguf.quants, kind, None)
+    if quantization is None:
+        raise LoadError(f"{file}: tensor {name} is stored as {kind}, which the package gguf cannot dequantise.")
+    # `gguf.dequantize` does the same for 16 rows at a time, which takes three times as long.
+    quantization.init_grid()
+    return quantization.dequantize_rows

@@ -21,16 +21,14 @@ Restore = Callable[[Array, Settings], Array]
 class Header:
     """Header of a file.
 
-    Args:
-        shapes: shape of each tensor, [out, in].
-        factors: the tensors that contain factors of RoPE's wavelengths [half].
-        known: names of the metadata that have been read; other metadata may change what the model computes.
+    `known` has the names of the metadata that have been read; other metadata may change what the model computes.
     """
 
     name: str
     metadata: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     factors: Mapping[str, Float[np.ndarray, " half"]]
+    """Tensors that contain factors of RoPE's wavelengths."""
     known: set[str] = dataclasses.field(default_factory=set)
 
     def get(self, key: str, usual: Any = None) -> Any:
@@ -157,10 +155,6 @@ def _gpt_oss(settings: Settings, header: Header) -> Settings:
     }
 
 
-def _olmoe(settings: Settings, header: Header) -> Settings:
-    return {**_experts(header), "clip_qkv": header.get("attention.clamp_kqv") or None}
-
-
 def _olmo2(settings: Settings, header: Header) -> Settings:
     if "sliding_window" in settings:
         raise LoadError("a file of OLMo 3 (attention.sliding_window) is not supported; give its safetensors.")
@@ -198,7 +192,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture("qwen3_moe", _qwen3_moe),
-    "olmoe": Architecture("olmoe", _olmoe),
+    "olmoe": Architecture(
+        "olmoe",
+        lambda _, header: {**_experts(header), "clip_qkv": header.get("attention.clamp_kqv") or None},
+    ),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss),
     "olmo2": Architecture("olmo2", _olmo2),
     "gemma3": Architecture(

@@ -60,19 +60,10 @@ def _check_keys(header: Header, head_width: int) -> None:
         raise LoadError(f"metadata {key} ({value!r}) is not supported.")
 
 
-def _check_factors(header: Header) -> None:
-    """Refuse tensors with factors of RoPE's wavelengths that the architecture does not read."""
-    known = ARCHITECTURES[header.name].factors
-    if header.factors and sorted(header.factors) != sorted(known):
-        supported = f"supported are {' and '.join(known)}" if known else "give the model's safetensors"
-        raise LoadError(
-            f"the factors of RoPE in {' and '.join(header.factors)} are not supported for {header.name}; {supported}."
-        )
-
-
 def config_settings(header: Header) -> Settings:
     """Return the settings that a Hugging Face config.json would have."""
-    settings: Settings = {"model_type": ARCHITECTURES[header.name].model_type}
+    architecture = ARCHITECTURES[header.name]
+    settings: Settings = {"model_type": architecture.model_type}
     for key, setting in {**_NEEDED, **_KNOWN}.items():
         value = header.get(key)
         if value is None and key in _NEEDED:
@@ -94,7 +85,12 @@ def config_settings(header: Header) -> Settings:
     settings.setdefault("num_key_value_heads", heads)
     queries = header.shapes.get("blk.0.attn_q.weight")
     width = settings["hidden_size"] // heads if queries is None else queries[0] // heads
-    _check_factors(header)
+    known = architecture.factors
+    if header.factors and sorted(header.factors) != sorted(known):
+        supported = f"supported are {' and '.join(known)}" if known else "give the model's safetensors"
+        raise LoadError(
+            f"the factors of RoPE in {' and '.join(header.factors)} are not supported for {header.name}; {supported}."
+        )
     ids = {role: header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
     settings |= {
         "vocab_size": header.shapes["token_embd.weight"][0],
@@ -106,7 +102,7 @@ def config_settings(header: Header) -> Settings:
         "bos_token_id": ids.pop("bos"),
         "eos_token_id": sorted({token for token in ids.values() if token is not None}),
     }
-    settings |= ARCHITECTURES[header.name].adapt(settings, header)
+    settings |= architecture.adapt(settings, header)
     _check_keys(header, width)
     return settings
 

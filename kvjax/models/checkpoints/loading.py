@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,19 +24,17 @@ from rich.progress import Progress
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
-from kvjax.models.checkpoints.origins import TensorReads, find_origins, spellings
+from kvjax.models.checkpoints.origins import Origin, find_origins, shared, spellings
 from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Linear, Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
-from kvjax.models.families.family import Source
 from kvjax.models.families.quantization import read_quantization
 from kvjax.models.integers import code_dtype
 from kvjax.models.sharding import check_mesh, weight_shardings
-from kvjax.models.weights import leaf_name, weight_shapes
+from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
-_WEIGHT, _BIAS = (jax.tree_util.GetAttrKey(name) for name in ("weight", "bias"))
 _LARGE = 1 << 30
 """Smallest size of a checkpoint, in bytes, that is loaded with a progress bar."""
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -43,15 +42,12 @@ _DTYPES = ("float32", "bfloat16", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint.
+    """A loaded checkpoint, with fields like those of `LanguageModel`.
 
     Args:
-        weights: pytree of arrays of one dtype, except the 8-bit weights of linear maps and their scales.
-        config: the model's configuration.
         name: name or path that the caller requested.
         settings: content of its config.json, or the equivalent of one.
         place: the directory of its files, including those of the tokenizer, or the GGUF file.
-        metadata: metadata of the GGUF file, which contains the tokenizer; None for a directory.
     """
 
     weights: Weights
@@ -122,17 +118,14 @@ TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|emb
 """Tensors of a multimodal checkpoint that are not needed for text."""
 
 
-def _untied_table(stored: Stored, family: Family, config: ModelConfig, embedding: str) -> str | None:
+def _untied_table(stored: Stored, family: Family, embedding: Origin) -> str | None:
     """Return the name of a stored unembedding that differs from the embedding; None if there is none."""
-    name = stored.rename(Source("unembedding.weight").name if stored.ours else family.source("unembedding.weight").name)
-    table = next((found for found in spellings(name, family.base) if found in stored.tensors), None)
-    if table is None or table == embedding or embedding not in stored.tensors:
+    leaf, kind = "unembedding.weight", np.dtype(np.float32)
+    tables = embedding.names[0], find_origins(stored, family, {leaf: embedding.shape})[leaf].names[0]
+    one, other = (stored.tensors.get(name) for name in tables)
+    if one is None or other is None or one is other or one.shape != other.shape:
         return None
-    one, other = (stored.tensors[each] for each in (embedding, table))
-    if one.shape != other.shape:
-        return None
-    kind = np.dtype(np.float32)
-    return None if np.array_equal(one.read(kind), other.read(kind)) else table
+    return None if np.array_equal(one.read(kind), other.read(kind)) else tables[1]
 
 
 @contextlib.contextmanager
@@ -166,18 +159,15 @@ def _read_weights(
 ) -> tuple[Weights, ModelConfig]:
     """Check every name and shape, then move the tensors one by one to their devices.
 
-    Args:
-        codes: dtype of linear maps in 8 bits; None for maps in floating point.
-
-    Returns:
-        The weights, and their config. It differs from the given one only if the file has an untied unembedding.
+    Linear maps have the dtype of `codes` unless it is None. The returned config is the given one, but untied if the
+    file has an unembedding of its own.
     """
     shapes = weight_shapes(config)
     tensors = stored.tensors
     origins = find_origins(
         stored, family, {leaf_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
     )
-    if config.tied and (table := _untied_table(stored, family, config, origins["embedding"].names[0])) is not None:
+    if config.tied and (table := _untied_table(stored, family, origins["embedding"])) is not None:
         warnings.warn(
             f"{stored.place}: {stored.described} ties the embeddings, but tensor {table} differs from them; it is the "
             "unembedding, as in transformers.",
@@ -214,78 +204,40 @@ def _read_weights(
         if mesh is not None:
             shardings["unembedding.weight"] = shardings.pop("embedding")
 
-    def refuse_damage(finite: bool, name: str) -> None:
-        if not finite:
-            raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
+    uses = collections.Counter(name for origin in origins.values() for name in origin.names)
+    tensors = {name: shared(tensors[name], count) for name, count in uses.items()}
+    leaves = {leaf: origin.tensor(tensors, config, dtype) for leaf, origin in origins.items()}
 
-    reads = TensorReads(tensors, (name for origin in origins.values() for name in origin.names))
-
-    def read(name: str, source: Source) -> np.ndarray:
-        tensor = reads.read(name, dtype)
-        if source.read is not None:
-            tensor = source.read(tensor, config)
-        tensor = in_dtype(tensor, name)
-        bar.advance(task, tensors[name].size)
-        return tensor
-
-    def read_blocks(name: str, source: Source) -> Iterator[np.ndarray]:
-        blocks = tensors[name].blocks
-        if blocks is None or source.read is not None:
-            yield read(name, source)
-            return
-        for block in blocks():
-            yield in_dtype(block, name)
-        bar.advance(task, tensors[name].size)
-
-    def in_dtype(tensor: np.ndarray, name: str) -> np.ndarray:
-        tensor = tensor.astype(dtype, copy=False)
-        refuse_damage(check_finite(tensor), name)
-        return tensor
-
-    def place(tensor: np.ndarray, sharding: NamedSharding | None) -> Array:
+    def place(numbers: np.ndarray, sharding: NamedSharding | None) -> Array:
         # Wait for each transfer; otherwise host copies pile up behind slow ones.
         if sharding is None:
-            return jax.device_put(tensor).block_until_ready()
-        return jax.make_array_from_callback(tensor.shape, sharding, tensor.__getitem__).block_until_ready()
+            return jax.device_put(numbers).block_until_ready()
+        return jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__).block_until_ready()
 
-    def placed(path: tuple[Any, ...]) -> Array:
-        origin, sharding = origins[leaf_name(path)], shardings.get(leaf_name(path))
-        if sharding is not None and origin.stacked:
-            return origin.place(read, dtype, sharding)
-        name = origin.names[0]
-        place_shards = tensors[name].place
-        if sharding is None or place_shards is None or origin.source.read is not None:
-            return place(origin.read(read, dtype), sharding)
-        array = place_shards(dtype, sharding)
-        refuse_damage(bool(jnp.isfinite(array).all()), name)
-        bar.advance(task, tensors[name].size)
+    def placed(name: str) -> Array:
+        tensor, sharding = leaves[name], shardings.get(name)
+        if sharding is None or tensor.place is None:
+            array = place(tensor.read(dtype), sharding)
+        else:
+            array = tensor.place(dtype, sharding)
+        bar.advance(task, tensor.size)
         return array
 
     def load(path: tuple[Any, ...], node: Any) -> Any:
+        name = leaf_name(path)
         if not isinstance(node, Linear):
-            return placed(path)
-        bias = None if node.bias is None else placed((*path, _BIAS))
-        path = (*path, _WEIGHT)
+            return placed(name)
+        bias, name = None if node.bias is None else placed(f"{name}.bias"), f"{name}.weight"
         if codes is None:
-            return Linear(placed(path), bias)
-        weight, scale = origins[leaf_name(path)].read_quantised(read_blocks, codes)
-        sharding = shardings.get(leaf_name(path))
+            return Linear(placed(name), bias)
+        tensor, sharding = leaves[name], shardings.get(name)
+        weight, scale = quantised(tensor.rows(dtype), node.weight.shape, codes)
+        bar.advance(task, tensor.size)
         of_scale = sharding and NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: scale.ndim]))
         return Linear(place(weight, sharding), bias, place(scale, of_scale))
 
-    total = sum(tensors[name].size for origin in origins.values() for name in origin.names)
+    total = sum(leaf.size for leaf in leaves.values())
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
     return made, config
-
-
-def check_finite(tensor: np.ndarray) -> bool:
-    """Return whether all numbers are finite, from their bits: NumPy compares integers fast and without a copy."""
-    width = tensor.dtype.itemsize
-    infinity = np.array(np.inf, tensor.dtype).view(f"i{width}")
-    bits = tensor.reshape(-1).view(f"i{width}")
-    # Bits of positive numbers sort like the numbers, with NaN above infinity; those of negative ones as unsigned.
-    positive, negative = (np.max(view, initial=0) for view in (bits, bits.view(f"u{width}")))
-    sign = 1 << (8 * width - 1)
-    return bool(positive < infinity and int(negative) < sign + int(infinity))

@@ -1,24 +1,20 @@
-"""Origins of weights: the stored tensors of each leaf, in the layout of the checkpoint."""
+"""Origins of weights: the stored tensors of each leaf, and the tensor that they make."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.config import ModelConfig
-from kvjax.models.families import Family
+from kvjax.models.families import Family, LoadError
 from kvjax.models.families.family import Shape, Source
-from kvjax.models.weights import quantised
-
-ReadTensor = Callable[[str, Source], np.ndarray]
-"""Function from a tensor's name and the source of its leaf to the leaf, or to one expert's part of it."""
-ReadBlocks = Callable[[str, Source], Iterator[np.ndarray]]
-"""Function like `ReadTensor` that yields blocks of rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,65 +26,102 @@ class Origin:
     shape: Shape
 
     @property
-    def stacked(self) -> bool:
-        """True if each tensor is one expert's part of the leaf."""
-        return "{expert}" in self.source.name
+    def part(self) -> Shape:
+        """Shape of the leaf, or of one expert's part of it if each tensor is one."""
+        return self.shape[1:] if "{expert}" in self.source.name else self.shape
 
     def expected(self, config: ModelConfig) -> Shape:
-        """Return the shape that each tensor must have."""
-        part = self.shape[1:] if self.stacked else self.shape
-        return part if self.source.shape is None else self.source.shape(part, config)
+        """Return the shape that each stored tensor must have."""
+        return self.part if self.source.shape is None else self.source.shape(self.part, config)
 
-    def read(self, read: ReadTensor, dtype: np.dtype) -> np.ndarray:
-        """Read the leaf; the parts of experts go into one array, one after the other."""
-        return self._experts(read, dtype, range(len(self.names))) if self.stacked else read(self.names[0], self.source)
+    def tensor(self, tensors: Mapping[str, Tensor], config: ModelConfig, dtype: np.dtype) -> Tensor:
+        """Return the leaf, given the stored tensors; each of them is refused, as it is read, if it is damaged."""
+        parts = [_checked(name, self._converted(tensors[name], config), dtype) for name in self.names]
+        return parts[0] if self.part == self.shape else _stacked(parts)
 
-    def place(self, read: ReadTensor, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-        """Read the parts of experts of each device here, once, and move them to it."""
-        shards: dict[tuple[int, ...], np.ndarray] = {}
+    def _converted(self, tensor: Tensor, config: ModelConfig) -> Tensor:
+        convert = self.source.read
+        if convert is None:
+            return tensor
+        return Tensor(tensor.file, self.part, tensor.size, lambda dtype: convert(tensor.read(dtype), config))
+
+
+def _checked(name: str, tensor: Tensor, dtype: np.dtype) -> Tensor:
+    """Return a tensor in a dtype that raises an error as it is read if some of its numbers are not finite."""
+
+    def refuse_damage(finite: bool) -> None:
+        if not finite:
+            raise LoadError(f"{tensor.file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
+
+    def checked(numbers: np.ndarray) -> np.ndarray:
+        numbers = numbers.astype(dtype, copy=False)
+        refuse_damage(check_finite(numbers))
+        return numbers
+
+    def place(_: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+        assert tensor.place is not None
+        array = tensor.place(dtype, sharding)
+        refuse_damage(bool(jnp.isfinite(array).all()))
+        return array
+
+    return dataclasses.replace(
+        tensor,
+        read=lambda _: checked(tensor.read(dtype)),
+        place=tensor.place and place,
+        blocks=lambda: map(checked, tensor.rows(dtype)),
+    )
+
+
+def check_finite(tensor: np.ndarray) -> bool:
+    """Return whether all numbers are finite, from their bits: NumPy compares integers fast and without a copy."""
+    width = tensor.dtype.itemsize
+    infinity = np.array(np.inf, tensor.dtype).view(f"i{width}")
+    bits = tensor.reshape(-1).view(f"i{width}")
+    # Bits of positive numbers sort like the numbers, with NaN above infinity; those of negative ones as unsigned.
+    positive, negative = (np.max(view, initial=0) for view in (bits, bits.view(f"u{width}")))
+    sign = 1 << (8 * width - 1)
+    return bool(positive < infinity and int(negative) < sign + int(infinity))
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Return one tensor of those of experts, which are read one after the other, on a mesh by the devices of each."""
+    shape = (len(parts), *parts[0].shape)
+
+    def read(dtype: np.dtype, experts: range = range(len(parts))) -> np.ndarray:
+        whole = np.empty((len(experts), *shape[1:]), dtype)
+        for index, expert in enumerate(experts):
+            whole[index] = parts[expert].read(dtype)
+        return whole
+
+    def place(dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+        of_experts = functools.cache(functools.partial(read, dtype))  # several devices may have the same ones
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            here = range(len(self.names))[index[0]]
-            if tuple(here) not in shards:
-                shards[tuple(here)] = self._experts(read, dtype, here)
-            return shards[tuple(here)]
+            return of_experts(range(len(parts))[index[0]])
 
-        return jax.make_array_from_callback(self.shape, sharding, shard).block_until_ready()
+        return jax.make_array_from_callback(shape, sharding, shard).block_until_ready()
 
-    def read_quantised(self, read: ReadBlocks, codes: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-        """Read the weight of a linear map in 8 bits, and its scale; only one block at a time is in floating point."""
-        blocks = (block for name in self.names for block in read(name, self.source))
-        return quantised(blocks, self.shape, codes)
+    def blocks() -> Iterator[np.ndarray]:
+        for part in parts:
+            assert part.blocks is not None
+            yield from part.blocks()
 
-    def _experts(self, read: ReadTensor, dtype: np.dtype, experts: range) -> np.ndarray:
-        whole = np.empty((len(experts), *self.shape[1:]), dtype)
-        for index, expert in enumerate(experts):
-            whole[index] = read(self.names[expert], self.source)
+    return Tensor(parts[0].file, shape, sum(part.size for part in parts), read, place, blocks=blocks)
+
+
+def shared(tensor: Tensor, uses: int) -> Tensor:
+    """Return a tensor that several leaves use: it is read once and kept until the last of them."""
+    kept: list[np.ndarray] = []
+    later = itertools.count(uses - 1, -1)
+
+    def read(dtype: np.dtype) -> np.ndarray:
+        whole = kept.pop() if kept else tensor.read(dtype)
+        if next(later) > 0:
+            kept.append(whole)
         return whole
 
-
-class TensorReads:
-    """Reads of stored tensors, each once: a tensor that several leaves share is kept until the last of them.
-
-    Args:
-        tensors: the tensors by their names in the files.
-        names: names of the tensors that will be read, one for each read.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        self._tensors, self._left = tensors, collections.Counter(names)
-        self._kept: dict[str, np.ndarray] = {}
-
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """Return a tensor in its own dtype, or in the given one if it is quantized."""
-        tensor = self._kept.pop(name, None)
-        if tensor is None:
-            tensor = self._tensors[name].read(dtype)
-        self._left[name] -= 1
-        if self._left[name] > 0:
-            self._kept[name] = tensor
-        return tensor
+    return tensor if uses == 1 else dataclasses.replace(tensor, read=read)
 
 
 def spellings(name: str, base: str) -> tuple[str, ...]:

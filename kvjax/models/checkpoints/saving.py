@@ -12,20 +12,15 @@ import numpy as np
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Linear, Weights
-from kvjax.models.families.llama import LLAMA
+from kvjax.models.families.llama import LLAMA, LLAMA_NAMES
 from kvjax.models.weights import leaf_name
 from kvjax.rope import Rope
 
 _WRITTEN: Mapping[str, str] = {
     "vocab_size": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
+    **{ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours != "activation"},
     "kv_heads": "num_key_value_heads",
     "head_width": "head_dim",
-    "mlp_width": "intermediate_size",
-    "max_positions": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
     "bos": "bos_token_id",
     "eos": "eos_token_id",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +52,10 @@ class Tensor:
     kind: str = ""
     codes: Callable[[], np.ndarray] | None = None
     blocks: Callable[[], Iterator[np.ndarray]] | None = None
+
+    def rows(self, dtype: np.dtype) -> Iterator[np.ndarray]:
+        """Return blocks of rows, or `read(dtype)` for formats without such reads."""
+        return iter([self.read(dtype)]) if self.blocks is None else self.blocks()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +109,7 @@ def read_safetensors(directory: Path) -> Stored:
                         "the checkpoint anew."
                     )
                 header = opened.get_slice(name)
-                shape, kind = tuple(header.get_shape()), header.get_dtype()
-                size = math.prod(shape) * (_CODES[kind].itemsize if kind in _CODES else _SIZES.get(kind, 1))
-                place = functools.partial(_place, file, name, kind)
-                read = functools.partial(_read, file, name, kind)
-                codes = functools.partial(_codes, file, name, _CODES[kind]) if kind in _CODES else None
-                tensors[name] = Tensor(file, shape, size, read, place, kind, codes)
+                tensors[name] = _tensor(file, name, tuple(header.get_shape()), header.get_dtype())
     for name, shard in indexed.items():
         if name not in tensors or tensors[name].file.name != shard:
             where = f", but {tensors[name].file.name} does" if name in tensors else ""
@@ -122,42 +120,43 @@ def read_safetensors(directory: Path) -> Stored:
     return Stored(files[0] if len(files) == 1 else directory / _INDEX, "config.json", tensors)
 
 
-def _read(file: Path, name: str, kind: str, dtype: np.dtype) -> np.ndarray:
-    # Open the file for each tensor: a mapped file keeps everything read from it in memory.
-    with _open(file) as opened:
-        _check_kind(file, name, kind)
-        return opened.get_tensor(name)
+def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
+    """Return a tensor, which opens the file for each read: a mapped file keeps everything read from it in memory."""
 
+    def check_kind() -> None:
+        if kind not in _SIZES:
+            raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
 
-def _codes(file: Path, name: str, dtype: np.dtype) -> np.ndarray:
-    # The reader of safetensors for NumPy knows no floats of 8 bits, so read the bytes.
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))[name]
-    start, end = header["data_offsets"]
-    return np.fromfile(file, dtype, (end - start) // dtype.itemsize, offset=8 + length + start).reshape(header["shape"])
+    def read(dtype: np.dtype) -> np.ndarray:
+        with _open(file) as opened:
+            check_kind()
+            return opened.get_tensor(name)
 
+    def place(dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+        with _open(file) as opened:
+            check_kind()
+            stored = opened.get_slice(name)
+            # Read each part once, also if several devices hold it.
+            parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
 
-def _place(file: Path, name: str, kind: str, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-    with _open(file) as opened:
-        _check_kind(file, name, kind)
-        stored = opened.get_slice(name)
-        # Read each part once, also if several devices hold it.
-        parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None
+                where = tuple((each.start, each.stop) for each in index)
+                if where not in parts:
+                    parts[where] = stored[index].astype(dtype, copy=False)
+                return parts[where]
 
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            where = tuple((each.start, each.stop) for each in index)
-            if where not in parts:
-                parts[where] = stored[index].astype(dtype, copy=False)
-            return parts[where]
+            return jax.make_array_from_callback(shape, sharding, part).block_until_ready()
 
-        return jax.make_array_from_callback(tuple(stored.get_shape()), sharding, part).block_until_ready()
+    def codes() -> np.ndarray:
+        # The reader of safetensors for NumPy knows no floats of 8 bits, so read the bytes.
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            start = json.loads(opened.read(length))[name]["data_offsets"][0]
+        return np.fromfile(file, _CODES[kind], math.prod(shape), offset=8 + length + start).reshape(shape)
 
-
-def _check_kind(file: Path, name: str, kind: str) -> None:
-    if kind not in _SIZES:
-        raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
+    size = math.prod(shape) * (_CODES[kind].itemsize if kind in _CODES else _SIZES.get(kind, 1))
+    return Tensor(file, shape, size, read, place, kind, codes if kind in _CODES else None)
 
 
 def _open(file: Path) -> Any:

@@ -6,52 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.falcon import FALCON
+from kvjax.models.families import falcon, gemma, gpt, gpt_oss, llama, llama4, mistral, mpt, olmo, qwen
 from kvjax.models.families.family import Family as Family
 from kvjax.models.families.family import LoadError as LoadError
 from kvjax.models.families.family import Settings as Settings
-from kvjax.models.families.gemma import GEMMA, GEMMA2, GEMMA3
-from kvjax.models.families.gpt2 import GPT2
-from kvjax.models.families.gpt_neox import GPT_NEOX
-from kvjax.models.families.gpt_oss import GPT_OSS
-from kvjax.models.families.gptj import GPTJ
-from kvjax.models.families.granite import GRANITE
-from kvjax.models.families.llama import LLAMA
-from kvjax.models.families.llama4 import LLAMA4
-from kvjax.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
-from kvjax.models.families.mpt import MPT
-from kvjax.models.families.olmo import OLMO2, OLMO3, OLMOE
-from kvjax.models.families.phi3 import PHI3
 from kvjax.models.families.quantization import read_quantization
-from kvjax.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from kvjax.models.families.settings import check_only, flag
 from kvjax.models.families.settings import special_token_ids as special_token_ids
-from kvjax.models.families.smollm3 import SMOLLM3
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": LLAMA,
-    "llama4_text": LLAMA4,
-    "mistral": MISTRAL,
-    "ministral3": MINISTRAL3,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "qwen3_moe": QWEN3_MOE,
-    "mixtral": MIXTRAL,
-    "olmoe": OLMOE,
-    "gpt_oss": GPT_OSS,
-    "smollm3": SMOLLM3,
-    "olmo2": OLMO2,
-    "olmo3": OLMO3,
-    "granite": GRANITE,
-    "phi3": PHI3,
-    "gemma": GEMMA,
-    "gemma2": GEMMA2,
-    "gemma3_text": GEMMA3,
-    "falcon": FALCON,
-    "gpt2": GPT2,
-    "gpt_neox": GPT_NEOX,
-    "gptj": GPTJ,
-    "mpt": MPT,
+    model_type: family
+    for module in (llama, llama4, mistral, qwen, olmo, gpt_oss, gemma, falcon, gpt, mpt)
+    for model_type, family in module.FAMILIES.items()
 }
 """Family of each `model_type`."""
 
@@ -62,6 +28,7 @@ class TextHalf:
 
     Args:
         family: `model_type` of the family.
+        config: the type of config in transformers whose values stand for omitted settings; None for the family's.
         defaults: values of settings that `text_config` omits, where they differ from the family's.
         tied: value of `tie_word_embeddings` if neither the model nor its text half has it.
         either_ties: True if embeddings are tied where the model or its text half sets `tie_word_embeddings`. Otherwise
@@ -70,6 +37,7 @@ class TextHalf:
     """
 
     family: str
+    config: str | None = None
     defaults: Settings = dataclasses.field(default_factory=dict)
     tied: bool = False
     either_ties: bool = False
@@ -78,19 +46,8 @@ class TextHalf:
 
 _QWEN2_VL = TextHalf(
     "qwen2",
-    {
-        "vocab_size": 152_064,
-        "hidden_size": 8192,
-        "intermediate_size": 29_568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "max_window_layers": 80,
-        "bos_token_id": 151_643,
-        "eos_token_id": 151_645,
-    },
+    "qwen2_vl_text",
+    {"rope_theta": 1_000_000.0, "max_window_layers": 80, "bos_token_id": 151_643, "eos_token_id": 151_645},
     either_ties=True,
     flat=True,
 )
@@ -100,7 +57,7 @@ TEXT_HALVES: Mapping[str, TextHalf] = {
     "mistral3": TextHalf("mistral", tied=True),
     "qwen2_5_vl": _QWEN2_VL,
     "qwen2_vl": _QWEN2_VL,
-    "qwen3_vl": TextHalf("qwen3", {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}),
+    "qwen3_vl": TextHalf("qwen3", "qwen3_vl_text", {"rope_theta": 500_000.0}),
     "llava": TextHalf("llama", either_ties=True),
 }
 """Text half of each multimodal `model_type`."""
@@ -140,7 +97,8 @@ def text_half(settings: Settings) -> Settings:
     name = inner.get("model_type")
     made = {name: settings[name] for name in _OUTER if settings.get(name) is not None} | inner
     if name in (None, whole, f"{whole}_text") and name not in FAMILIES:
-        made = {**half.defaults, **made, "model_type": half.family}
+        made = FAMILIES[half.family].complete({**half.defaults, **made}, half.config or half.family)
+        made |= {"model_type": half.family}
     made["tie_word_embeddings"] = _tied(half, settings, inner)
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(made.get(key), dict):
@@ -179,8 +137,7 @@ def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
         raise _unknown(name)
     read_quantization(settings)
     family = FAMILIES[name]
-    aliased = {ours: settings[theirs] for theirs, ours in family.aliases.items() if theirs in settings}
-    settings = {**family.defaults, **settings, **aliased}
+    settings = family.complete(settings, name)
     for key in LAYERS:
         if isinstance(layers := settings.get(key), int) and layers > MOST_LAYERS:
             raise LoadError(f"{key} must be at most {MOST_LAYERS}, not {layers}.")

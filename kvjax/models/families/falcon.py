@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import LLAMA_NAMES, gpt_config
 from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.gpt import gpt_config
+from kvjax.models.families.llama import LLAMA_NAMES
 from kvjax.models.families.settings import flag, head_width, integer, optional_integer, read_rope
 from kvjax.models.families.sources import fused_by_head, module_sources
 from pallas_kernels.attention import alibi_slopes
@@ -26,7 +27,7 @@ def _config(settings: Settings) -> ModelConfig:
     width = head_width(settings, "hidden_size", "num_attention_heads")
     heads = integer(settings, "num_attention_heads")
     grouped, alibi, bias = (flag(settings, key) for key in ("new_decoder_architecture", "alibi", "bias"))
-    parallel, norms = flag(settings, "parallel_attn"), settings["num_ln_in_parallel_attn"]
+    parallel, norms = flag(settings, "parallel_attn"), settings.get("num_ln_in_parallel_attn")
     if norms not in ((None, 1, 2) if grouped else (None, 1)) or (grouped and not parallel):
         raise LoadError(
             f"parallel_attn={parallel} and num_ln_in_parallel_attn={norms!r} are not supported with "
@@ -76,32 +77,26 @@ _MODULES = {
     "layers.mlp.down": "mlp.dense_4h_to_h",
 }
 
-FALCON = Family(
-    _config,
-    {
-        **module_sources("transformer.h", _MODULES),
-        **fused_by_head("transformer.h.{layer}.self_attention.query_key_value"),
-    },
-    {
-        "vocab_size": 65024,
-        "hidden_size": 4544,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 71,
-        "num_kv_heads": None,
-        "num_ln_in_parallel_attn": None,
-        "ffn_hidden_size": None,
-        "activation": "gelu",
-        "max_position_embeddings": 2048,
-        "layer_norm_epsilon": 1e-5,
-        "alibi": False,
-        "new_decoder_architecture": False,
-        "multi_query": True,
-        "parallel_attn": True,
-        "bias": False,
-        "tie_word_embeddings": True,
-        "bos_token_id": 11,
-        "eos_token_id": 11,
-    },
-    only={"apply_residual_connection_post_layernorm": (None, False)},
-    variant=_variant,
-)
+FAMILIES: Mapping[str, Family] = {
+    "falcon": Family(
+        _config,
+        {
+            **module_sources("transformer.h", _MODULES),
+            **fused_by_head("transformer.h.{layer}.self_attention.query_key_value"),
+        },
+        {
+            "activation": "gelu",
+            "multi_query": True,
+            "parallel_attn": True,
+            "tie_word_embeddings": True,
+            "bos_token_id": 11,
+            "eos_token_id": 11,
+        },
+        only={"apply_residual_connection_post_layernorm": (None, False)},
+        variant=_variant,
+        looked_up=(
+            *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+            "layer_norm_epsilon",
+        ),
+    )
+}

@@ -17,6 +17,12 @@ class LoadError(ValueError):
     """Error for a checkpoint that cannot be used, with the reason in one sentence."""
 
 
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "rms_norm_eps"),
+)
+"""Settings of Llama that nearly every config.json has."""
+EXPERTS = ("num_local_experts", "num_experts_per_tok")
 Settings = Mapping[str, Any]
 Shape = tuple[int, ...]
 Tensor = Shaped[np.ndarray, "out *into"]
@@ -57,13 +63,14 @@ class Family:
     """A Hugging Face architecture.
 
     Args:
-        config: function that reads its config.json, completed by `defaults`.
+        config: function that reads its config.json, once that is `complete`.
         sources: source of each leaf of `Weights`; names of layers' leaves have no layer number.
-        defaults: values of settings that a config.json omits.
+        defaults: values of settings that many a config.json omits, where they are not null or false.
         only: the supported values of some settings; other values are refused.
         variant: function from the config to sources that replace entries of `sources`.
         ignored: patterns of the names of tensors that some checkpoints contain and no model needs.
         aliases: other names of settings that transformers takes, each with the name that is read.
+        looked_up: settings that are read from transformers' config class if a config.json omits them (text halves do).
     """
 
     config: Callable[[Settings], ModelConfig]
@@ -73,6 +80,19 @@ class Family:
     variant: Callable[[ModelConfig], Mapping[str, Source]] = lambda _: {}
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    looked_up: tuple[str, ...] = SIZES
+
+    def complete(self, settings: Settings, model_type: str) -> dict[str, Any]:
+        """Return settings under the names that are read, with those that transformers' config of a type would have."""
+        aliased = {ours: settings[name] for name, ours in self.aliases.items() if settings.get(name) is not None}
+        whole = {**self.defaults, **settings, **aliased}
+        omitted = [name for name in self.looked_up if name not in whole]
+        if omitted:
+            from transformers import CONFIG_MAPPING  # slow to import
+
+            usual = CONFIG_MAPPING[model_type]()
+            whole |= {name: getattr(usual, name) for name in omitted}
+        return whole
 
     @property
     def base(self) -> str:

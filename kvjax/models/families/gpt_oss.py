@@ -6,16 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
-from kvjax.models.families.family import Family, Settings, Source
-from kvjax.models.families.settings import (
-    LAYER_TYPES,
-    integer,
-    positive_number,
-    read_mixture,
-    read_windows,
-    with_default_rope,
-)
+from kvjax.models.families.family import EXPERTS, SIZES, Family, Settings, Source
+from kvjax.models.families.llama import LLAMA_SOURCES, llama_config
+from kvjax.models.families.settings import periodic_windows, positive_number, read_mixture, with_default_rope
 from kvjax.models.families.sources import fused_experts, transposed
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
@@ -23,13 +16,11 @@ _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 def _config(settings: Settings) -> ModelConfig:
     settings = with_default_rope(settings, _ROPE)
-    types = [LAYER_TYPES[layer % 2 == 0] for layer in range(integer(settings, "num_hidden_layers"))]
-    mixture = read_mixture(settings, "intermediate_size", renormalised=True)
-    return dataclasses.replace(
-        llama_config(settings),
-        windows=read_windows(settings, types),
+    return llama_config(
+        settings,
+        windows=periodic_windows(settings, 2),
         sinks=True,
-        mixture=dataclasses.replace(mixture, router_bias=True),
+        mixture=read_mixture(settings, router_bias=True),
         mlp_bias=True,
         clamped_swiglu=(positive_number(settings, "swiglu_alpha"), positive_number(settings, "swiglu_limit")),
     )
@@ -51,34 +42,25 @@ def _experts() -> Mapping[str, Source]:
 
 _SINKS, _MLP = "model.layers.{layer}.self_attn.sinks", "model.layers.{layer}.mlp"
 
-GPT_OSS = Family(
-    _config,
-    {
-        **LLAMA_SOURCES,
-        "layers.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
-        "layers.mlp.router": Source(f"{_MLP}.router.weight"),
-        "layers.mlp.router_bias": Source(f"{_MLP}.router.bias"),
-        **_experts(),
-    },
-    {
-        **LLAMA_DEFAULTS,
-        "vocab_size": 201_088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 131_072,
-        "head_dim": 64,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150_000.0,
-        "sliding_window": 128,
-        "attention_bias": True,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": 7.0,
-    },
-    only={"mlp_bias": (False,), "hidden_act": ("silu",)},
-    aliases={"num_experts": "num_local_experts"},
-)
+FAMILIES: Mapping[str, Family] = {
+    "gpt_oss": Family(
+        _config,
+        {
+            **LLAMA_SOURCES,
+            "layers.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
+            "layers.mlp.router": Source(f"{_MLP}.router.weight"),
+            "layers.mlp.router_bias": Source(f"{_MLP}.router.bias"),
+            **_experts(),
+        },
+        {
+            "hidden_act": "silu",
+            "rope_theta": 150_000.0,
+            "attention_bias": True,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        only={"mlp_bias": (False,), "hidden_act": ("silu",)},
+        aliases={"num_experts": "num_local_experts"},
+        looked_up=(*SIZES, "num_key_value_heads", "head_dim", "sliding_window", *EXPERTS),
+    )
+}

@@ -6,21 +6,23 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
-from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
-from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.family import EXPERTS, SIZES, Family, LoadError, Settings, Source
+from kvjax.models.families.llama import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config, rotated_layers
 from kvjax.models.families.settings import flag, integer, layer_numbers, positive_number, read_layer_types, read_mixture
-from kvjax.models.families.smollm3 import rotated_layers
 from kvjax.models.families.sources import fused_experts, transposed
 
 _LAYER_TYPES = ("full_attention", "chunked_attention")
+"""By default, layers with RoPE attend within chunks."""
 
 
 def _config(settings: Settings) -> ModelConfig:
-    settings = {**settings, "no_rope_layers": settings["no_rope_layers"] or None}
+    settings = {**settings, "no_rope_layers": settings.get("no_rope_layers") or None}
     shape = llama_config(settings)
     assert shape.rope is not None
-    rotated = rotated_layers(settings, shape.layers)
-    normed, chunked = flag(settings, "use_qk_norm"), _is_chunked(settings, rotated)
+    rotated = rotated_layers(settings)
+    has_chunks = settings["attention_chunk_size"] is not None
+    types = read_layer_types(settings, [_LAYER_TYPES[has_chunks and each] for each in rotated], _LAYER_TYPES)
+    normed, chunked = flag(settings, "use_qk_norm"), "chunked_attention" in types
     if normed and shape.rope.magnitude != 1:
         raise LoadError(f"rope_type {shape.rope.scaling!r} is not supported for llama4 with use_qk_norm=True.")
     rope = dataclasses.replace(shape.rope, interleaved=True)
@@ -39,13 +41,6 @@ def _config(settings: Settings) -> ModelConfig:
     )
 
 
-def _is_chunked(settings: Settings, rotated: list[bool]) -> bool:
-    """Return whether any layer attends within chunks: by default those with RoPE."""
-    chunks = settings["attention_chunk_size"] is not None
-    types = [_LAYER_TYPES[chunks and each] for each in rotated]
-    return "chunked_attention" in read_layer_types(settings, types, _LAYER_TYPES)
-
-
 def _growth(settings: Settings) -> QueryGrowth | None:
     key = "attn_temperature_tuning"
     if settings[key] != 4 and not flag(settings, key):  # 4 stands for true in many configs of the models
@@ -59,9 +54,13 @@ def _mixture(settings: Settings, layers: int) -> Mixture | None:
     dense = tuple(layer for layer in range(layers) if (layer not in given if given is not None else (layer + 1) % step))
     if len(dense) == layers:
         return None
-    mixture = read_mixture(settings, "intermediate_size", renormalised=False, dense_layers=dense)
-    return dataclasses.replace(
-        mixture, probability="sigmoid", weighted_inputs=True, shared_width=integer(settings, "intermediate_size")
+    return read_mixture(
+        settings,
+        renormalised=False,
+        dense_layers=dense,
+        probability="sigmoid",
+        weighted_inputs=True,
+        shared_width=integer(settings, "intermediate_size"),
     )
 
 
@@ -77,36 +76,16 @@ def _sources() -> Mapping[str, Source]:
     return {**LLAMA_SOURCES, **sources}
 
 
-LLAMA4 = Family(
-    _config,
-    _sources(),
-    {
-        **LLAMA_DEFAULTS,
-        "vocab_size": 202_048,
-        "hidden_size": 5120,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 40,
-        "max_position_embeddings": 131_072,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16_384,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
-        "num_experts_per_tok": 1,
-        "num_local_experts": 16,
-        "moe_layers": None,
-        "interleave_moe_layer_step": 1,
-        "use_qk_norm": True,
-        "no_rope_layers": None,
-        "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
-        "layer_types": None,
-        "attn_temperature_tuning": True,
-        "floor_scale": 8192,
-        "attn_scale": 0.1,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    only={"mlp_bias": (False,)},
-)
+FAMILIES: Mapping[str, Family] = {
+    "llama4_text": Family(
+        _config,
+        _sources(),
+        {**LLAMA_DEFAULTS, "rope_theta": 500_000.0},
+        only={"mlp_bias": (False,)},
+        looked_up=(
+            *(*SIZES, *EXPERTS, "num_key_value_heads", "head_dim", "intermediate_size_mlp", "use_qk_norm"),
+            *("interleave_moe_layer_step", "no_rope_layer_interval", "attention_chunk_size"),
+            *("attn_temperature_tuning", "floor_scale", "attn_scale"),
+        ),
+    )
+}

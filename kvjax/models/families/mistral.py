@@ -8,25 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 from kvjax.models.config import ModelConfig, QueryGrowth
-from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
-from kvjax.models.families.family import Family, Settings
+from kvjax.models.families.family import EXPERTS, SIZES, Family, Settings
+from kvjax.models.families.llama import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.settings import given_rope, integer, positive_number, read_mixture, with_default_rope
 from kvjax.models.families.sources import expert_sources
 
-_DEFAULTS: Mapping[str, Any] = {
-    **LLAMA_DEFAULTS,
-    "intermediate_size": 14_336,
-    "max_position_embeddings": 131_072,
-    "num_key_value_heads": 8,
-    "sliding_window": 4096,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _ONLY = {"attention_bias": (False,), "mlp_bias": (False,)}
-_ROPE: Mapping[str, Any] = {
+_LOOKED_UP = (*SIZES, "num_key_value_heads")
+_ROPE: Settings = {
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,
     "factor": 16.0,
@@ -49,36 +40,30 @@ def _ministral3(settings: Settings) -> ModelConfig:
 
 
 def _mixtral(settings: Settings) -> ModelConfig:
-    mixture = read_mixture(settings, "intermediate_size", renormalised=True)
-    return dataclasses.replace(llama_config(settings, windowed=True), mixture=mixture)
+    return llama_config(settings, windowed=True, mixture=read_mixture(settings))
 
 
-MISTRAL = Family(functools.partial(llama_config, windowed=True), LLAMA_SOURCES, _DEFAULTS, _ONLY)
-MINISTRAL3 = Family(
-    _ministral3,
-    LLAMA_SOURCES,
-    {
-        **_DEFAULTS,
-        "vocab_size": 131_072,
-        "num_hidden_layers": 34,
-        "max_position_embeddings": 262_144,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-    },
-    _ONLY,
-)
-MIXTRAL = Family(
-    _mixtral,
-    {**LLAMA_SOURCES, **expert_sources("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2"))},
-    {
-        **_DEFAULTS,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1_000_000.0,
-        "sliding_window": None,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-    },
-    _ONLY,
-    aliases={"num_experts": "num_local_experts"},
-)
+FAMILIES: Mapping[str, Family] = {
+    "mistral": Family(
+        functools.partial(llama_config, windowed=True),
+        LLAMA_SOURCES,
+        LLAMA_DEFAULTS,
+        _ONLY,
+        looked_up=(*_LOOKED_UP, "sliding_window"),
+    ),
+    "ministral3": Family(
+        _ministral3,
+        LLAMA_SOURCES,
+        LLAMA_DEFAULTS,
+        _ONLY,
+        looked_up=(*_LOOKED_UP, "head_dim"),
+    ),
+    "mixtral": Family(
+        _mixtral,
+        {**LLAMA_SOURCES, **expert_sources("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2"))},
+        {**LLAMA_DEFAULTS, "rope_theta": 1_000_000.0},
+        _ONLY,
+        aliases={"num_experts": "num_local_experts"},
+        looked_up=(*_LOOKED_UP, *EXPERTS),
+    ),
+}

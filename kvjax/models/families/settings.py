@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.models.config import Mixture
+from kvjax.models.config import Mixture, ModelConfig
 from kvjax.models.families.family import LoadError, Settings
 from kvjax.rope import Rope
 
@@ -32,6 +32,10 @@ _ROPES: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", _ORIGINAL),
 }
 """Numbers that each type of RoPE needs besides theta."""
+_OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    "longrope": ("attention_factor",),
+}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -81,7 +85,7 @@ def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
 def check_only(name: str, settings: Settings, only: Settings) -> None:
     """Refuse unsupported values of settings, given the supported ones; messages mention the last of those."""
     for key, allowed in only.items():
-        if settings.get(key) not in allowed:
+        if key in settings and settings[key] not in allowed:
             raise LoadError(f"{key}={settings[key]!r} is not supported for {name}; only {allowed[-1]!r} is.")
 
 
@@ -111,14 +115,6 @@ def rope_parts(settings: Settings) -> tuple[dict[str, Any], dict[str, Any]]:
     if "type" in scaling:
         scaling = {"rope_type": scaling["type"], **scaling}
     return scaling, parameters
-
-
-def rope_of_type(parameters: Settings, kind: str, scaling: Settings) -> dict[str, Any]:
-    """Return the RoPE of a type of layer from `rope_parameters`, updated with the entries of `rope_scaling`."""
-    own = parameters.get(kind) or {}
-    if not isinstance(own, dict):
-        raise LoadError(f"rope_parameters must have an object for {kind}, not {own!r}.")
-    return {**own, **scaling}
 
 
 def with_default_rope(settings: Settings, rope: Settings) -> Settings:
@@ -167,7 +163,8 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     merged |= {"max_position_embeddings": longest, _ORIGINAL: original}
     if kind in ("yarn", "longrope") and merged.get("factor") is None:
         merged["factor"] = positive_number(merged, "max_position_embeddings") / positive_number(merged, _ORIGINAL)
-    numbers: dict[str, Any] = {key: positive_number(merged, key) for key in needed}
+    given = [key for key in _OPTIONAL.get(kind, ()) if merged.get(key) is not None]
+    numbers: dict[str, Any] = {key: positive_number(merged, key) for key in (*needed, *given)}
     for key in ("max_position_embeddings", _ORIGINAL):
         if key in numbers:
             numbers["original_max_positions"] = numbers.pop(key)
@@ -175,27 +172,46 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
         width=int(width * share),
         theta=float(positive_number(merged, "rope_theta")),
         scaling="none" if kind == "default" else kind,
-        **numbers,
-        **_extras(kind, merged),
+        **(_extras(kind, merged) | numbers),
     )
 
 
+def ropes_of_layers(settings: Settings, shape: ModelConfig, theta: float) -> tuple[Rope, ...]:
+    """Return the RoPE of each layer: one for layers with a window, and one for all others.
+
+    `rope_parameters` has an object for each type of layer, or is the RoPE of layers without a window. Only that is
+    scaled by `rope_scaling`.
+
+    Args:
+        settings: settings of the model.
+        shape: the config with the windows of layers.
+        theta: theta in layers with a window, unless `rope_parameters` has another one.
+    """
+    scaling, given = rope_parts(settings)
+    if not set(given) <= set(LAYER_TYPES):
+        sliding = {"rope_theta": given.get("rope_theta", theta)}
+        scaling, given = {}, {"full_attention": given_rope(settings), "sliding_attention": sliding}
+    ropes: list[Rope] = []
+    for kind, usual, changes in zip(LAYER_TYPES, (settings["rope_theta"], theta), (scaling, {}), strict=True):
+        own = given.get(kind) or {}
+        if not isinstance(own, dict):
+            raise LoadError(f"rope_parameters must have an object for {kind}, not {own!r}.")
+        of_type = {"rope_theta": usual, **own, **changes}
+        ropes.append(read_rope({**settings, "rope_scaling": None, "rope_parameters": of_type}, shape.head_width))
+    return tuple(ropes[window is not None] for window in shape.windows or (None,) * shape.layers)
+
+
 def _extras(kind: str, settings: Settings) -> dict[str, Any]:
-    """Return the optional settings of `yarn` and the further settings of `longrope`."""
-    extras: dict[str, Any] = {}
+    """Return the settings of `yarn` and `longrope` that are not numbers, or are made of others."""
     if kind == "longrope":
-        extras = {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
-    if kind == "yarn":
-        extras = {
-            key: positive_number(settings, key) for key in ("beta_fast", "beta_slow") if settings.get(key) is not None
-        }
-        extras["truncate"] = flag({"truncate": True, **settings}, "truncate")
-        if settings.get("mscale") and settings.get("mscale_all_dim"):
-            grown = math.log(max(positive_number(settings, "factor"), 1))
-            above, below = (1 + 0.1 * positive_number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
-            extras["attention_factor"] = above / below
-    if kind in ("yarn", "longrope") and settings.get("attention_factor") is not None:
-        extras["attention_factor"] = float(positive_number(settings, "attention_factor"))
+        return {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
+    if kind != "yarn":
+        return {}
+    extras: dict[str, Any] = {"truncate": flag({"truncate": True, **settings}, "truncate")}
+    if settings.get("mscale") and settings.get("mscale_all_dim"):
+        grown = math.log(max(positive_number(settings, "factor"), 1))
+        above, below = (1 + 0.1 * positive_number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
+        extras["attention_factor"] = above / below
     return extras
 
 
@@ -225,6 +241,12 @@ def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
+def periodic_windows(settings: Settings, period: int) -> tuple[int | None, ...] | None:
+    """Return each layer's window by `read_windows`, by default in all layers except the last one of every `period`."""
+    layers = range(integer(settings, "num_hidden_layers"))
+    return read_windows(settings, [LAYER_TYPES[(index + 1) % period > 0] for index in layers])
+
+
 def layer_numbers(settings: Settings, key: str) -> list[int] | None:
     """Return a setting that must be a list of layers' numbers, or null."""
     value = settings.get(key)
@@ -233,17 +255,16 @@ def layer_numbers(settings: Settings, key: str) -> list[int] | None:
     return value
 
 
-def read_mixture(settings: Settings, width: str, renormalised: bool, dense_layers: tuple[int, ...] = ()) -> Mixture:
+def read_mixture(settings: Settings, width: str = "intermediate_size", **others: Any) -> Mixture:
     """Return the experts of a model.
 
     Args:
         settings: settings of the model; `num_local_experts` replaces `num_experts` in configs of transformers 5.
         width: name of the setting of one expert's inner size.
-        renormalised: True if the weights of a token's experts sum to 1.
-        dense_layers: numbers of the layers without experts.
+        others: further fields.
     """
     count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     experts, used = integer(settings, count), integer(settings, "num_experts_per_tok")
     if used > experts:
         raise LoadError(f"num_experts_per_tok is {used}, but {count} is {experts}.")
-    return Mixture(experts, used, integer(settings, width), renormalised, dense_layers)
+    return Mixture(experts, used, integer(settings, width), **others)

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.model import Model, load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
-from kvjax.models.checkpoints.loading import check_finite
+from kvjax.models.checkpoints.origins import check_finite
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import DenseMlp, Linear
 from kvjax.models.families import read_model_config
