@@ -231,8 +231,8 @@ def test_long_prompts_are_profiled_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     prefill.read_together.clear_cache()  # type: ignore[attr-defined]
     blocks, _ = read(random_model(GQA), prompts, **settings)
     prefill.read_together.clear_cache()  # type: ignore[attr-defined]
-    for one, other in zip(whole.storage.states(), blocks.storage.states(), strict=True):
-        np.testing.assert_allclose(one.plan.recovered, other.plan.recovered, atol=1e-5)
+    for one, other in zip(whole.storage.layers, blocks.storage.layers, strict=True):
+        np.testing.assert_allclose(one.state.plan.recovered, other.state.plan.recovered, atol=1e-5)
 
 
 def dense_with_limits(model, policy, budget, limits):
