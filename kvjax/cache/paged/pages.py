@@ -124,7 +124,8 @@ class Pages(struct.PyTreeNode):
         tables = zip(*(np.split(on_host(x), pools) for x in (held, self.owner, self.first, self.start)), strict=True)
         limits = [on_host(heads.limit) for heads in self.layers]
         counts = [-(-(int(limit.max()) + self.spare) // size) * size for limit in limits]
-        layers = [np.full((*limit.shape, count), -1, np.int32) for limit, count in zip(limits, counts, strict=True)]
+        shapes = [(*limit.shape, count) for limit, count in zip(limits, counts, strict=True)]
+        layers: list[np.ndarray] = [np.full(shape, -1, np.int32) for shape in shapes]
         for pool, (positions, owner, first, start) in enumerate(tables):
             for layer, dense in enumerate(layers):
                 rows, heads = dense.shape[0] // self.devices[0], dense.shape[1] // self.devices[1]
