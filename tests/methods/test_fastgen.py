@@ -55,7 +55,7 @@ def read(model, prompts, *, max_new_tokens=64, **settings):
 
 def choices(state) -> np.ndarray:
     """[layers, b, h]"""
-    return np.array([np.asarray(parts.plan.choice) for parts in pool(state).state])
+    return np.array([np.asarray(heads.state.plan.choice) for heads in pool(state).layers])
 
 
 def pool(state) -> storage.Paged:
