@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from experiments.runs import Run, Runs
 from experiments.store import open_store
 from kvjax import methods
-from kvjax.cache.empty import empty
-from kvjax.cache.memory import slot_bytes
+from kvjax.cache.buffers import empty, slot_bytes
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.texts import passages
 from kvjax.inference.padding import round_slots

@@ -11,8 +11,8 @@ from typing import Any
 from experiments.claims import markdown_table
 from experiments.runs import Run, Runs
 from experiments.store import Store
+from kvjax.cache.buffers import allocated_bytes, slot_bytes
 from kvjax.cache.dense import Dense
-from kvjax.cache.memory import allocated_bytes, slot_bytes
 from kvjax.evaluation.perplexity import begin
 from kvjax.evaluation.summary import paired
 from kvjax.evaluation.texts import passages

@@ -23,7 +23,7 @@ def unpacked(storage: Dense | Paged, steps: Any) -> list[np.ndarray]:
     if isinstance(storage, Dense):
         return [np.asarray(layer) for layer in steps]
     by_step = [storage.positions(step) for step in np.asarray(steps)]
-    return [np.stack([layers[index] for layers in by_step]) for index in range(len(storage.limit))]
+    return [np.stack([layers[index] for layers in by_step]) for index in range(len(storage.layers))]
 
 
 def kept(state: State, row: int) -> list[list[list[int]]]:

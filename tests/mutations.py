@@ -155,12 +155,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/inference/test_extend.py tests/cache/test_rows.py",
         "tests/methods/test_window_attention.py",
     ),
-    "kvjax/cache/empty.py": (
-        _CORE,
-        "tests/inference/test_extend.py tests/cache/test_rows.py",
-        "tests/methods/test_window_attention.py",
-    ),
-    "kvjax/cache/rows.py": (
+    "kvjax/cache/buffers.py": (
         _CORE,
         "tests/inference/test_extend.py tests/cache/test_rows.py",
         "tests/methods/test_window_attention.py",
@@ -175,7 +170,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvjax/cache/recompute.py": _ATTENTION,
     "kvjax/cache/paged/build.py": _PAGES,
     "kvjax/cache/paged/stats.py": _PAGES,
-    "kvjax/cache/paged/gather.py": _PAGES,
     "kvjax/cache/paged/table.py": _PAGES,
     "kvjax/cache/paged/storage.py": _PAGES,
     "kvjax/policies/quantizer.py": ("tests/policies/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),

@@ -21,8 +21,7 @@ from sphinx.util.typing import ExtensionMetadata
 
 import kvjax
 import site_figures
-from kvjax.cache.empty import empty
-from kvjax.cache.memory import allocated_bytes, slot_bytes
+from kvjax.cache.buffers import allocated_bytes, empty, slot_bytes
 from kvjax.inference.decode import trace_step
 from kvjax.inference.shapes import state_shapes
 from kvjax.methods import describe

@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from experiments.runs import Run, Runs
 from kvjax import methods
-from kvjax.cache.empty import empty
+from kvjax.cache.buffers import empty
 from kvjax.cache.paged.storage import Paged
 from kvjax.evaluation.grid import describe
 from kvjax.inference.extend import prefill
@@ -73,8 +73,8 @@ class Report:
             length, prefix = tokens.shape[1], self.runs.prefix
             state, _ = prefill(self.runs.model, policy, tokens[:, :prefix], max_new_tokens=length - prefix)
             assert isinstance(state.storage, Paged)
-            chosen = np.stack([np.asarray(layer.plan.choice) for layer in state.storage.states()])
-            limits = np.stack([np.asarray(limit) for limit in state.storage.limits()])
+            chosen = np.stack([np.asarray(heads.state.plan.choice) for heads in state.storage.layers])
+            limits = np.stack([np.asarray(heads.limit) for heads in state.storage.layers])
             held = np.stack([(positions >= 0).sum(-1) for positions in state.storage.positions()])
 
             def of_choice(counts: np.ndarray) -> list[float | None]:
@@ -109,7 +109,8 @@ class Report:
 def profile_of(model: Model, policy: Policy, prompts: Int[np.ndarray, "b n"]) -> dict[str, Any]:
     """Return FastGen's choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts."""
     state, _ = prefill(model, policy, prompts, max_new_tokens=1)
-    found = jax.device_get([(layer.plan.choice, layer.plan.recovered) for layer in state.storage.states()])
+    plans = [heads.state.plan for heads in state.storage.layers]
+    found = jax.device_get([(plan.choice, plan.recovered) for plan in plans])
     return {
         "choice": [choice.tolist() for choice, _ in found],
         "recovered": [np.round(shares.astype(float), 5).tolist() for _, shares in found],

@@ -15,8 +15,7 @@ from experiments import lowrank_oracle
 from experiments.fastgen.measurements import profile_of
 from experiments.less.checkpoints import Kernels
 from kvjax import methods
-from kvjax.cache.empty import empty
-from kvjax.cache.memory import allocated_bytes
+from kvjax.cache.buffers import allocated_bytes, empty
 from kvjax.methods.fastgen import Profiled
 from kvjax.model import Model
 from kvjax.models.config import ModelConfig

@@ -12,20 +12,16 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
 from kvjax.cache.stats import answer, answered, drawn, normalised, over_heads, seen_slots, summed, tempered, weighed
 from kvjax.policies.codec import Operands
-from kvjax.policies.selection import Selection
+from kvjax.policies.residual import Selection
 from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Sums, questions
-from kvjax.types import SLOTS, New, PyTree, Spread, View, wide
+from kvjax.types import SLOTS, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, power_below, query_block, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
 from pallas_kernels.noise import layer_seed
 from pallas_kernels.prefill_scores import Own, prefill_scores
 
-
-class Question(NamedTuple):
-    """Softmax whose weighted sums one kernel pass computes, for any number of rows of weights."""
-
-    tau: Any
-    noise: Noise | None
+Question = tuple[Any, Noise | None]
+"""Temperature and noise of a softmax whose weighted sums one kernel pass computes, for any number of weights."""
 
 
 def attend_token(
@@ -38,12 +34,8 @@ def attend_token(
 ) -> tuple[Partial, PyTree]:
     """Attend from one token per row to its slots, and compute the requested statistics.
 
-    Statistics are those of the softmax over the slots: neither evicted pairs nor a learned sink are in it.
-
-    Args:
-        view: the slots, one of which holds the new token.
-        remembered: attention over evicted tokens, of which kernels take one of low rank.
-        selection: chooses the tokens that the query attends to; None for all.
+    Statistics are those of the softmax over the slots: neither evicted pairs nor a learned sink are in it. Kernels take
+    `remembered` attention over evicted tokens if it is of low rank.
     """
     alone = selection is None and new.spread.slots == 1
     scores, summed = kernel_scores(asks, new) if alone else ("each" if selection or questions(asks)[0] else None, False)
@@ -62,13 +54,13 @@ def attend_token(
     )
     if new.spread.slots > 1:
         return _shared(found, given, view.position, new, asks, remembered, selection)
-    if selection is None:
-        partial = found.partial if low_rank is not None else with_evicted(found.partial, remembered)
-        return partial, requested_stats(asks, found, given, view.position, new, summed=summed)
-    assert found.scores is not None
-    probs = found.scores[:, :, :, None]
-    partial = with_evicted(narrowed(selection, probs, given.v, view.position, new, found.lse[..., None]), remembered)
-    return partial, answered(asks, probs, given.v, view.position, new)
+    partial = found.partial
+    if selection is not None:
+        assert found.scores is not None
+        partial = narrowed(selection, found.scores[:, :, :, None], given.v, view.position, new, found.lse[..., None])
+    if low_rank is None:
+        partial = with_evicted(partial, remembered)
+    return partial, requested_stats(asks, found, given, view.position, new, summed=summed)
 
 
 def kernel_scores(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
@@ -80,7 +72,7 @@ def kernel_scores(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None:
         return ("each" if leaves else None), False
-    return ("sum" if kind == Question(1.0, None) else _gumbel(leaves[0], new)), True
+    return ("sum" if kind == (1.0, None) else _gumbel(leaves[0], new)), True
 
 
 def requested_stats(
@@ -90,11 +82,10 @@ def requested_stats(
     leaves, tree = questions(asks)
     if not leaves:
         return asks
-    scores = found.scores
-    assert scores is not None
+    assert found.scores is not None
     if summed:
-        return tree.unflatten(over_heads(ask, weighed(ask, scores), new) for ask in leaves)
-    return answered(asks, scores[:, :, :, None], given.v, position, new)
+        return tree.unflatten(over_heads(ask, weighed(ask, found.scores), new) for ask in leaves)
+    return answered(asks, found.scores[:, :, :, None], given.v, position, new)
 
 
 def _shared(
@@ -177,9 +168,6 @@ class Share(NamedTuple):
     """Indices of these queries in the block, where the last one replaces those beyond the block; None for all."""
     size: int
     """Queries in a run."""
-    spread: Spread
-    tokens: int
-    """Tokens of the block."""
 
     @classmethod
     def of(cls, given: Operands, new: New) -> Share:
@@ -189,17 +177,12 @@ class Share(NamedTuple):
         size = min(query_block(tokens, new.q.shape[0]), power_below(max(1, tokens // (4 * new.spread.queries))))
         number = new.spread.own_queries(tokens, size)
         if number is None:
-            return cls(given, new, None, size, new.spread, tokens)
+            return cls(given, new, None, size)
         token = jnp.minimum(number, tokens - 1)
         position = jnp.where(number < tokens, new.position[:, token], -1)
         places = None if given.places is None else (given.places[0][:, :, token], given.places[1])
         share = given._replace(q=given.q[:, :, :, token], places=places)
-        return cls(share, new.replace(q=share.q, position=position), token, size, new.spread, tokens)
-
-    @property
-    def own(self) -> Own | None:
-        """Tokens of these queries, in the form of the kernel's argument; None for all of them."""
-        return None if self.token is None else Own(self.token, self.tokens)
+        return cls(share, new.replace(q=share.q, position=position), token, size)
 
     def weighed(self, ask: Ask) -> Ask:
         """Restrict a request about a whole block to these queries."""
@@ -213,7 +196,7 @@ class Share(NamedTuple):
 
     def whole(self, own: Array, axis: int) -> Array:
         """Gather an array over all queries from the devices' arrays, along an axis."""
-        return self.spread.all_queries(own, self.tokens, self.size, axis)
+        return self.new.spread.all_queries(own, self.new.k.shape[2], self.size, axis)
 
 
 def attend_block(
@@ -231,7 +214,7 @@ def attend_block(
     together = [i for i, kind in enumerate(kinds) if kind is not None and kind == fused]
     share = Share.of(given, new)
     rows, weights = _stacked([share.weighed(leaves[i]) for i in together], share.new) if together else ([], None)
-    zeta = None if fused is None or fused.noise is None else drawn(fused.noise, view.position, new, wide(new.q.dtype))
+    tau, noise = fused or (1.0, None)
     found = prefill_scores(
         share.given.q,
         given.k,
@@ -242,9 +225,9 @@ def attend_block(
         places=share.given.places,
         scores=fused is not None,
         weights=weights,
-        noise=zeta,
-        tau=1.0 if fused is None else fused.tau,
-        own=share.own,
+        noise=None if noise is None else drawn(noise, view.position, new, wide(new.q.dtype)),
+        tau=tau,
+        own=None if share.token is None else Own(share.token, new.k.shape[2]),
         **new.kernels._asdict(),
     )
     partial = Partial(found.out, found.lse)
@@ -264,7 +247,7 @@ def attend_block(
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:
                 raise ValueError("Near statistics need a prompt that is read as a whole, not a part of it.")
-            answers[i] = near_sums(new, lse, ask.width, ask.most)
+            answers[i] = near_sums(new, lse, ask)
         elif isinstance(ask, Probs):
             answers[i] = newest_attention(given, view, new, ask, lse)
     if selection is not None:
@@ -280,7 +263,7 @@ def _question(ask: Ask, prompt: bool) -> Question | None:
         return None
     if prompt and not isinstance(ask.tau, float):
         return None
-    return Question(ask.tau if isinstance(ask.tau, float) else id(ask), ask.noise)
+    return ask.tau if isinstance(ask.tau, float) else id(ask), ask.noise
 
 
 def _gumbel(ask: Ask, new: New) -> Gumbel:

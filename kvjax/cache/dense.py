@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import attention, slots
+from kvjax.cache.buffers import replace_rows, select_rows
 from kvjax.cache.evict import (
     evicted_pairs,
     foreseen,
@@ -23,11 +24,10 @@ from kvjax.cache.evict import (
     victims_of,
 )
 from kvjax.cache.recompute import with_again, without_again
-from kvjax.cache.rows import replace_rows, select_rows
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
-from kvjax.policies.selection import Selection
-from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
+from kvjax.policies.score import AccumulatedScore
+from kvjax.types import KV, Evicted, LayerConfig, New, PyTree, View
 from kvjax.utils.processes import on_host
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.decode_attention import Sinks
@@ -43,10 +43,6 @@ class Dense(struct.PyTreeNode):
     layers: tuple[View, ...]
     victims: tuple[slots.Victim, ...] | None = None
     """Victims of each layer during a step, if devices share slots and victims are known before layers run."""
-
-    def heads(self, layer: int) -> Heads:
-        """Return the limits and states of a layer's heads."""
-        return self.layers[layer]
 
     def put_state(self, layer: int, **state: PyTree) -> Dense:
         """Replace states of some parts for a layer, given by the parts' names."""
@@ -77,8 +73,7 @@ class Dense(struct.PyTreeNode):
         """
         if policy.may_shrink:
             self = self._shrunk(policy, layer, new)
-        view = self.layers[layer]
-        view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
+        view = policy.codec.begin(self.layers[layer], new)
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(policy, view, new))
         held = (view.position, new.position[:, 0], {"kv": view.kv, "slots": view.slots}, added)
         if new.spread.slots > 1:
@@ -94,12 +89,11 @@ class Dense(struct.PyTreeNode):
         return self.replace_layer(layer, written), evicted_pairs(view.state, new, kv, left)
 
     def exchange_and_attend(
-        self, policy: Policy, layer: int, new: New, asks: Callable[[Heads], PyTree]
-    ) -> tuple[Dense, PyTree, Attended, Evicted | None] | None:
+        self, policy: Policy, layer: int, new: New, asks: PyTree
+    ) -> tuple[Dense, Attended, Evicted | None] | None:
         """Run `exchange` and `attend` in one kernel that reads keys and values once; return None if impossible.
 
-        `asks` gives the requested attention statistics, which are returned, too, as are evicted pairs for a residual.
-        The statistics are None if scores include them already.
+        Evicted pairs are returned for a residual. Statistics are None if scores include them already.
         """
         # If the codec tracks the order of slots, the positions of keys are known only after the eviction.
         view, spec, codec = self.layers[layer], new.config.spec, policy.codec
@@ -121,20 +115,19 @@ class Dense(struct.PyTreeNode):
 
         if not one_pass(None):
             return None
-        wanted = asks(view)
-        own = without_again(wanted)
+        own = without_again(asks)
         scores, summed = attention.kernel_scores(own, new)
         if not one_pass(scores):
             return None
         if policy.may_shrink:
             self = self._shrunk(policy, layer, new)
-        view = self.layers[layer]
-        view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
+        view = policy.codec.begin(self.layers[layer], new)
         added = {"kv": policy.codec.numbers(new, view.state.codec), "slots": policy.slots(new, view.state)}
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], added)
         standing, bounds, keep, hashed = ranked(policy, view, new)
         before = view.slots.score
-        adds = policy.only_adds(wanted, new) and summed and standing is before and before.dtype == jnp.float32
+        adds = isinstance(policy.score, AccumulatedScore) and policy.score.only_adds(asks, new)
+        adds &= summed and standing is before and before.dtype == jnp.float32
         held = view.slots, entry["slots"]
         apart = adds or hashed is not None
         remembered, begun = (each.replace(score=None) for each in held) if apart else held
@@ -158,17 +151,15 @@ class Dense(struct.PyTreeNode):
         else:
             given = given._replace(k=k, v=v)
             answers = attention.requested_stats(own, done.attended, given, written.position, new, summed=summed)
-            earlier = functools.partial(policy.codec.earlier, written, given, new)
-            answers = with_again(wanted, answers, given, written, new, earlier)
+            answers = with_again(asks, answers, policy.codec, given, written, new)
         evicted = None
         if done.pair is not None:
             evicted = evicted_pairs(view.state, new, KV(*done.pair), done.left)
-        return self.replace_layer(layer, written), wanted, Attended(done.attended.partial, answers), evicted
+        return self.replace_layer(layer, written), Attended(done.attended.partial, answers), evicted
 
     def append(self, policy: Policy, layer: int, new: New) -> Dense:
         """Append slots for a block of text; no token is evicted."""
-        view = self.layers[layer]
-        view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
+        view = policy.codec.begin(self.layers[layer], new)
         position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
         added = _entries(policy, view, new) | {"position": position}
         held = {"kv": view.kv, "slots": view.slots, "position": view.position}
@@ -182,7 +173,6 @@ class Dense(struct.PyTreeNode):
         new: New,
         asks: PyTree,
         remembered: LowRank | Partial | None,
-        selection: Selection | None,
         *,
         block: bool = False,
     ) -> tuple[Dense, Attended]:
@@ -193,9 +183,8 @@ class Dense(struct.PyTreeNode):
             new, given = given.with_bias(new, policy.slot_bias(view))
         attend = attention.attend_block if block else attention.attend_token
         own = without_again(asks)
-        partial, answers = attend(given, view, new, own, remembered, selection)
-        earlier = functools.partial(policy.codec.earlier, view, given, new)
-        return self, Attended(partial, with_again(asks, answers, given, view, new, earlier))
+        partial, answers = attend(given, view, new, own, remembered, policy.selection)
+        return self, Attended(partial, with_again(asks, answers, policy.codec, given, view, new))
 
     def fold(self, policy: Policy, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
         """Update scores with the requested statistics. If there are none, the kernel has already added them."""
@@ -221,11 +210,8 @@ class Dense(struct.PyTreeNode):
         """
         view = self.layers[layer]
         best, kept, leaving = slots.best_slots(policy, view, new, capacity)
-        smaller = view.replace(
-            kv=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.kv),
-            slots=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.slots),
-            position=jnp.where(kept, slots.gather(view.position, best), -1),
-        )
+        kv, position, states = jax.tree.map(lambda leaf: slots.gather(leaf, best), (view.kv, view.position, view.slots))
+        smaller = view.replace(kv=kv, position=jnp.where(kept, position, -1), slots=states)
         return self.replace_layer(layer, policy.codec.settle(smaller, new)), leaving
 
     def _shrunk(self, policy: Policy, layer: int, new: New) -> Dense:
@@ -305,14 +291,6 @@ class Dense(struct.PyTreeNode):
     def positions(self, stored: Any = None) -> list[np.ndarray]:
         """Return positions [b h c] by layer on the host, -1 in empty slots; `stored` are those of an earlier step."""
         return [on_host(layer) for layer in (self.stored_positions() if stored is None else stored)]
-
-    def limits(self) -> tuple[Int[Array, "b h"], ...]:
-        """Return the slots that each head may use, for each layer."""
-        return tuple(view.limit for view in self.layers)
-
-    def states(self) -> tuple[Parts, ...]:
-        """Return the states of the policy's parts for each layer's heads."""
-        return tuple(view.state for view in self.layers)
 
 
 def _entries(policy: Policy, view: View, new: New) -> dict[str, PyTree]:

@@ -61,11 +61,9 @@ def hashed_codes(ranking: Ranking, view: View) -> Hashed | None:
 
 
 def replace_slot(policy: Policy, view: View, new: New, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
-    """Write one token per row into the lowest-ranked slot of each head.
+    """Write one token per row into the lowest-ranked slot of each head; with `pairs`, return its former content.
 
-    Args:
-        held: positions of the slots, position of the token [b], buffers, and the token's entries in them.
-        pairs: whether to return the former content of the slot.
+    `held` are the positions of the slots, the position of the token [b], buffers, and the token's entries in them.
     """
     scores, bounds, keep, hashed = ranked(policy, view, new)
     asked: dict[str, Any] = dict(protection=bounds, keep=keep, **new.kernels._asdict())
@@ -121,9 +119,7 @@ def replace_slot_sharded(
 def evicted_pairs(state: Parts, new: New, kv: KV | None, left: Int[Array, "b h"]) -> Evicted:
     """Return the pairs that one token per row evicts, in at least 32 bits, for a residual.
 
-    Args:
-        kv: former content of the token's slot, leaves [b h ...]; None if not requested, then no pairs are returned.
-        left: position of the evicted token, -1 if the slot was empty.
+    `kv` is the former content of the slots, None for no pairs, and `left` the position, -1 if the slot was empty.
     """
     if kv is None:
         nowhere = jnp.full(new.k.shape[:3], -1, jnp.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.stats import normalised, reduced, seen_slots
-from kvjax.policies.codec import Operands
-from kvjax.policies.selection import Selection
-from kvjax.policies.stats import Again, Ask, Peak, Probs, Seen, Sums, is_ask
+from kvjax.policies.codec import Codec, Operands
+from kvjax.policies.residual import Selection
+from kvjax.policies.stats import Again, Ask, Near, Peak, Probs, Seen, is_ask
 from kvjax.types import New, PyTree, View, wide
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
 from pallas_kernels.operands import Joined, Operand, values
@@ -50,42 +50,34 @@ def by_blocks(
     given: Operands, view: View, new: New, asks: Sequence[Any], lse: Float[Array, "b h g t"]
 ) -> list[Float[Array, "b h *g c"]]:
     """Compute statistics that kernels do not, by recomputing logits one block of queries at a time."""
-    tokens = new.position.shape[1]
     size, blocks = _blocks(given, new, lse)
-    every = jnp.ones((new.q.shape[0], 1, tokens), lse.dtype)
-    weights = [every if ask.weights is None else ask.weights for ask in asks]
-    taus = [jnp.broadcast_to(jnp.asarray(getattr(ask, "tau", 1.0), lse.dtype), new.position.shape) for ask in asks]
-
-    def found(ask: Any, probs: Array, w: Array, tau: Array, part: New) -> Array:
-        weighed = ask.replace(weights=w)
-        if isinstance(ask, Sums) and not ask.plain:
-            weighed = weighed.replace(tau=tau)
-        return reduced(weighed, probs, given.v, view.position, part)
+    every = jnp.ones((new.q.shape[0], 1, new.position.shape[1]), lse.dtype)
+    leaves, tree = jax.tree.flatten([ask.replace(weights=every) if ask.weights is None else ask for ask in asks])
+    # Arrays have an entry for each query in their last axis; the others are numbers.
+    of_queries = [split_queries(leaf, -1, size) if jnp.ndim(leaf) else None for leaf in leaves]
 
     def add(sums: list[Array], block: Any) -> tuple[list[Array], None]:
-        (q, lse, position, place), weights, taus = block
+        (q, lse, position, place), of_queries = block
+        some = tree.unflatten(leaf if own is None else own for leaf, own in zip(leaves, of_queries, strict=True))
         part = new.replace(position=position)
 
         def look() -> list[Array]:
             probs = _probabilities(given, view, new, q, lse, position, place)
             return [
-                (jnp.maximum if isinstance(ask, Peak) else jnp.add)(total, found(ask, probs, w, tau, part))
-                for total, ask, w, tau in zip(sums, asks, weights, taus, strict=True)
+                (jnp.maximum if isinstance(ask, Peak) else jnp.add)(
+                    total, reduced(ask, probs, given.v, view.position, part)
+                )
+                for total, ask in zip(sums, some, strict=True)
             ]
 
         # Most queries of a prompt may have weight 0: skip blocks of such queries.
-        counts = jnp.stack([(jnp.abs(w) > 0).any() for w in weights]).any()
+        counts = jnp.stack([(jnp.abs(ask.weights) > 0).any() for ask in some]).any()
         return jax.lax.cond(counts, look, lambda: sums), None
 
     none = jnp.zeros(view.position.shape, lse.dtype)
-    of_queries = jnp.zeros((*lse.shape[:3], view.capacity), lse.dtype)
-    begun = [of_queries if isinstance(ask, Peak) else none for ask in asks]
-    split = [split_queries(w, -1, size) for w in weights], [split_queries(tau, -1, size) for tau in taus]
-    return jax.lax.scan(add, begun, (blocks, *split))[0]
-
-
-Earlier = Callable[[Float[Array, "b h g a d"], Int[Array, "b a"]], tuple[Array, Int[Array, "b h a"]]]
-"""Function from unrotated queries and their positions to queries for attention, and the positions the model sees."""
+    of_heads = jnp.zeros((*lse.shape[:3], view.capacity), lse.dtype)
+    begun = [of_heads if isinstance(ask, Peak) else none for ask in asks]
+    return jax.lax.scan(add, begun, (blocks, of_queries))[0]
 
 
 def without_again(asks: PyTree) -> PyTree:
@@ -93,16 +85,16 @@ def without_again(asks: PyTree) -> PyTree:
     return jax.tree.map(lambda ask: () if isinstance(ask, Again) else ask, asks, is_leaf=is_ask)
 
 
-def with_again(asks: PyTree, answers: PyTree, given: Operands, view: View, new: New, earlier: Earlier) -> PyTree:
+def with_again(asks: PyTree, answers: PyTree, codec: Codec, given: Operands, view: View, new: New) -> PyTree:
     """Add the statistics of replayed queries to those of the requests from `without_again`."""
 
     def answer(ask: Ask, found: PyTree) -> PyTree:
-        return asked_again(given, view, new, ask, earlier) if isinstance(ask, Again) else found
+        return asked_again(codec, given, view, new, ask) if isinstance(ask, Again) else found
 
     return jax.tree.map(answer, asks, answers, is_leaf=is_ask)
 
 
-def asked_again(given: Operands, view: View, new: New, ask: Again, earlier: Earlier) -> Float[Array, "b h c"]:
+def asked_again(codec: Codec, given: Operands, view: View, new: New, ask: Again) -> Float[Array, "b h c"]:
     """Sum the attention that replayed queries give to each slot, a few queries at a time."""
     spec, kind = new.config.spec, wide(ask.raw_q.dtype)
     _, _, count, groups, width = ask.raw_q.shape
@@ -115,7 +107,7 @@ def asked_again(given: Operands, view: View, new: New, ask: Again, earlier: Earl
             return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, axis)
 
         position, weights = cut(ask.position, 1), cut(ask.weights, 2)
-        q, place = earlier(jnp.moveaxis(cut(ask.raw_q, 2), 3, 2), position)
+        q, place = codec.earlier(view, given, new, jnp.moveaxis(cut(ask.raw_q, 2), 3, 2), position)
         # Keys come first: otherwise XLA transposes and copies them in each iteration.
         x = jnp.einsum("bhcd,bhgad->bhcga", keys, q, preferred_element_type=kind)
         x = spec.capped(jnp.moveaxis(x, 2, 4))
@@ -180,23 +172,14 @@ def narrowed(
     return Partial(out, lse + jnp.log(safe)[..., 0])
 
 
-def near_sums(
-    new: New, lse: Float[Array, "b h g t"], width: Int[Array, "b t"] | None = None, most: int = 1
-) -> Float[Array, "b h t"]:
-    """Sum the attention that each token of a whole prompt gets from queries soon after it.
-
-    The sums are computed in blocks along the diagonal.
-
-    Args:
-        width: number of newest tokens that count for each query, itself included; None for itself alone.
-        most: upper bound on `width`.
-    """
+def near_sums(new: New, lse: Float[Array, "b h g t"], ask: Near) -> Float[Array, "b h t"]:
+    """Compute a requested `Near` in blocks along the diagonal."""
     (b, h, _, t, _), kind, spec = new.q.shape, lse.dtype, new.config.spec
-    if width is None:
+    if ask.width is None:
         x = spec.capped(jnp.einsum("bhgtd,bhtd->bhgt", new.q, new.k, preferred_element_type=kind))
         return jnp.where(new.position[:, None, None] >= 0, jnp.exp(x - lse), 0.0).sum(2)
     size = query_block(t, b)
-    span = min(t, -(-most // size) * size + size)
+    span = min(t, -(-ask.most // size) * size + size)
 
     def add(sums: Array, queries: Any) -> tuple[Array, None]:
         q, lse, at, width, first = queries
@@ -212,6 +195,6 @@ def near_sums(
         added += jax.lax.dynamic_slice_in_dim(sums, start, span, axis=2)
         return jax.lax.dynamic_update_slice_in_dim(sums, added, start, axis=2), None
 
-    parts = ((new.q, -2), (lse, -1), (new.position, -1), (width, -1))
+    parts = ((new.q, -2), (lse, -1), (new.position, -1), (ask.width, -1))
     blocks = [split_queries(x, axis, size) for x, axis in parts]
     return jax.lax.scan(add, jnp.zeros((b, h, t), kind), (*blocks, jnp.arange(0, t, size)))[0]

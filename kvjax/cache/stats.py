@@ -90,7 +90,8 @@ def reduced(
 ) -> Float[Array, "b h *g c"]:
     """Compute a requested statistic of some queries from their probabilities, before it is reduced over heads."""
     if isinstance(ask, Damage):
-        return damage(ask, probs, numbers(v, probs.dtype), new)
+        values = numbers(v, probs.dtype).astype(probs.dtype)
+        return damage(ask, probs, values, jax.tree.map(new.spread.over_slots, outputs(probs, values)))
     if isinstance(ask, Peak):
         return highest(ask, probs)
     assert isinstance(ask, Sums)
@@ -125,17 +126,9 @@ def outputs(probs: Float[Array, "b h g t c"], values: Float[Array, "b h c e"]) -
 
 
 def damage(
-    ask: Damage, probs: Float[Array, "b h g t c"], values: Float[Array, "b h c e"], new: New
-) -> Float[Array, "b h c"]:
-    """Compute a requested `Damage` of some queries from their attention and the values of the slots."""
-    values = values.astype(probs.dtype)
-    return damage_to(ask, probs, values, jax.tree.map(new.spread.over_slots, outputs(probs, values)))
-
-
-def damage_to(
     ask: Damage, probs: Float[Array, "b h g t c"], values: Float[Array, "b h c e"], of: Outputs
 ) -> Float[Array, "b h c"]:
-    """Compute a requested `Damage` to known outputs."""
+    """Compute a requested `Damage` to the outputs of some queries."""
     out = of.light + of.share[..., None] * of.heavy
     norms = jnp.einsum("bhce,bhce->bhc", values, values)[:, :, None, None]
     apart = norms - 2 * jnp.einsum("bhgte,bhce->bhgtc", out, values) + (out**2).sum(-1, keepdims=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +13,9 @@ from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.storage import Paged
 from kvjax.policies.policy import Policy
+from kvjax.policies.score import takes_attention
 from kvjax.policies.stats import is_ask, of_own_heads, questions, sums_over
-from kvjax.types import Evicted, Heads, New, PyTree
+from kvjax.types import Evicted, New, PyTree
 from pallas_kernels.attention import LowRank, Partial, with_sink
 
 Storage = Dense | Paged
@@ -28,8 +29,8 @@ class Pending(NamedTuple):
     new: New
 
 
-_Attended = tuple[Storage, PyTree, Float[Array, "b h g 1 e"], Any]
-"""The cache, requests of attention statistics, attention, and the statistics."""
+_Attended = tuple[Storage, Float[Array, "b h g 1 e"], Any]
+"""The cache, attention, and the statistics."""
 
 
 def step(
@@ -37,25 +38,19 @@ def step(
 ) -> tuple[Storage, Float[Array, "b h g 1 e"], list[Pending]]:
     """Give the new tokens slots, attend from them, and update the score: a decode step in the cache of one layer.
 
-    Args:
-        policy: as the layer uses it.
-        new: one token per row; a row of padding changes nothing.
-        alone: True if the caller combines no statistics of devices, so that they need a collective of their own.
-
-    Returns:
-        The cache, attention over slots, evicted pairs and the sink, and statistics that have to be summed over devices
-        or layers before they update the score.
+    A row of padding changes nothing. `alone` is True if the caller combines no statistics of devices, so that they need
+    a collective of their own. Also return attention over slots, evicted pairs and the sink, and the statistics that
+    have to be summed over devices or layers before they update the score.
     """
     if policy.score.requires.host_memory:
         storage = storage.moved(layer, jax.memory.Space.Device)
 
-    def asked(heads: Heads) -> PyTree:
-        asks = policy.score.asks(heads, new)
-        # If output weights also sum over slots, statistics of heads need a collective of their own.
-        return of_own_heads(asks) if not alone and new.spread.heads > 1 and new.spread.outputs == 1 else asks
-
-    done = _in_one_pass(policy, storage, layer, new, asked)
-    storage, asks, out, answers = done or _in_two_passes(policy, storage, layer, new, asked)
+    asks = policy.score.asks(storage.layers[layer], new)
+    # If output weights also sum over slots, statistics of heads need a collective of their own.
+    if not alone and new.spread.heads > 1 and new.spread.outputs == 1:
+        asks = of_own_heads(asks)
+    done = _in_one_pass(policy, storage, layer, new, asks)
+    storage, out, answers = done or _in_two_passes(policy, storage, layer, new, asks)
     if sums_over(asks, "model") or sums_over(asks, "device"):
         return storage, out, [Pending(asks, answers, new)]
     storage = update_score(policy, storage, layer, asks, answers, new)
@@ -66,34 +61,32 @@ def step(
     return storage, out, []
 
 
-def _in_one_pass(
-    policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]
-) -> _Attended | None:
+def _in_one_pass(policy: Policy, storage: Any, layer: int, new: New, asks: PyTree) -> _Attended | None:
     # A kernel that reads keys and values once for both; None if there is none for this storage, policy or platform.
     if policy.selection is not None or not isinstance(storage, Dense):
         return None
     with jax.named_scope("attention"):
-        done = storage.exchange_and_attend(policy, layer, new, asked)
+        done = storage.exchange_and_attend(policy, layer, new, asks)
     if done is None:
         return None
-    storage, asks, found, evicted = done
+    storage, found, evicted = done
     partial = with_sink(found.partial, new.sink_logits)
     if evicted is None:
-        return storage, asks, partial.out, found.answers
+        return storage, partial.out, found.answers
     assert policy.residual is not None  # only a residual requests the evicted pair
     with jax.named_scope("residual"):
         # Absorbed late, to the same effect: the residual has its own state.
-        state, out = policy.residual.step(storage.heads(layer).state.residual, evicted, new, partial)
-        return storage.put_state(layer, residual=state), asks, out, found.answers
+        state, out = policy.residual.step(storage.layers[layer].state.residual, evicted, new, partial)
+        return storage.put_state(layer, residual=state), out, found.answers
 
 
-def _in_two_passes(policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]) -> _Attended:
+def _in_two_passes(policy: Policy, storage: Any, layer: int, new: New, asks: PyTree) -> _Attended:
     storage, _ = exchange(policy, storage, layer, new)
-    asks, remembered = asked(storage.heads(layer)), share_of_residual(policy, storage, layer, new)
+    remembered = share_of_residual(policy, storage, layer, new)
     with jax.named_scope("attention"):
-        storage, found = storage.attend(policy, layer, new, asks, remembered, policy.selection)
+        storage, found = storage.attend(policy, layer, new, asks, remembered)
         out = with_sink(found.partial, new.sink_logits).out
-    return storage, asks, out, found.answers
+    return storage, out, found.answers
 
 
 def steps(policy: Policy, storage: Any, layer: int, new: New) -> tuple[Storage, Float[Array, "b h g t e"]]:
@@ -121,15 +114,15 @@ def exchange(policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool 
     if policy.residual is None:
         return storage, evicted
     with jax.named_scope("residual"):
-        remembered = policy.residual.absorb(storage.heads(layer).state.residual, evicted)
+        remembered = policy.residual.absorb(storage.layers[layer].state.residual, evicted)
         return storage.put_state(layer, residual=remembered), evicted
 
 
 def update_score(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
     """Update a layer's score after attention, with the requested statistics."""
-    if not policy.updates(asks):
+    if asks is None or not (questions(asks)[0] or takes_attention(type(policy.score))):
         return storage
-    heads = storage.heads(layer)
+    heads = storage.layers[layer]
     with jax.named_scope("scores"):
         advanced = policy.score.advance(heads, new)
         if not policy.score.requires.keeps_idle_rows:
@@ -141,7 +134,7 @@ def update_score(policy: Policy, storage: Any, layer: int, asks: PyTree, answers
 def share_of_residual(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | Partial | None:
     """Return the attention of the new queries to evicted pairs, as the residual has it; None without a residual."""
     with jax.named_scope("residual"):
-        return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
+        return None if policy.residual is None else policy.residual.share(storage.layers[layer].state.residual, new)
 
 
 def sum_over_layers(pending: Sequence[Pending]) -> list[Pending]:

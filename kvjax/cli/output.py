@@ -76,8 +76,8 @@ def _choices(made: Generation) -> dict[str, Any]:
         return {}
     maps: dict[str, Any] = {}
     if made.beams == 1:  # a beam search leaves paged storage
-        layers = made.state.storage.states()
-        maps["policy_map"] = [np.asarray(layer.plan.choice)[0].tolist() for layer in layers]
+        layers = made.state.storage.layers
+        maps["policy_map"] = [np.asarray(layer.state.plan.choice)[0].tolist() for layer in layers]
     return {
         "choices": ["+".join(parts) or "full" for parts in plan.choices],
         **maps,

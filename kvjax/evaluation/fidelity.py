@@ -111,7 +111,7 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
     def features(state: State) -> Features:
         if state.policy.residual is None:
             return [None] * config.layers
-        remembered = (state.storage.heads(layer).state.residual.z for layer in range(config.layers))
+        remembered = (state.storage.layers[layer].state.residual.z for layer in range(config.layers))
         return [jnp.zeros((*z.shape[:2], length, z.shape[-1]), z.dtype) for z in remembered]
 
     def one(carry: Carry, token: Int[Array, " b"]) -> tuple[Carry, tuple[Array, Array, Array, Array]]:

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
-from kvjax.inference.empty import empty_state
 from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.prepare import check_prompt, ready
+from kvjax.inference.shapes import empty_state
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model

@@ -16,6 +16,7 @@ from kvjax.generation.loop import STEPS_PER_DISPATCH
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder, settle_step
 from kvjax.inference.padding import bucket
+from kvjax.inference.sharding import unpacked
 from kvjax.inference.state import State, take_rows
 from kvjax.utils.processes import on_host
 
@@ -74,7 +75,7 @@ def beam_search(
         length_penalty: exponent of the length that divides each score; values above 0 favor long texts.
     """
     if isinstance(state.storage, Paged):  # its pages are counted on the host
-        state = State(state.decoder, state.cache.unpacked(state.mesh))
+        state = State(state.decoder, unpacked(state.cache, state.mesh))
     rows, vocabulary = logits.shape
     state = take_rows(state, np.repeat(np.arange(rows), beams))
     shape, wide = (rows, beams), jnp.promote_types(logits.dtype, jnp.float32)

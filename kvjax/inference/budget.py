@@ -48,12 +48,10 @@ def plan_slots(
     """Plan the slots that each row and head may use, and those of the buffers, by layer.
 
     Args:
-        policy: its plan distributes the budget.
         budget: slots per head, a fraction, or slots for each layer. Layers that are bounded by their own window get
             as many slots as the window is wide; the budget is distributed over the other layers.
         lengths: tokens of each prompt.
         max_new_tokens: planned number of later tokens, of all rows or of each.
-        config: configuration of the model.
         width: tokens of the longest prompt.
         budget_of: base of a fraction, one of `WHOLES`.
 

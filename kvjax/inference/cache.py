@@ -1,8 +1,8 @@
-"""Caches of a batch of texts: the slots of all layers, and the position of each row."""
+"""Arguments of programs: caches of a batch of texts, and a model with a policy bound to it, whole or by layers."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,12 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
-from kvjax.cache.dense import Dense
 from kvjax.cache.step import Storage
-from kvjax.inference.sharding import OF_ROWS, OF_VIEW, on_mesh, placed_by_program, shared, storage_specs
-from kvjax.types import Reading
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import LayerWeights, Weights
+from kvjax.models.sharding import on_device
+from kvjax.policies.policy import Policy
+from kvjax.types import Kernels, LayerConfig, Reading, setting
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
 """Fields of a cache that have one entry for each row."""
@@ -84,15 +86,6 @@ class Cache(struct.PyTreeNode):
         fields = {name: getattr(self, name).at[where].set(getattr(rows, name)) for name in ROWS}
         return Cache(storage.put(where, rows.storage), **fields)
 
-    def unpacked(self, mesh: Mesh | None) -> Cache:
-        """Return a cache whose pages are unpacked into buffers of one size for all heads of a layer."""
-
-        def unpack(storage: Storage) -> Any:
-            return shared(storage.unpack(), mesh)
-
-        made = Dense((OF_VIEW,) * len(self.storage.limits()))
-        return self.replace(storage=on_mesh(unpack, mesh, (storage_specs(self.storage),), made)(self.storage))
-
     def with_own_rows(self) -> Cache:
         """Return a cache with copies of the per-row arrays, which stay valid after a step in place."""
         return self.replace(**{name: jnp.copy(getattr(self, name)) for name in ROWS})
@@ -103,13 +96,42 @@ def policy_seeds(keys: Key[Array, " b"]) -> UInt32[Array, " b"]:
     return jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
 
 
-def cache_specs(cache: Cache) -> Cache:
-    """Return the `PartitionSpec` of each array of a cache on a mesh."""
-    rows = {name: OF_ROWS for name in ROWS if getattr(cache, name) is not None}
-    return cache.replace(storage=storage_specs(cache.storage), **rows)
+class Bound(struct.PyTreeNode):
+    """Weights, a policy bound to them, and static settings; no program changes them."""
+
+    weights: Weights
+    policy: Policy
+    config: ModelConfig = setting(None)
+    kernels: Kernels = setting(Kernels())
+    mesh: Mesh | None = setting(None)
+    """Devices that shard the arrays, from `kvjax.models.sharding.program_mesh`; None for one device."""
+
+    def here(self, *, shares_slots: bool = False) -> Self:
+        """Return the same for the program of one device; see `on_device`."""
+        return self.replace(config=on_device(self.config, self.mesh, shares_slots=shares_slots))
+
+    @property
+    def layers(self) -> list[Layer]:
+        """All layers, each with the policy as it uses it."""
+        like = [self.config.layer_configs.index(shape) for shape in self.config.layer_configs]
+        return [
+            Layer(weights, self.policy.layer(number), number, self.config, like[number])
+            for number, weights in enumerate(self.weights.layers)
+        ]
 
 
-def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:
-    """Move the per-row arrays to the sharding that programs expect, to avoid a transfer at each step."""
-    rows = {name: getattr(cache, name) for name in ROWS}
-    return cache.replace(**placed_by_program(rows, dict.fromkeys(ROWS, OF_ROWS), mesh))
+class Layer(struct.PyTreeNode):
+    """One layer of a model, and the policy as the layer uses it."""
+
+    weights: LayerWeights
+    policy: Policy
+    number: int | Int[Array, ""]
+    """Index in the model; an array in programs that equal layers share."""
+    config: ModelConfig = setting(None)
+    like: int = setting(0)
+    """Index of the first layer of the same shape."""
+
+    @property
+    def shape(self) -> LayerConfig:
+        """Attention of the layer."""
+        return self.config.layer(self.like)

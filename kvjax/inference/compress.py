@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -11,26 +10,26 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
+from kvjax.cache.buffers import empty
 from kvjax.cache.dense import Dense
-from kvjax.cache.empty import empty
 from kvjax.cache.step import update_score
-from kvjax.inference.bound import Layer
 from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
-from kvjax.inference.cache import Cache, cache_specs, placed_rows
+from kvjax.inference.cache import Bound, Cache, Layer
 from kvjax.inference.decoder import Decoder, check_step, settle_step
 from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import Tokens, check_length, check_on_host, check_tokens, ready
-from kvjax.inference.press import (
-    Asking,
-    Pressed,
-    kept_of_all,
-    named,
-    press,
-    pressed_on_mesh,
-    stored,
-)
+from kvjax.inference.press import Asking, Limits, Ranked, held_layers, named, press, stored
 from kvjax.inference.replay import read_again, replayed_queries
-from kvjax.inference.sharding import OF_HEADS, OF_VIEW, bound_specs, joined, on_mesh, placed_policy, shared
+from kvjax.inference.sharding import (
+    OF_HEADS,
+    OF_VIEW,
+    joined,
+    placed_policy,
+    placed_rows,
+    run_on_mesh,
+    shared,
+    unpacked,
+)
 from kvjax.inference.state import State, check_state
 from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order
@@ -126,10 +125,11 @@ def compress(
     cache = placed_rows(state.cache.replace(end=jnp.asarray(end, jnp.int32)), before.mesh)
     held, slots = cache.replace(key=None), tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     if again is not None:
-        dense = _renew_slots(decoder, held, slots) if renewed else held.unpacked(before.mesh).storage
+        dense = _renew_slots(decoder, held, slots) if renewed else unpacked(held, before.mesh).storage
         held = read_again(decoder, held.replace(storage=dense), *again)
-    evict = _renew if renewed and again is None else press
-    cache = cache.replace(storage=stored(evict(decoder, held, slots, capacities, asking), decoder, int(end.max())))
+    layers_of = _renewed_layers if renewed and again is None else held_layers
+    pressed = press(decoder, held, slots, capacities, asking, layers_of)
+    cache = cache.replace(storage=stored(pressed, decoder, int(end.max())))
     check_step(decoder, cache)
     settle_step(decoder, cache)
     return State(decoder, cache)
@@ -168,35 +168,15 @@ def _check_same_tokens(state: State) -> None:
             )
 
 
-@functools.partial(jax.jit, static_argnames="capacities")
-def _renew(
-    decoder: Decoder,
-    cache: Cache,
-    limits: tuple[Int[Array, "b h"], ...],
-    capacities: tuple[int, ...],
-    asking: Asking | None,
-) -> Pressed:
-    def here(decoder: Decoder, cache: Cache, limits: tuple[Array, ...], asking: Asking | None) -> Pressed:
-        policies = [layer.policy for layer in decoder.layers]
-        views, new = _renewed_layers(decoder, cache, limits)
-        return kept_of_all(policies, views, new, capacities, decoder.mesh, asking)
-
-    return pressed_on_mesh(here, decoder, cache, limits, asking)
-
-
 @jax.jit
-def _renew_slots(decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...]) -> Dense:
-    def here(decoder: Decoder, cache: Cache, limits: tuple[Array, ...]) -> Dense:
-        return shared(Dense(_renewed_layers(decoder, cache, limits)[0]), decoder.mesh)
+def _renew_slots(decoder: Bound, cache: Cache, limits: Limits) -> Dense:
+    def here(decoder: Bound, cache: Cache, limits: Limits) -> Dense:
+        return shared(Dense(tuple(_renewed_layers(decoder, cache, limits)[0])), decoder.mesh)
 
-    of_layers = (OF_HEADS,) * len(limits)
-    given = bound_specs(decoder), cache_specs(cache), of_layers
-    return on_mesh(here, decoder.mesh, given, Dense((OF_VIEW,) * len(limits)))(decoder, cache, limits)
+    return run_on_mesh(here, decoder, cache, limits, given=OF_HEADS, made=Dense((OF_VIEW,) * len(limits)))
 
 
-def _renewed_layers(
-    decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...]
-) -> tuple[tuple[View, ...], tuple[New, ...]]:
+def _renewed_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     # The slots as the policy would have them, had it read the tokens that are there as a prompt, and these tokens.
     reading, dense = cache.newest.replace(kernels=decoder.kernels), joined(cache.storage, decoder.mesh).unpack()
     layers = zip(decoder.here().layers, dense.layers, limits, strict=True)
@@ -219,7 +199,7 @@ def _renewed(layer: Layer, reading: Reading, view: View, dtype: DTypeLike) -> tu
         known = tokens.replace(**unknown)
         made = empty(policy, shape, number, limit=view.limit, slots=0, dtype=dtype)
         storage = Dense((made,)).append(policy, 0, known)
-        asks = policy.score.asks(storage.heads(0), known)
+        asks = policy.score.asks(storage.layers[0], known)
         if questions(asks)[0]:
             raise ValueError(
                 f"{named(policy)} ranks by attention of the text, which a cache does not hold; read the text with "

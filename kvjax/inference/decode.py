@@ -70,12 +70,7 @@ def decode_step_in_place(
 
 
 def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, " b"]:
-    """Check one token for each row of a state, and return them as an array.
-
-    Raises:
-        TypeError: if the tokens are not integers.
-        ValueError: if there is not one token for each row, or one given on the host is not in the vocabulary.
-    """
+    """Check one token for each row of a state, with the errors of `decode_step`, and return them as an array."""
     check_state(state)
     if isinstance(token, State):
         raise TypeError("the second argument is a token for each row, not a State; the state comes first.")

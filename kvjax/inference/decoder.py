@@ -11,15 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.stats import check_asks
 from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots
-from kvjax.inference.bound import Bound
 from kvjax.inference.budget import Budget
-from kvjax.inference.cache import Cache, cache_specs, placed_rows
+from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.layers import read_block, read_chunks, read_steps
 from kvjax.inference.padding import bucket
 from kvjax.inference.prefill import bound_prompts, prompt_shapes, read_prompts
@@ -35,7 +34,7 @@ from kvjax.inference.prepare import (
 )
 from kvjax.inference.press import on_pages, press, reads_all_first, stored, unevicted
 from kvjax.inference.replay import read_again
-from kvjax.inference.sharding import OF_ROWS, bound_specs, joined, logits_spec, on_mesh, placed_policy, shared
+from kvjax.inference.sharding import cache_specs, joined, logits_spec, placed_policy, placed_rows, run_on_mesh, shared
 from kvjax.inference.windows import with_windows
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import unembed
@@ -142,10 +141,8 @@ class Decoder(Bound):
             >>> cache.position.tolist(), logits.shape
             ([6], (1, 3, 2048))
         """
-        decoder, of_cache = self.replace(asked=None), cache_specs(cache)
-        given = bound_specs(decoder), of_cache, OF_ROWS
-        made = of_cache, _after_each(logits_spec(self.config, self.mesh))
-        return on_mesh(_steps_on_device, self.mesh, given, made)(decoder, cache, tokens)
+        made = cache_specs(cache), _after_each(logits_spec(self.config, self.mesh))
+        return run_on_mesh(_steps_on_device, self.replace(asked=None), cache, tokens, made=made)
 
     def extend(
         self,
@@ -160,7 +157,14 @@ class Decoder(Bound):
         check_on_host("extend", cache.position, tokens, lengths)
         if logits not in ("last", "all"):
             raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
-        rows, chunk = len(cache.position), self._chunk(prefill_chunk)
+        if prefill_chunk is not None:
+            if self.policy.score.requires.whole_prompt:
+                raise ValueError(
+                    f"prefill_chunk={prefill_chunk} does not go with policy {name_of(self.policy)}, which evicts by "
+                    "the end of a text; leave it out."
+                )
+            prefill_chunk = whole_number("prefill_chunk", prefill_chunk)
+        rows = len(cache.position)
         if isinstance(tokens, (list, tuple)):
             tokens, counted = rows_of(tokens)
             tokens = tokens if tokens.size else np.zeros((len(tokens), 1), np.int64)  # all rows are empty
@@ -186,7 +190,7 @@ class Decoder(Bound):
         size = bucket(ids.shape[1])
         padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
         texts = padded, jnp.asarray(counts, jnp.int32)
-        how: dict[str, Any] = dict(every=logits == "all", chunk=chunk)
+        how: dict[str, Any] = dict(every=logits == "all", chunk=prefill_chunk)
         settle_before(
             lambda survey: read_more.eval_shape(self.replace(kernels=Kernels(survey)), cache, *texts, **how),
             self.kernels.implementation,
@@ -194,16 +198,6 @@ class Decoder(Bound):
         after, found = read_more(self, cache.replace(key=None), *texts, **how)
         after = after.replace(key=cache.key)
         return after, found[:, : ids.shape[1]] if logits == "all" else found
-
-    def _chunk(self, asked: int | None) -> int | None:
-        if asked is None:
-            return None
-        if self.policy.score.requires.whole_prompt:
-            raise ValueError(
-                f"prefill_chunk={asked} does not go with policy {name_of(self.policy)}, which evicts by the end of a "
-                "text; leave it out."
-            )
-        return whole_number("prefill_chunk", asked)
 
 
 def decoder(
@@ -243,9 +237,7 @@ def decoder(
     )
 
 
-@jax.jit
-def _any_nan(logits: Float[Array, "b vocab"]) -> Bool[Array, ""]:
-    return jnp.isnan(logits).any()
+_any_nan = jax.jit(lambda logits: jnp.isnan(logits).any())
 
 
 def _after_each(logits: PartitionSpec) -> PartitionSpec:
@@ -284,7 +276,7 @@ def check_step(decoder: Decoder, cache: Cache) -> None:
     def look(policy: Policy, cache: Cache) -> tuple[()]:
         reading, shape = cache.newest.replace(given=False), decoder.config.layer_configs[0]
         new = reading.ahead(shape, 0, decoder.weights.dtype)
-        check_asks(policy, policy.layer(0).score.asks(cache.storage.heads(0), new))
+        check_asks(policy, policy.layer(0).score.asks(cache.storage.layers[0], new))
         return ()
 
     if isinstance(cache.storage, Paged):
@@ -314,12 +306,10 @@ def read_more(
         every: True for logits after every token, False for those after the last token of each row.
         chunk: number of tokens after each of which the cache is compressed, 1 for decode steps; None for the policy's.
     """
-    decoder, of_cache = decoder.replace(asked=None), cache_specs(cache)
     logits = logits_spec(decoder.config, decoder.mesh)
-    given = bound_specs(decoder), of_cache, OF_ROWS, OF_ROWS
-    made = of_cache, _after_each(logits) if every else logits
-    read = on_mesh(functools.partial(_extend_on_device, every=every, chunk=chunk), decoder.mesh, given, made)
-    return read(decoder, cache, tokens, lengths)
+    made = cache_specs(cache), _after_each(logits) if every else logits
+    here = functools.partial(_extend_on_device, every=every, chunk=chunk)
+    return run_on_mesh(here, decoder.replace(asked=None), cache, tokens, lengths, made=made)
 
 
 def _extend_on_device(

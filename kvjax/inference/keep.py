@@ -21,10 +21,9 @@ from kvjax.types import Heads, New, Parts, PyTree, View
 
 
 class Kept(NamedTuple):
-    """Slots that `keep_best` selects for separate heads, and the rows whose scores are NaN."""
+    """Slots that `keep_best` selects under a plan with slots for each head, and the rows whose scores are NaN."""
 
     selected: Selected | None
-    """Selected slots under a plan with slots for each head, which the storage does not hold."""
     undefined: Bool[Array, " b"] | None
     """True for rows with scores of NaN; None if no scores were computed."""
 
@@ -53,10 +52,7 @@ def keep_best(
     """Evict the lowest-ranked tokens of a layer, and let the residual absorb them or change the slots that stay.
 
     Args:
-        policy: as the layer uses it.
-        storage: the cache before, with updated scores.
-        index: index of the layer in the storage.
-        new: the tokens just read.
+        new: the tokens just read, of which `storage` has updated scores.
         capacity: slots of the layer's buffers afterwards.
         first: True if the plan has just allocated slots to heads.
         queries: stand for later ones; None for those of the tokens just read.
@@ -66,7 +62,7 @@ def keep_best(
     undefined = (jnp.isnan(ranking) & view.live).any((1, 2)) if isinstance(ranking, jax.Array) else None
     if first and policy.plan.sizing.per_head:
         selected, leaving = select(policy, view, new)
-        after = selected.view.replace(position=jnp.where(leaving, -1, view.position))
+        after = selected.view
     else:
         storage, leaving = storage.compress(policy, index, new, capacity)
         after = storage.layers[index]
@@ -74,10 +70,10 @@ def keep_best(
         remembered = slots.fold_evicted(policy.residual, view, new, leaving)
         after = after.replace(state=after.state.replace(residual=remembered))
         after = _rewritten(policy, view, after, queries or Queries(new.q, new.valid), new)
-    if selected is not None:
-        selected = selected.replace(view=after.replace(position=view.position))
-    else:
+    if selected is None:
         storage = storage.replace_layer(index, after)
+    else:
+        selected = selected.replace(view=after)
     if policy.score.requires.host_memory:
         storage = storage.moved(index, jax.memory.Space.Host)
     return storage, Kept(selected, undefined)
@@ -94,19 +90,13 @@ def _rewritten(policy: Policy, before: View, after: View, queries: Queries, new:
     return after.replace(kv=after.kv.replace(v=values), slots=after.slots.replace(residual=states))
 
 
-Settled = tuple[Int[Array, "b h"], PyTree]
-"""Limits of heads, and the plan's state."""
-
-
 def allocated(policy: Policy, view: View, answers: PyTree, new: New) -> View:
     """Return a layer, with all slots of a prompt, in which each head may use the slots that the plan gives it."""
     sizing, ranks = policy.plan.sizing, None
     if sizing.per_head and sizing.mode == "budget":
         ranks = _ranks(policy, view, new)
-    limit, found = policy.plan.head_budgets(answers, view, ranks, new)
-    found = view.state.plan if found is None else found
-    settled = _within_window((limit, found), (view.limit, view.state.plan), new)
-    return view.replace(limit=settled[0], state=view.state.replace(plan=settled[1]))
+    limit, state = policy.plan.head_budgets(answers, view, ranks, new)
+    return _within_window(view, limit, view.state.plan if state is None else state, new)
 
 
 def allocated_together(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> list[View]:
@@ -125,10 +115,7 @@ def allocated_together(policies: Sequence[Policy], views: Sequence[View], new: S
     found, _ = policies[0].plan.head_budgets((), every, jnp.concatenate(ranks, axis=1), new[0])
     ends = np.cumsum([limit.shape[1] for limit in limits])[:-1].tolist()
     layers = zip(views, jnp.split(found, ends, axis=1), new, strict=True)
-    return [
-        view.replace(limit=_within_window((limit, None), (view.limit, None), tokens)[0])
-        for view, limit, tokens in layers
-    ]
+    return [_within_window(view, limit, view.state.plan, tokens) for view, limit, tokens in layers]
 
 
 def _ranks(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
@@ -141,13 +128,13 @@ def _apart(new: New) -> Bool[Array, " b"] | None:
     return None if new.config.window is None else new.config.bounds(new.end)
 
 
-def _within_window(settled: Settled, before: Settled, new: New) -> Settled:
-    # No head has more slots than its layer's window, and rows whose text exceeds it keep what they had.
+def _within_window(view: View, limit: Int[Array, "b h"], plan: PyTree, new: New) -> View:
+    # Allocates slots; no head has more than its layer's window, and rows whose text exceeds it keep what they had.
     apart, window = _apart(new), new.config.window
-    if apart is None or window is None:
-        return settled
+    if apart is not None and window is not None:
 
-    def kept(after: Array, old: Array) -> Array:
-        return jnp.where(apart.reshape(-1, *(1,) * (old.ndim - 1)), old, after)
+        def kept(after: Array, old: Array) -> Array:
+            return jnp.where(apart.reshape(-1, *(1,) * (old.ndim - 1)), old, after)
 
-    return jax.tree.map(kept, (jnp.minimum(settled[0], window), settled[1]), before)
+        limit, plan = jax.tree.map(kept, (jnp.minimum(limit, window), plan), (view.limit, view.state.plan))
+    return view.replace(limit=limit, state=view.state.replace(plan=plan))

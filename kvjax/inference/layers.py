@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -14,11 +13,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected
 from kvjax.cache.step import Pending, Storage, share_of_residual, step, steps, sum_over_layers, update_score
-from kvjax.inference.bound import Bound, Layer
+from kvjax.inference.cache import Bound, Layer
 from kvjax.inference.keep import Kept, keep_after
 from kvjax.models.decoder import embed, finish_block, project, sink_logits_of
-from kvjax.policies.base import Part
-from kvjax.policies.policy import Policy
 from kvjax.policies.stats import questions, sums_over
 from kvjax.rope import Rope, Turns
 from kvjax.types import Reading
@@ -51,7 +48,7 @@ def _sums_over_layers(decoder: Bound, storage: Any, reading: Reading) -> bool:
         score = layer.policy.score
         here = storage.moved(index, jax.memory.Space.Device) if score.requires.host_memory else storage
         new = reading.ahead(layer.shape, index, decoder.weights.dtype)
-        if sums_over(score.asks(here.heads(index), new), "model"):
+        if sums_over(score.asks(here.layers[index], new), "model"):
             return True
     return False
 
@@ -81,11 +78,6 @@ def _through_layers(decoder: Bound, storage: Storage, reading: Reading) -> tuple
     return storage.close(), x
 
 
-def _parts(policy: Policy) -> list[Part]:
-    found = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
-    return [part for part in found if isinstance(part, Part)]
-
-
 @contextlib.contextmanager
 def layer_numbered(layer: Layer) -> Generator[None]:
     """Trace a layer, and explain the TypeError of a part that uses a traced layer index as a Python number."""
@@ -98,7 +90,7 @@ def layer_numbered(layer: Layer) -> Generator[None]:
     ) as error:
         if isinstance(layer.number, int):
             raise
-        parts = ", ".join(type(part).__name__ for part in _parts(layer.policy))
+        parts = ", ".join(kind.__name__ for kind in layer.policy.kinds[1:])
         raise TypeError(
             f"one of {parts} takes an array for a number of Python ({str(error).splitlines()[0]}); where that is "
             "new.layer, override layer(index) instead, which is called with each layer's number."
@@ -200,17 +192,9 @@ def read_layers(
 ) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b t width"]]:
     """Run a block of text through the layers of a storage: attend, update scores, keep the highest-ranked slots.
 
-    Args:
-        layers: some or all layers of a model.
-        storage: the cache of these layers.
-        reading: the tokens.
-        capacities: slots of each layer's buffers afterwards.
-        x: hidden states.
-        first: True for a whole prompt, after which the plan allocates slots to heads.
-
-    Returns:
-        The storage, or the selected slots under a plan with slots for each head; and hidden states, NaN in rows with
-        scores of NaN.
+    `capacities` are the slots of each layer's buffers afterwards. After a `first` text, a whole prompt, the plan
+    allocates slots to heads. Return the storage, or the selected slots under a plan with slots for each head; and
+    hidden states, NaN in rows with scores of NaN.
     """
     paged = first and layers[0].policy.plan.sizing.per_head
     pending, kept = list[Pending](), list[Kept]()
@@ -246,9 +230,9 @@ def append_and_attend(
         if policy.score.requires.host_memory:
             storage = storage.moved(index, jax.memory.Space.Device)
         storage = storage.append(policy, index, new)
-        heads = storage.heads(index)
+        heads = storage.layers[index]
         asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
         remembered = share_of_residual(policy, storage, index, new)
-        storage, found = storage.attend(policy, index, new, asks, remembered, policy.selection, block=True)
+        storage, found = storage.attend(policy, index, new, asks, remembered, block=True)
         x = finish_block(weights, config, shape, x, normed, with_sink(found.partial, new.sink_logits).out)
     return storage, Pending(asks, found.answers, new), x

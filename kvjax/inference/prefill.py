@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
+from kvjax.cache.buffers import empty, empty_layers
 from kvjax.cache.dense import Dense
-from kvjax.cache.empty import empty, empty_layers
 from kvjax.cache.paged.build import Selected
-from kvjax.inference.bound import Bound, Layer
-from kvjax.inference.cache import policy_seeds
+from kvjax.inference.cache import Bound, Layer, policy_seeds
 from kvjax.inference.layers import read_block, read_chunks, read_layers
 from kvjax.inference.prepare import Prompts
 from kvjax.inference.sharding import (
@@ -49,18 +48,33 @@ def bound_prompts(model: LanguageModel | Bound, prompts: Prompts) -> Bound:
     return Bound(weights=model.weights, policy=prompts.policy, config=model.config, mesh=model.mesh)
 
 
-def read_prompts(decoder: Bound, prompts: Prompts) -> Read:
-    """Read prompts; return the filled cache and the logits for the next tokens."""
-    if _shared(decoder.config, prompts):
-        return _read_layer_by_layer(decoder, prompts)
-    return read_together(*program_arguments(decoder, prompts), **program_settings(prompts))
+def read_prompts(decoder: Bound, prompts: Prompts, run: Callable[[Any], Any] = lambda program: program) -> Read:
+    """Read prompts; return the filled cache and the logits for the next tokens.
+
+    `run` turns each program into the function that is called in its place.
+    """
+    requires, settings = prompts.policy.score.requires, dict(config=decoder.config, mesh=decoder.mesh)
+    apart = requires.shared_slots != "layers" and not requires.host_memory
+    if decoder.config.layers < DEEP or prompts.chunk is not None or not apart:
+        return run(read_together)(*program_arguments(decoder, prompts), **program_settings(prompts))
+    around = dataclasses.replace(decoder.weights, layers=())
+    reading, x = run(_begin)(around, *_texts(prompts), kernels=decoder.kernels, **settings)
+    found: list[Dense | tuple[Selected, ...]] = []
+    layers = decoder.replace(policy=decoder.policy.sized(prompts.lines)).layers
+    for layer, limit, capacity in zip(layers, map(jnp.asarray, prompts.limits), prompts.capacities, strict=True):
+        # Layers of one shape share a program, so that their numbers are arrays.
+        numbered = layer.replace(number=jnp.asarray(layer.number))
+        storage, x = run(read_one_layer)(numbered, limit, reading, x, capacity=capacity, mesh=decoder.mesh)
+        found.append(storage)
+    position, logits = run(_end)(around, reading, x, **settings)
+    selected = [each for storage in found if not isinstance(storage, Dense) for each in storage]
+    views = [view for storage in found if isinstance(storage, Dense) for view in storage.layers]
+    return (Dense(tuple(views)) if views else tuple(selected)), position, reading.seed, logits
 
 
 def prompt_shapes(decoder: Bound, prompts: Prompts) -> Read:
     """Return the shapes of the results of `read_prompts`, as `jax.ShapeDtypeStruct`; the weights may be shapes, too."""
-    if _shared(decoder.config, prompts):
-        return _read_layer_by_layer(decoder, prompts, lambda program: program.eval_shape)
-    return read_together.eval_shape(*program_arguments(decoder, prompts), **program_settings(prompts))
+    return read_prompts(decoder, prompts, lambda program: program.eval_shape)
 
 
 def draws(model: LanguageModel | Bound, prompts: Prompts) -> bool:
@@ -75,21 +89,19 @@ def draws(model: LanguageModel | Bound, prompts: Prompts) -> bool:
 
 def lower_prompts(model: LanguageModel | Bound, prompts: Prompts) -> list[jax.stages.Lowered]:
     """Lower the programs of `read_prompts`, to compile them and read their `memory_analysis()`."""
-    decoder = bound_prompts(model, prompts)
-    if not _shared(decoder.config, prompts):
-        return [read_together.lower(*program_arguments(decoder, prompts), **program_settings(prompts))]
-    around, settings = dataclasses.replace(decoder.weights, layers=()), dict(config=decoder.config, mesh=decoder.mesh)
-    beginning = _begin.lower(around, *_texts(prompts), kernels=decoder.kernels, **settings)
-    reading, x = placed_shapes(OF_ROWS, beginning.out_info, decoder.mesh)
-    kinds = {(layer.like, capacity): (layer, limit, reading, x) for layer, limit, capacity in _layers(decoder, prompts)}
-    return [
-        beginning,
-        *(
-            read_one_layer.lower(*arguments, capacity=capacity, mesh=decoder.mesh)
-            for (_, capacity), arguments in kinds.items()
-        ),
-        _end.lower(around, reading, x, **settings),
-    ]
+    lowered: dict[Any, jax.stages.Lowered] = {}
+
+    def run(program: Any) -> Callable[..., Any]:
+        def lower(*arguments: Any, **settings: Any) -> Any:
+            key = jax.tree.structure(arguments), *settings.items()
+            if key not in lowered:
+                lowered[key] = program.lower(*arguments, **settings)
+            return placed_shapes(OF_ROWS, lowered[key].out_info, model.mesh)
+
+        return lower
+
+    read_prompts(bound_prompts(model, prompts), prompts, run)
+    return list(lowered.values())
 
 
 def program_arguments(decoder: Bound, prompts: Prompts) -> tuple[Any, ...]:
@@ -102,35 +114,6 @@ def program_settings(prompts: Prompts) -> dict[str, Any]:
 
 def _texts(prompts: Prompts) -> tuple[Any, ...]:
     return prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys
-
-
-def _shared(config: ModelConfig, prompts: Prompts) -> bool:
-    """Return whether prompts are read layer by layer, with programs that layers share."""
-    requires = prompts.policy.score.requires
-    apart = requires.shared_slots != "layers" and not requires.host_memory
-    return config.layers >= DEEP and prompts.chunk is None and apart
-
-
-def _layers(decoder: Bound, prompts: Prompts) -> list[tuple[Layer, Int[Array, "b h"], int]]:
-    # Layers of one shape share a program, so that their numbers are arrays.
-    layers = decoder.replace(policy=decoder.policy.sized(prompts.lines)).layers
-    numbered = [layer.replace(number=jnp.asarray(layer.number)) for layer in layers]
-    return list(zip(numbered, map(jnp.asarray, prompts.limits), prompts.capacities, strict=True))
-
-
-def _read_layer_by_layer(decoder: Bound, prompts: Prompts, run: Callable[[Any], Any] = lambda program: program) -> Read:
-    # `run` turns a program into the function to call.
-    weights, settings = decoder.weights, dict(config=decoder.config, mesh=decoder.mesh)
-    around = dataclasses.replace(weights, layers=())
-    reading, x = run(_begin)(around, *_texts(prompts), kernels=decoder.kernels, **settings)
-    found: list[Dense | tuple[Selected, ...]] = []
-    for layer, limit, capacity in _layers(decoder, prompts):
-        storage, x = run(read_one_layer)(layer, limit, reading, x, capacity=capacity, mesh=decoder.mesh)
-        found.append(storage)
-    position, logits = run(_end)(around, reading, x, **settings)
-    selected = [each for storage in found if not isinstance(storage, Dense) for each in storage]
-    views = [view for storage in found if isinstance(storage, Dense) for view in storage.layers]
-    return (Dense(tuple(views)) if views else tuple(selected)), position, reading.seed, logits
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))

@@ -13,8 +13,8 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key
 
-from kvjax.inference.bound import Bound
 from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
+from kvjax.inference.cache import Bound
 from kvjax.inference.padding import among_devices, bucket, check_rows
 from kvjax.methods.compatibility import fitted
 from kvjax.methods.registry import name_of, plan_by_name
@@ -172,11 +172,7 @@ def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
 
 
 def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> Policy:
-    """Return a policy bound to its model, its budget and the plan that distributes the budget.
-
-    Raises:
-        ValueError: the policy was made for another model, or its parts do not fit each other or the model.
-    """
+    """Return a policy bound to its model, its budget and the plan that distributes the budget, which have to fit it."""
     chosen = policy_by_name(policy).bind(model)
     chosen.protection.check_tokens(model.config.vocab_size)
     if chosen.codec.positions == "cache" and model.config.position == "learned":

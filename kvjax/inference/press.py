@@ -15,12 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.evict import foreseen
-from kvjax.cache.paged import build
-from kvjax.cache.paged.build import Selected
+from kvjax.cache.paged.build import Selected, pack
 from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots, table
-from kvjax.inference.bound import Bound
-from kvjax.inference.cache import Cache, cache_specs
+from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.keep import allocated, allocated_together, keep_best
 from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.prepare import Prompts
@@ -29,11 +27,11 @@ from kvjax.inference.sharding import (
     OF_POOL,
     OF_ROWS,
     OF_SELECTED,
-    bound_specs,
     joined,
     on_mesh,
     pool_specs,
     read_specs,
+    run_on_mesh,
     shared,
 )
 from kvjax.models.config import ModelConfig
@@ -51,6 +49,12 @@ Pressed = tuple[Dense | tuple[Selected, ...], Bool[Array, " b"]]
 Asking = tuple[tuple[Float[Array, "b h g n d"], ...], Bool[Array, "b n"]]
 """Queries of each layer that stand for later ones, and a mask of those that are no padding."""
 
+Limits = tuple[Int[Array, "b h"], ...]
+"""Slots that each head may use, by layer."""
+
+Ranked = tuple[Sequence[View], Sequence[New]]
+"""All slots of a device's heads, by layer, and the tokens that rank them."""
+
 
 def reads_all_first(policy: Policy) -> bool:
     """Return whether all layers read a whole prompt before any of its tokens is evicted."""
@@ -67,64 +71,52 @@ def unevicted(prompts: Prompts, config: ModelConfig, mesh: Mesh | None) -> Promp
     return prompts._replace(policy=policy, limits=limits, capacities=among_devices(windows, mesh))
 
 
-@functools.partial(jax.jit, static_argnames="capacities")
+def held_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
+    """Return the slots of a cache with other limits, to be ranked by the newest token."""
+    reading, layers = cache.newest.replace(kernels=decoder.kernels), decoder.here().layers
+    new = [reading.ahead(layer.shape, index, decoder.weights.dtype) for index, layer in enumerate(layers)]
+    views, policies = joined(cache.storage, decoder.mesh).unpack().layers, [layer.policy for layer in layers]
+    if not foreseen(policies, views, new):
+        raise ValueError(
+            f"{named(policies[0])} ranks slots by the token that needs one, so it has no ranking before that token."
+        )
+    return [view.replace(limit=limit) for view, limit in zip(views, limits, strict=True)], new
+
+
+@functools.partial(jax.jit, static_argnames=("capacities", "layers_of"))
 def press(
     decoder: Bound,
     cache: Cache,
-    limits: tuple[Int[Array, "b h"], ...],
+    limits: Limits,
     capacities: tuple[int, ...],
     asking: Asking | None = None,
+    layers_of: Callable[[Bound, Cache, Limits], Ranked] = held_layers,
 ) -> Pressed:
-    """Evict the lowest-ranked slots of all heads, by the policy under which the cache was filled.
+    """Evict the lowest-ranked slots of all heads by the decoder's policy.
 
     Args:
-        decoder: has this policy.
         cache: cache without a random key, see `Cache.key`.
         limits: slots that each head may use, by layer.
         capacities: slots of the buffers, by layer.
         asking: queries that stand for later ones; None if there are none.
+        layers_of: function that returns the slots of one device's cache, in the form of the policy.
     """
-
-    def here(decoder: Bound, cache: Cache, limits: tuple[Array, ...], asking: Asking | None) -> Pressed:
-        reading, layers = cache.newest.replace(kernels=decoder.kernels), decoder.here().layers
-        new = [reading.ahead(layer.shape, index, decoder.weights.dtype) for index, layer in enumerate(layers)]
-        views, policies = joined(cache.storage, decoder.mesh).unpack().layers, [layer.policy for layer in layers]
-        if not foreseen(policies, views, new):
-            raise ValueError(
-                f"{named(policies[0])} ranks slots by the token that needs one, so it has no ranking before that token."
-            )
-        views = [view.replace(limit=limit) for view, limit in zip(views, limits, strict=True)]
-        return kept_of_all(policies, views, new, capacities, decoder.mesh, asking)
-
-    return pressed_on_mesh(here, decoder, cache, limits, asking)
+    here = functools.partial(_press_on_device, capacities=capacities, layers_of=layers_of)
+    given = OF_HEADS, None if asking is None else (OF_HEADS, OF_ROWS)
+    made = read_specs(decoder.policy, len(limits)), OF_ROWS
+    return run_on_mesh(here, decoder, cache, limits, asking, given=given, made=made)
 
 
-def pressed_on_mesh(
-    here: Callable[..., Pressed],
+def _press_on_device(
     decoder: Bound,
     cache: Cache,
-    limits: tuple[Int[Array, "b h"], ...],
+    limits: Limits,
     asking: Asking | None,
-) -> Pressed:
-    """Call a function of one device's decoder, cache, limits and queries on each device of the decoder's mesh."""
-    of_layers = (OF_HEADS,) * len(limits)
-    given = bound_specs(decoder), cache_specs(cache), of_layers, None if asking is None else (of_layers, OF_ROWS)
-    made = read_specs(decoder.policy, len(limits)), OF_ROWS
-    return on_mesh(here, decoder.mesh, given, made)(decoder, cache, limits, asking)
-
-
-def kept_of_all(
-    policies: Sequence[Policy],
-    views: Sequence[View],
-    new: Sequence[New],
+    *,
     capacities: tuple[int, ...],
-    mesh: Mesh | None,
-    asking: Asking | None = None,
+    layers_of: Callable[[Bound, Cache, Limits], Ranked],
 ) -> Pressed:
-    """Allocate slots to heads and keep the best tokens of all layers, by the ranks that `new` tokens give them.
-
-    This is a function of one device: `views` have all slots of its heads.
-    """
+    policies, (views, new) = [layer.policy for layer in decoder.layers], layers_of(decoder, cache, limits)
     layers = list(zip(policies, views, new, strict=True))
     for policy, view, tokens in layers:
         if questions(policy.plan.asks(view, tokens))[0]:
@@ -146,7 +138,7 @@ def kept_of_all(
         undefined = undefined if kept.undefined is None else undefined | kept.undefined
         if kept.selected is not None:
             selected.append(kept.selected)
-    return tuple(selected) if sizing.per_head else shared(storage, mesh), undefined
+    return tuple(selected) if sizing.per_head else shared(storage, decoder.mesh), undefined
 
 
 def _check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries) -> None:
@@ -176,7 +168,7 @@ def stored(pressed: Pressed, decoder: Bound, longest: int) -> Any:
     )
 
 
-def on_pages(selected: tuple[build.Selected, ...], policy: Policy, page_size: int, mesh: Mesh | None) -> Paged:
+def on_pages(selected: tuple[Selected, ...], policy: Policy, page_size: int, mesh: Mesh | None) -> Paged:
     """Pack the selected tokens of all layers into pages."""
     # Read the sizes on the host; one program then moves the tokens.
     spare = policy.evict_every - 1
@@ -188,7 +180,7 @@ def on_pages(selected: tuple[build.Selected, ...], policy: Policy, page_size: in
 
 
 @functools.partial(jax.jit, static_argnames=("page_size", "most", "spare", "devices", "mesh"))
-def pack_pages(selected: tuple[build.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
+def pack_pages(selected: tuple[Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
     given = (OF_SELECTED,) * len(selected), *(OF_POOL,) * 3
     made = pool_specs(len(selected), sizes["most"], sizes["spare"], sizes["devices"])
-    return on_mesh(functools.partial(build.pack, **sizes), mesh, given, made)(selected, *tables)
+    return on_mesh(functools.partial(pack, **sizes), mesh, given, made)(selected, *tables)

@@ -12,12 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.step import Pending, sum_over_layers, update_score
-from kvjax.inference.bound import Bound
-from kvjax.inference.cache import Cache, cache_specs
+from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.layers import append_and_attend
 from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import longest_text
-from kvjax.inference.sharding import OF_HEADS, OF_ROWS, bound_specs, joined, on_mesh, shared, storage_specs
+from kvjax.inference.sharding import OF_HEADS, joined, run_on_mesh, shared, storage_specs
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import embed
 from kvjax.policies.policy import Policy
@@ -33,11 +32,8 @@ LEAST = 32
 def read_again(decoder: Bound, cache: Cache, tokens: Int[np.ndarray, "b n"], lengths: Int[np.ndarray, " b"]) -> Cache:
     """Read texts, padded on the right, again over a dense cache, as the score's `Requirements.replay` says.
 
-    Each chunk of a text comes after the replay's request, at the positions that follow the cache's own text. Neither is
-    kept for the next chunk.
-
-    Raises:
-        ValueError: the model has too few positions after a text.
+    Each chunk of a text comes after the replay's request, at the positions that follow the cache's own text, of which
+    the model must have enough. Neither is kept for the next chunk.
     """
     replay = decoder.policy.score.requires.replay
     assert replay is not None
@@ -83,8 +79,7 @@ def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[
             storage = update_score(decoder.policy.layer(index), storage, index, *told)
         return shared(storage, decoder.mesh)
 
-    given = bound_specs(decoder), cache_specs(cache), OF_ROWS, OF_ROWS
-    return on_mesh(here, decoder.mesh, given, storage_specs(cache.storage))(decoder, cache, tokens, lengths)
+    return run_on_mesh(here, decoder, cache, tokens, lengths, made=storage_specs(cache.storage))
 
 
 @jax.jit
@@ -99,8 +94,7 @@ def replayed_queries(
         storage: Dense = joined(cache.storage, decoder.mesh).unpack()
         return tuple(told.new.q for told in _told(decoder.here(), storage, reading))
 
-    given = bound_specs(decoder), cache_specs(cache), OF_ROWS, OF_ROWS
-    return on_mesh(here, decoder.mesh, given, (OF_HEADS,) * decoder.config.layers)(decoder, cache, tokens, lengths)
+    return run_on_mesh(here, decoder, cache, tokens, lengths, made=OF_HEADS)
 
 
 def _told(decoder: Bound, storage: Dense, reading: Reading) -> list[Pending]:

@@ -1,4 +1,4 @@
-"""Shapes of states that `prefill` would return, also for models that exceed the memory of this machine."""
+"""States without prompts: empty ones, and shapes of those that `prefill` would return."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.inference.budget import Budget
-from kvjax.inference.cache import Cache, cache_specs
+from kvjax.cache.buffers import empty_layers
+from kvjax.cache.dense import Dense
+from kvjax.inference.budget import Budget, lines_of, plan_slots
+from kvjax.inference.cache import Cache, policy_seeds
 from kvjax.inference.decoder import Decoder
+from kvjax.inference.padding import among_devices
 from kvjax.inference.prefill import bound_prompts, prompt_shapes
 from kvjax.inference.prepare import prepare
-from kvjax.inference.sharding import bound_specs, placed_shapes
+from kvjax.inference.sharding import bound_specs, cache_specs, placed_shapes
 from kvjax.inference.state import State
 from kvjax.methods.registry import name_of
 from kvjax.models.model import LanguageModel
@@ -69,3 +72,19 @@ def state_shapes(
     if model.mesh is None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), State(decoder, cache))
     return State(*placed_shapes((bound_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))
+
+
+def empty_state(
+    model: LanguageModel, policy: Policy, rows: int, length: int, budget: Budget, *, seed: int = 0
+) -> State:
+    """Return a state in which the first of `length` tokens counts as the prompt; `policy` comes from `ready`."""
+    config = model.config
+    config.check_bound(length)
+    limits, capacities = plan_slots(policy, budget, np.ones(rows, np.int64), length - 1, config, 1)
+    policy, allowed = policy.sized(lines_of(limits)), [jnp.asarray(limit, jnp.int32) for limit in limits]
+    buffers = among_devices(capacities, model.mesh)
+    storage = Dense(empty_layers(policy, config.layer_configs, allowed, buffers, model.weights.dtype))
+    keys, end = jax.random.split(jax.random.key(seed), rows), jnp.full(rows, length, jnp.int32)
+    cache = Cache.empty(storage, 1, end - 1, end, policy_seeds(keys), keys)
+    placed = jax.tree.map(jnp.asarray, policy)
+    return State(Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh), cache)

@@ -15,12 +15,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected
 from kvjax.cache.paged.storage import Paged
-from kvjax.inference.bound import Bound, Layer
+from kvjax.inference.cache import ROWS as OF_EACH_ROW
+from kvjax.inference.cache import Bound, Cache, Layer
 from kvjax.models.config import ModelConfig
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
-from kvjax.types import HEADS, ROWS, SLOTS, PyTree, Spread, View
+from kvjax.types import HEADS, ROWS, SLOTS, Heads, PyTree, Spread, View
 
 WHOLE: Any = PartitionSpec()
 """Spec of arrays that are replicated on every device."""
@@ -58,6 +59,18 @@ def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made
         return jax.shard_map(here, mesh=mesh, in_specs=_each(given, arguments), out_specs=made, check_vma=False)(*flat)
 
     return run
+
+
+def run_on_mesh(
+    function: Callable[..., Any], decoder: Bound, cache: Cache, *arguments: Any, given: PyTree = OF_ROWS, made: PyTree
+) -> Any:
+    """Call a function of one device's decoder, cache and other arguments, whose specs are `given`, on each device."""
+
+    def here(decoder: Bound, cache: Cache, arguments: tuple[Any, ...]) -> Any:
+        return function(decoder, cache, *arguments)
+
+    specs = bound_specs(decoder), cache_specs(cache), given
+    return on_mesh(here, decoder.mesh, specs, made)(decoder, cache, arguments)
 
 
 def constrain(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
@@ -127,14 +140,14 @@ def storage_specs(storage: Dense | Paged) -> Any:
     """Return the `PartitionSpec` of each array of a storage."""
     if isinstance(storage, Dense):
         return Dense((OF_VIEW,) * len(storage.layers))
-    return pool_specs(len(storage.limit), storage.most, storage.spare, storage.devices)
+    return pool_specs(len(storage.layers), storage.most, storage.spare, storage.devices)
 
 
 def pool_specs(layers: int, most: int, spare: int, devices: tuple[int, int]) -> Any:
     """Return the specs of the pages of some layers."""
-    of_pages = dict.fromkeys(("kv", "position", "slots", "owner", "first", "start"), OF_POOL)
-    of_layers = dict.fromkeys(("state", "limit"), (OF_HEADS,) * layers)
-    return Paged(**of_pages, **of_layers, most=most, spare=spare, devices=devices)
+    of_pages: dict[str, Any] = dict.fromkeys(("kv", "position", "slots", "owner", "first", "start"), OF_POOL)
+    of_layers: Any = (Heads(limit=OF_HEADS, state=OF_HEADS),) * layers
+    return Paged(**of_pages, layers=of_layers, most=most, spare=spare, devices=devices)
 
 
 def read_specs(policy: Policy, layers: int) -> Any:
@@ -171,6 +184,28 @@ def layer_specs(layer: Layer, mesh: Mesh | None) -> Any:
     """Return the specs of a layer whose number is an array."""
     weights = weight_specs(layer.weights, layer.config, mesh)
     return layer.replace(weights=weights, policy=policy_specs(layer.policy), number=WHOLE)
+
+
+def cache_specs(cache: Cache) -> Cache:
+    """Return the `PartitionSpec` of each array of a cache on a mesh."""
+    rows = {name: OF_ROWS for name in OF_EACH_ROW if getattr(cache, name) is not None}
+    return cache.replace(storage=storage_specs(cache.storage), **rows)
+
+
+def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:
+    """Move the per-row arrays to the sharding that programs expect, to avoid a transfer at each step."""
+    rows = {name: getattr(cache, name) for name in OF_EACH_ROW}
+    return cache.replace(**placed_by_program(rows, dict.fromkeys(OF_EACH_ROW, OF_ROWS), mesh))
+
+
+def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
+    """Return a cache whose pages are unpacked into buffers of one size for all heads of a layer."""
+
+    def unpack(storage: Dense | Paged) -> Any:
+        return shared(storage.unpack(), mesh)
+
+    made = Dense((OF_VIEW,) * len(cache.storage.layers))
+    return cache.replace(storage=on_mesh(unpack, mesh, (storage_specs(cache.storage),), made)(cache.storage))
 
 
 def _head_specs(part: Any, specs: Any) -> Any:

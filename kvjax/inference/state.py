@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
-from kvjax.cache.memory import allocated_bytes
+from kvjax.cache.buffers import allocated_bytes
 from kvjax.cache.step import Storage
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
@@ -110,11 +110,7 @@ class State:
 
 
 def check_state(state: object, place: str = "first") -> None:
-    """Refuse an argument that is not a state.
-
-    Raises:
-        TypeError: if it is not a state; the message has its `place` among the arguments.
-    """
+    """Refuse an argument that is not a state with a TypeError, which has its `place` among the arguments."""
     if not isinstance(state, State):
         raise TypeError(f"the {place} argument is a state, from kvjax.prefill, not {type(state).__name__}.")
 
@@ -229,7 +225,7 @@ def full_cache_bytes(state: State) -> int:
 def allocated_slots(state: State) -> float:
     """Return the slots per head, empty ones included, averaged over rows, layers and heads."""
     slots = sum(leaf.size for leaf in jax.tree.leaves(state.storage.stored_positions()))
-    return slots / sum(limit.size for limit in state.storage.limits())
+    return slots / sum(heads.limit.size for heads in state.storage.layers)
 
 
 def held_positions(state: State) -> list[np.ndarray]:
@@ -248,4 +244,4 @@ def held_positions(state: State) -> list[np.ndarray]:
 
 def slot_limits(state: State) -> list[np.ndarray]:
     """Return the slots that each row and head may use, by layer, int [b, h] on the host."""
-    return [on_host(limit) for limit in state.storage.limits()]
+    return [on_host(heads.limit) for heads in state.storage.layers]

@@ -11,16 +11,16 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
+from kvjax.cache.buffers import with_empty_slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected
 from kvjax.cache.paged.storage import Paged
-from kvjax.cache.rows import with_empty_slots
 from kvjax.cache.step import Storage
 from kvjax.inference.budget import lines_of
-from kvjax.inference.cache import Cache, placed_rows
+from kvjax.inference.cache import Cache
 from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.press import on_pages
-from kvjax.inference.sharding import OF_HEADS, OF_SELECTED, OF_VIEW, joined, on_mesh, shared, storage_specs
+from kvjax.inference.sharding import OF_HEADS, OF_SELECTED, OF_VIEW, joined, on_mesh, placed_rows, shared, storage_specs
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
@@ -41,11 +41,7 @@ def planned_ends(cache: Cache, read: Int[np.ndarray, " b"], config: ModelConfig)
 def with_windows(
     cache: Cache, policy: Policy, read: Int[np.ndarray, " b"], config: ModelConfig, mesh: Mesh | None
 ) -> Cache:
-    """Give layers the slots of their windows in rows whose text, of `read` tokens, is going to outgrow window and plan.
-
-    Raises:
-        ValueError: the policy has states whose size is fixed, or keeps the same tokens in all layers.
-    """
+    """Give layers the slots of their windows in rows whose text, of `read` tokens, outgrows both window and plan."""
     before, end = on_host(cache.end), planned_ends(cache, read, config)
     outgrown = [layer.bounds(end) & ~layer.bounds(before) for layer in config.layer_configs]
     rows = np.any(outgrown, 0)
@@ -53,8 +49,8 @@ def with_windows(
         return cache
     windows = [layer.window or 0 for layer in config.layer_configs]
     limits = [
-        np.where(here[:, None], window, on_host(limit)).astype(np.int32)
-        for here, window, limit in zip(outgrown, windows, cache.storage.limits(), strict=True)
+        np.where(here[:, None], window, on_host(heads.limit)).astype(np.int32)
+        for here, window, heads in zip(outgrown, windows, cache.storage.layers, strict=True)
     ]
     fixed = jax.tree.structure(policy.sized(lines_of(limits))) != jax.tree.structure(policy)
     requires = policy.score.requires

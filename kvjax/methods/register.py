@@ -12,9 +12,8 @@ from kvjax.methods.combine import combine
 from kvjax.policies.allocation import Plan, Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import CODECS, Quantizer
-from kvjax.policies.residual import Residual
+from kvjax.policies.residual import Residual, Selection
 from kvjax.policies.score import Score
-from kvjax.policies.selection import Selection
 from kvjax.types import setting_names
 from kvjax.utils.suggest import choices
 

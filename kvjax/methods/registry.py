@@ -28,9 +28,8 @@ from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import CODECS as CODECS
 from kvjax.policies.quantizer import Quantizer
-from kvjax.policies.residual import Residual
+from kvjax.policies.residual import Residual, Selection
 from kvjax.policies.score import Score
-from kvjax.policies.selection import Selection
 from kvjax.types import check, check_kind
 from kvjax.utils.files import expanded
 from kvjax.utils.suggest import choices

@@ -16,7 +16,7 @@ from kvjax.methods.full import Unbounded
 from kvjax.methods.register import register, register_part
 from kvjax.methods.window import Recency
 from kvjax.policies.policy import Policy
-from kvjax.policies.selection import Selection
+from kvjax.policies.residual import Selection
 from kvjax.types import New, check, is_share, number
 from kvjax.utils.fields import Limit
 

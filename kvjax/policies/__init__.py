@@ -12,13 +12,13 @@ from kvjax.policies.rankings import HammingDistance as HammingDistance
 from kvjax.policies.rankings import OldestFirst as OldestFirst
 from kvjax.policies.rankings import SplitRanking as SplitRanking
 from kvjax.policies.residual import Residual as Residual
+from kvjax.policies.residual import Selection as Selection
 from kvjax.policies.residual import SlotResidual as SlotResidual
 from kvjax.policies.score import AccumulatedScore as AccumulatedScore
 from kvjax.policies.score import PromptScore as PromptScore
 from kvjax.policies.score import Replay as Replay
 from kvjax.policies.score import Requirements as Requirements
 from kvjax.policies.score import Score as Score
-from kvjax.policies.selection import Selection as Selection
 
 _MOVED = ("CODECS", "PAPERS", "PLANS", "REGISTRY", "RESIDUALS", "SELECTIONS", "name_of", "settings_in", "settings_of")
 

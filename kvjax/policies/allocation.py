@@ -118,11 +118,7 @@ class Plan(Part, interface=True):
 
 
 def layer_slots(plan: Plan, budget: int, layers: int) -> np.ndarray:
-    """Return the slots per KV head of each layer, int [layers], which sum exactly to `layers * budget`.
-
-    Raises:
-        ValueError: a layer would get no slot.
-    """
+    """Return the slots per KV head of each layer, int [layers], from 1, which sum exactly to `layers * budget`."""
     shares = plan.layer_budgets(budget, layers)
     whole = np.floor(shares + 1e-9).astype(np.int64)
     # Largest remainders, so that nothing is lost to rounding; of equal ones the lower layer gets the slot.

@@ -112,11 +112,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
 
 @functools.cache
 def check_class(kind: type[Part]) -> None:
-    """Refuse a part that would not work as written.
-
-    Raises:
-        TypeError: a public method is no hook of the part, so kvjax would never call it; or the decorator is missing.
-    """
+    """Refuse a part with a public method that is no hook, so that kvjax would never call it, or without decorator."""
     offering = [base for base in kind.__mro__ if vars(base).get("_interface")]
     hooks = sorted({name for base in offering for name in vars(base) if not name.startswith("_")})
     fields = getattr(kind, "__dataclass_fields__", {})

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.policies.base import Part
 from kvjax.policies.quantizer import CODECS, LEAST_TOKENS, Int4, Int8, Plain, Quantizer, SymmetricQuantizer
 from kvjax.rope import Rope, cos_sin_table, rotate, turns_of
 from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, setting
@@ -18,6 +19,8 @@ from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK
 from pallas_kernels.decode_attention import Places, Sinks
 from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
+
+AnyHeads = TypeVar("AnyHeads", bound=Heads)
 
 
 class Operands(NamedTuple):
@@ -60,7 +63,7 @@ class Operands(NamedTuple):
 
 
 @struct.dataclass(init=False)
-class Codec:
+class Codec(Part, interface=True):
     """Conversion of key-value pairs between floating-point arrays and the stored form of slots.
 
     Args:
@@ -129,11 +132,7 @@ class Codec:
         return self.positions == "cache" and not self.sliding
 
     def check_layers(self, layers: Sequence[LayerConfig]) -> None:
-        """Refuse a model whose keys cannot be rotated by their rank.
-
-        Raises:
-            ValueError: RoPE frequencies depend on the length of the text, and keys are rotated by cache positions.
-        """
+        """Refuse a model whose RoPE frequencies depend on the length of the text, if keys are rotated by their rank."""
         by_length = {layer.rope.scaling for layer in layers if layer.rope is not None and layer.rope.by_length}
         if self.ordered and by_length:
             raise ValueError(
@@ -142,7 +141,6 @@ class Codec:
             )
 
     def init(self, shape: New) -> CodecState | None:
-        """Return the codec's initial state of a layer; `shape` holds no tokens."""
         scales = jax.eval_shape(self.quantizer.init_scales, shape.k, shape.valid[:, None])
         if not self.ordered and scales is None:
             return None
@@ -151,24 +149,25 @@ class Codec:
             count=jnp.zeros(shape.k.shape[:2], jnp.int32) if self.ordered else None,
         )
 
-    def slot(self, new: New) -> Int[Array, "b h t"] | None:
+    def slot(self, new: New, state: Any) -> Int[Array, "b h t"] | None:
         """Return placeholders for the ranks of new tokens, set once they have a slot; None if ranks are not stored."""
         return jnp.zeros(new.k.shape[:3], jnp.int32) if self.ordered else None
 
-    def begin(self, heads: Heads, new: New) -> CodecState | None:
-        """Return the codec's state with channel factors, which the first text of a row sets before it is stored.
+    def begin(self, heads: AnyHeads, new: New) -> AnyHeads:
+        """Return heads with channel factors in the codec's state, which the first text sets before it is stored.
 
         They are 1 after a text of fewer than `LEAST_TOKENS` tokens.
         """
         state = heads.state.codec
         if state is None or state.factor is None:
-            return state
+            return heads
         found: Any = jnp.ones_like(state.factor)
         if new.k.shape[2] >= LEAST_TOKENS:
             scales: Any = self.quantizer.init_scales(new.raw_k if self.ordered else new.k, new.valid[:, None])
             found = jnp.where((new.valid.sum(1) >= LEAST_TOKENS)[:, None, None], scales, found)
         unknown = (state.factor == 0) & new.valid.any(1)[:, None, None]
-        return state.replace(factor=jnp.where(unknown, found, state.factor))
+        known = state.replace(factor=jnp.where(unknown, found, state.factor))
+        return heads.replace(state=heads.state.replace(codec=known))
 
     def encode(self, new: New, state: CodecState | None) -> KV:
         """Encode the pairs of new tokens in the form that slots store."""
@@ -283,12 +282,9 @@ class Codec:
         return view
 
     def exchanged(self, view: View, new: New, place: Any, left: Int[Array, "b h"]) -> View:
-        """Update the ranks of a layer's slots after a new token has taken a slot in each head.
+        """Update the ranks of a layer's slots, whose state is that before a new token took a slot in each head.
 
-        Args:
-            view: the slots, including the new token; `state` is the state before it.
-            place: rank of the evicted token, from `slots`.
-            left: its position; -1 if no token was evicted.
+        The evicted token had rank `place` and position `left`, which is -1 if no token was evicted.
         """
         return _with(view, self.requeued(view, new, place, left), self.counted(view.state.codec, new, left))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,17 @@ from kvjax.policies.base import Part
 from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protected, Protection
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, SplitRanking, as_numbers
-from kvjax.policies.residual import Residual, SlotResidual
-from kvjax.policies.score import AccumulatedScore, Score, takes_attention
-from kvjax.policies.selection import Selection
-from kvjax.policies.stats import questions
-from kvjax.types import New, Parts, PyTree, View, check, derived, setting, wide
+from kvjax.policies.residual import Residual, Selection, SlotResidual
+from kvjax.policies.score import Score
+from kvjax.types import New, Parts, PyTree, View, derived, setting, wide
+from kvjax.utils.fields import at_least
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 
 @struct.dataclass
-class Policy:
+class Policy(Part, interface=True):
     """Rules for the tokens that a cache keeps, and for how it stores them.
 
     Args:
@@ -56,7 +55,7 @@ class Policy:
     residual: Residual | None = None
     codec: Codec = Codec()
     selection: Selection | None = None
-    evict_every: int = setting(1)
+    evict_every: int = setting(1, at_least(1, "a number of tokens"))
     name: str = setting("")
     kinds: tuple[type, ...] = derived(())
     """Classes of the policy and of its parts.
@@ -71,12 +70,9 @@ class Policy:
             part = getattr(self, name)
             if isinstance(part, type):
                 raise TypeError(f"{name}={part.__name__} is a class; give an instance, {part.__name__}().")
-            if isinstance(part, (Part, Codec)):
+            if isinstance(part, Part):
                 _check_part(name, part, kind)
-        if isinstance(self.evict_every, int):
-            check(self.evict_every >= 1, "evict_every", self.evict_every, "a number of tokens from 1")
-        parts = [getattr(self, name) for name in _KINDS]
-        if all(part is None or isinstance(part, (Part, Codec)) for part in parts):
+        if all(isinstance(getattr(self, name), (Part, type(None))) for name in _KINDS):
             object.__setattr__(self, "kinds", tuple(_kinds(self)))
 
     @property
@@ -84,49 +80,22 @@ class Policy:
         """True if a budget has an effect: tokens are evicted, or left out of attention."""
         return self.plan.sizing.mode != "unbounded" or self.selection is not None
 
-    def bind(self, model: LanguageModel) -> Policy:
-        """Return a copy whose parts are prepared for a model; `prefill` calls this outside of compilation.
-
-        Raises:
-            ValueError: a part was made for another model.
-            TypeError: a part is not an instance of its kind.
-        """
+    def bind(self, model: LanguageModel) -> Self:
+        """Return a copy whose parts are prepared for a model, and of their kinds; see `Part.bind`."""
         for name, kind in _KINDS.items():
             part = getattr(self, name)
             if part is not None or name not in ("residual", "selection"):
                 _check_part(name, part, kind)
-        return self._each(lambda part: part.bind(model))
-
-    def budgeted(self, budget: Any) -> Policy:
-        """Return a copy given the user's budget, for parts whose budget is not a number of slots."""
-        return self._each(lambda part: part.budgeted(budget))
-
-    def sized(self, slots: tuple[int, ...]) -> Policy:
-        """Return a copy whose `init` allocates for this number of slots per head in each layer."""
-        return self._each(lambda part: part.sized(slots))
+        return super().bind(model)
 
     def spread(self, plan: Plan | None) -> Policy:
         """Return a copy with the given plan for its budget; None keeps its own plan."""
         return self if plan is None else dataclasses.replace(self, plan=self.plan.spread_by(plan))
 
-    def layer(self, index: int) -> Policy:
-        """Return the policy as one layer uses it."""
-        return self._each(lambda part: part.layer(index))
-
-    def _each(self, change: Callable[[Part], Any]) -> Policy:
-        codec = dataclasses.replace(self.codec, quantizer=change(self.codec.quantizer))
-        selection = None if self.selection is None else change(self.selection)
-        return dataclasses.replace(self, codec=codec, selection=selection, **self._of_parts(change))
-
     @property
     def may_shrink(self) -> bool:
         """True if one step may have to evict several tokens."""
         return self.plan.sizing.may_shrink or self.evict_every > 1
-
-    @property
-    def fixed_length(self) -> bool:
-        """True if the slots suffice only for the planned text."""
-        return self.plan.sizing.fixed_length
 
     @property
     def slides(self) -> bool:
@@ -137,17 +106,9 @@ class Policy:
         except Exception:  # it looks at slots or tokens, or needs a model first: ranking by age needs nothing
             return False
 
-    def only_adds(self, asks: PyTree, new: New) -> bool:
-        """Return whether each slot stores its score, which changes only by adding the requested statistic."""
-        return isinstance(self.score, AccumulatedScore) and self.score.only_adds(asks, new)
-
-    def updates(self, asks: PyTree) -> bool:
-        """Return whether attention updates a score that requests these statistics."""
-        return asks is not None and (bool(questions(asks)[0]) or takes_attention(type(self.score)))
-
     def init(self, shape: New) -> Parts:
         """Return the initial state of all parts for a layer."""
-        return Parts(**self._of_parts(lambda part: part.init(shape)), codec=self.codec.init(shape))
+        return self._of_parts(lambda part: part.init(shape))
 
     @property
     def ranks_at_evictions(self) -> bool:
@@ -156,12 +117,11 @@ class Policy:
 
     def slots(self, new: New, state: Parts) -> Parts:
         """Return the state of all parts for each new token."""
-        return Parts(**self._of_parts(lambda part: part.slot(new, state)), codec=self.codec.slot(new))
+        return self._of_parts(lambda part: part.slot(new, state))
 
-    def _of_parts(self, make: Callable[[Part], Any]) -> dict[str, Any]:
-        # Results for the parts that have states.
-        parts = {name: getattr(self, name) for name in ("score", "protection", "plan", "residual")}
-        return {name: make(part) for name, part in parts.items() if part is not None}
+    def _of_parts(self, make: Callable[[Part], Any]) -> Parts:
+        residual = None if self.residual is None else make(self.residual)
+        return Parts(make(self.score), make(self.protection), make(self.plan), residual, make(self.codec))
 
     def slot_bias(self, view: View) -> Float[Array, "b h c"] | None:
         """Return what the residual adds to the logits of each slot; None for nothing."""
@@ -171,10 +131,7 @@ class Policy:
         """Return the score's ranking of the slots.
 
         A score that needs whole heads is computed only if a token must be evicted. Between two evictions each head has
-        an empty slot, and zeros replace the score.
-
-        Raises:
-            ValueError: the scores are not one floating-point number for each slot.
+        an empty slot, and zeros replace the score. Refuse scores that are not a floating-point number for each slot.
         """
         if new.given or not self.ranks_at_evictions:
             return self._ranked(view, new)
@@ -205,11 +162,7 @@ class Policy:
         return usable if self.evict_every == 1 else usable + ((length - 1) % self.evict_every)[:, None]
 
     def buffer_slots(self, limit: int, shortest: int) -> int:
-        """Return the slots that buffers need for heads with a budget of `limit` and texts of `shortest` tokens or more.
-
-        Raises:
-            ValueError: the budget does not fit the plan's settings.
-        """
+        """Return the slots that buffers need for heads with a budget of `limit` and texts from `shortest` tokens on."""
         at_first, spare = limit, self.plan.sizing.spare_slots
         if type(self.plan).slots_at is not Plan.slots_at:  # which gives the limit, without calling the device
             found = self.plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))
@@ -217,11 +170,7 @@ class Policy:
         return (max(at_first, limit + spare) if spare else at_first) + self.evict_every - 1
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """Return the score's state of each slot, updated after attention.
-
-        Raises:
-            ValueError: the new state has another structure or other shapes than the old one.
-        """
+        """Return the score's state of each slot, updated after attention; refuse one of other shapes."""
         found, before = self.score.fold(answers, view, new), view.slots.score
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (found, before)]
         if jax.tree.structure(found) != jax.tree.structure(before) or shapes[0] != shapes[1]:
@@ -245,7 +194,7 @@ def _kinds(part: Any) -> Iterator[type]:
     yield type(part)
     for field in dataclasses.fields(part):
         inner = getattr(part, field.name)
-        if isinstance(inner, (Part, Codec)):
+        if isinstance(inner, Part):
             yield from _kinds(inner)
 
 

@@ -116,11 +116,7 @@ class Protection(Part, interface=True):
         return Protected(self.sink_slots(view.limit), self.recent_slots(view.limit), view.slots.protection)
 
     def check_tokens(self, vocabulary: int) -> None:
-        """Refuse special tokens outside a model's vocabulary.
-
-        Raises:
-            ValueError: if there are any; the message has the first of them.
-        """
+        """Refuse special tokens outside a model's vocabulary."""
         for token in self.special:
             if not 0 <= token < vocabulary:
                 raise ValueError(

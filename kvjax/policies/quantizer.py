@@ -153,11 +153,7 @@ class Int4(SymmetricQuantizer):
     bits: ClassVar[int] = 4
 
     def bind(self, model: LanguageModel) -> Self:
-        """Refuse a model whose codes cannot be packed in pairs.
-
-        Raises:
-            ValueError: keys or values of a layer have an odd width.
-        """
+        """Refuse a model with keys or values of odd width, whose codes cannot be packed in pairs."""
         for index, layer in enumerate(model.config.layer_configs):
             for name, width in (("keys", layer.key_width), ("values", layer.value_width)):
                 if width % 2:

@@ -1,4 +1,4 @@
-"""Residuals: constant-size memory of evicted pairs."""
+"""Residuals, the constant-size memory of evicted pairs, and selections, the cached tokens to which a query attends."""
 
 from __future__ import annotations
 
@@ -41,15 +41,10 @@ class Residual(Part, interface=True):
         """
 
     def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
-        """Absorb the pairs that one token per row evicted, and merge `share` into the token's attention.
-
-        Returns:
-            The new state, and attention [b h g 1 e] over slots and evicted pairs.
-        """
+        """Absorb the pairs that one token per row evicted, and merge `share` into its attention [b h g 1 e]."""
         state = self.absorb(state, evicted)
         share = self.share(state, new)
-        assert share is not None
-        return state, merge(attended, share_of_evicted(share)).out
+        return state, attended.out if share is None else merge(attended, share_of_evicted(share)).out
 
 
 class SlotResidual(Residual, interface=True):
@@ -76,5 +71,10 @@ class SlotResidual(Residual, interface=True):
     def share(self, state: Any, new: New) -> None:
         """Return nothing: slots are all that queries attend to."""
 
-    def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
-        return state, attended.out
+
+class Selection(Part, interface=True):
+    """Choice of the tokens that a query attends to, among those it sees."""
+
+    @abc.abstractmethod
+    def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
+        """Return a mask of the chosen tokens, given the attention of some queries; 0 means unseen."""

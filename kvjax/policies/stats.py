@@ -169,11 +169,7 @@ def is_ask(x: Any) -> bool:
 
 
 def questions(asks: Any) -> tuple[list[Ask], Any]:
-    """Return the requests in a tree, and the tree's structure.
-
-    Raises:
-        TypeError: a leaf is not a request.
-    """
+    """Return the requests in a tree, and the tree's structure; raise a TypeError for a leaf that is no request."""
     leaves, tree = jax.tree.flatten(asks, is_leaf=is_ask)
     for leaf in leaves:
         if not is_ask(leaf):

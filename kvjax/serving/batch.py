@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kvjax.cache.buffers import empty_layers
 from kvjax.cache.dense import Dense
-from kvjax.cache.empty import empty_layers
 from kvjax.generation.loop import Drawn, token_buffers, token_logprobs
 from kvjax.generation.sampling import Sampling, penalised, sample
-from kvjax.inference.cache import Cache, cache_specs, policy_seeds
+from kvjax.inference.cache import Cache, policy_seeds
 from kvjax.inference.decoder import Decoder, read_more
-from kvjax.inference.sharding import OF_ROWS, WHOLE, constrain, copying, logits_spec, on_mesh, whole_rows
+from kvjax.inference.sharding import OF_ROWS, WHOLE, cache_specs, constrain, copying, logits_spec, on_mesh, whole_rows
 from kvjax.models.config import ModelConfig
 from kvjax.policies.policy import Policy
 from kvjax.types import ROWS, wide

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from kvjax.cache.memory import allocated_bytes, device_bytes
+from kvjax.cache.buffers import allocated_bytes, device_bytes
 from kvjax.inference.decoder import Decoder
 from kvjax.serving.batch import Text, read
 from kvjax.utils.dependence import depends_on

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.memory import allocated_bytes, device_bytes
+from kvjax.cache.buffers import allocated_bytes, device_bytes
 from kvjax.generation.loop import Drawn
 from kvjax.generation.prompts import end_ids
 from kvjax.inference.budget import lines_of, plan_slots

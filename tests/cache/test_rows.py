@@ -220,8 +220,8 @@ def unchanged_but_for_buffers(one: kvjax.State, other: kvjax.State) -> None:
     assert kept(one, 0) == kept(other, 0)
     for name in ("position", "prompt_length", "horizon", "end", "seed"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    for layer, same in zip(one.storage.states(), other.storage.states(), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, layer, same)
+    for layer, same in zip(one.storage.layers, other.storage.layers, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, layer.state, same.state)
 
 
 def test_a_beam_is_a_row_taken_twice() -> None:

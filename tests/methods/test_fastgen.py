@@ -55,7 +55,7 @@ def read(model, prompts, *, max_new_tokens=64, **settings):
 
 def choices(state) -> np.ndarray:
     """[layers, b, h]"""
-    return np.array([np.asarray(parts.plan.choice) for parts in pool(state).state])
+    return np.array([np.asarray(heads.state.plan.choice) for heads in pool(state).layers])
 
 
 def pool(state) -> storage.Paged:
@@ -231,8 +231,8 @@ def test_long_prompts_are_profiled_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     prefill.read_together.clear_cache()  # type: ignore[attr-defined]
     blocks, _ = read(random_model(GQA), prompts, **settings)
     prefill.read_together.clear_cache()  # type: ignore[attr-defined]
-    for one, other in zip(whole.storage.states(), blocks.storage.states(), strict=True):
-        np.testing.assert_allclose(one.plan.recovered, other.plan.recovered, atol=1e-5)
+    for one, other in zip(whole.storage.layers, blocks.storage.layers, strict=True):
+        np.testing.assert_allclose(one.state.plan.recovered, other.state.plan.recovered, atol=1e-5)
 
 
 def dense_with_limits(model, policy, budget, limits):

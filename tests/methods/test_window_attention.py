@@ -13,8 +13,7 @@ import pytest
 from flax import struct
 
 import kvjax
-from kvjax.cache.empty import empty
-from kvjax.cache.memory import allocated_bytes
+from kvjax.cache.buffers import allocated_bytes, empty
 from kvjax.inference.prepare import prepare
 from kvjax.policies import Selection
 from tests.cases import in_turns

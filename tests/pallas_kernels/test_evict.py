@@ -160,13 +160,13 @@ def test_one_pass_is_exchange_then_attention(name):
 
     view, heard = full_view(b, h, c, d, begun), []
     dense = Dense((view.replace(limit=jnp.full((b, h), c - 1)),))
-    done = dense.exchange_and_attend(policy, 0, new, lambda heads: policy.score.asks(heads, new))
+    asks = policy.score.asks(dense.layers[0], new)
+    done = dense.exchange_and_attend(policy, 0, new, asks)
     assert done is not None
     plain = new.replace(kernels=Kernels("xla"))
     expected, _ = dense.exchange(policy, 0, plain)
-    asks = policy.score.asks(expected.heads(0), plain)
-    expected, attended = expected.attend(policy, 0, plain, asks, None, None)
-    found, _, answered, _ = done
+    expected, attended = expected.attend(policy, 0, plain, asks, None)
+    found, answered, _ = done
     assert (answered.answers is None) == (name in ("h2o", "keyformer"))  # added to the scores on the way
     for storage, out, answers in (
         (found, answered.partial.out, answered.answers),
@@ -190,13 +190,13 @@ def test_one_pass_sees_the_sinks_that_a_layers_window_has_not_passed_from_near(b
         held[row, :, :sinks] = [*first, *range(last - c + 1, last - c + 1 + sinks - len(first))]
         held[row, :, sinks : c - 1] = np.arange(last - c + 1 + sinks, last)
     dense = Dense((view.replace(position=jnp.asarray(held, jnp.int32), limit=jnp.full((b, h), c - 1)),))
-    done = dense.exchange_and_attend(policy, 0, new, lambda heads: ())
+    done = dense.exchange_and_attend(policy, 0, new, ())
     assert done is not None
     plain = new.replace(kernels=Kernels("xla"))
     expected, _ = dense.exchange(policy, 0, plain)
-    expected, attended = expected.attend(policy, 0, plain, (), None, None)
+    expected, attended = expected.attend(policy, 0, plain, (), None)
     np.testing.assert_array_equal(done[0].layers[0].position, expected.layers[0].position)
-    np.testing.assert_allclose(done[2].partial.out, attended.partial.out, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(done[1].partial.out, attended.partial.out, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
     new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
     view = full_view(1, 2, c, 64, lambda k, scores: None)
     dense = Dense((view,))
-    assert dense.exchange_and_attend(policy, 0, new, lambda heads: ()) is None
+    assert dense.exchange_and_attend(policy, 0, new, ()) is None
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)

@@ -129,8 +129,8 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
     )
     policy = state.policy
     opened, _ = pool.open(policy, [config], lambda layer: new).exchange(policy, 0, new)
-    asks = policy.score.asks(opened.heads(0), new)
-    attended, found = opened.attend(policy, 0, new, asks, None, None)
+    asks = policy.score.asks(opened.layers[0], new)
+    attended, found = opened.attend(policy, 0, new, asks, None)
     after = attended.fold(policy, 0, asks, found.answers, new)
     assert (np.asarray(found.partial.out[0]) == 0).all() and (np.asarray(found.partial.out[1:]) != 0).all()
     rows = np.asarray(pool.owner) // h

@@ -101,7 +101,8 @@ def test_fp8_takes_half_of_the_bytes_of_16_bits(plan: str | None) -> None:
         state, _ = kvjax.prefill(model, policy, TEXT[:, :40], 16, max_new_tokens=4)
         storage: Any = state.storage
         pairs = [layer.kv for layer in storage.layers] if plan is None else storage.kv
-        scales = sum(each.codec.factor.nbytes for each in storage.states() if each.codec is not None)
+        states = [layer.state.codec for layer in storage.layers]
+        scales = sum(state.factor.nbytes for state in states if state is not None)
         taken.append((sum(leaf.nbytes for leaf in jax.tree.leaves(pairs)), kvjax.cache_bytes(state) - scales))
     assert taken[1][0] == taken[0][0] / 2
     assert taken[0][1] - taken[1][1] == taken[1][0]

@@ -17,7 +17,7 @@ import pytest
 from flax import struct
 
 import kvjax
-from kvjax.cache.memory import allocated_bytes
+from kvjax.cache.buffers import allocated_bytes
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.serving import scheduler as serving

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache import slots
 from kvjax.cache.paged.storage import Paged, write_pages
 from kvjax.policies.policy import Policy
-from kvjax.types import New, View
+from kvjax.types import Heads, New, View
 
 PAGE_BLOCK = 64
 """Maximal number of pages whose keys and values are read together."""
@@ -20,7 +20,7 @@ class Selected(struct.PyTreeNode):
     """Prompt of a layer, and the selection of its tokens that stay."""
 
     view: View
-    """Slots of the whole prompt; `limit` holds the slots that each head requests."""
+    """Slots of the whole prompt, empty where tokens were evicted; `limit` holds the slots that each head requests."""
     order: Int[Array, "b h c"]
     """Slots, from the most to the least important one."""
     count: Int[Array, "b h"]
@@ -31,12 +31,10 @@ def select(policy: Policy, view: View, new: New) -> tuple[Selected, Bool[Array, 
     """Select the tokens of a prompt that stay, head by head, and a mask of those that are evicted; pages come later."""
     order, count = slots.chosen(policy, view, new)
     leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
-    if policy.fixed_length:
+    if policy.plan.sizing.fixed_length:
         # A head gets one token per step: do not allocate slots that it cannot fill.
         view = view.replace(limit=jnp.minimum(view.limit, count + (new.end - new.read)[:, None]))
-    # Tokens behind an evicted one move up.
-    after = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
-    view = after.replace(position=view.position)
+    view = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
     return Selected(view, order, count), leaving
 
 
@@ -51,13 +49,7 @@ def pack(
     spare: int = 0,
     devices: tuple[int, int] = (1, 1),
 ) -> Paged:
-    """Pack selected tokens into a pool of pages.
-
-    Args:
-        owner, first, start, most, devices: from `table`; one device's part if several devices have pools.
-        page_size: slots of a page.
-        spare: slots that each head has beyond its limit.
-    """
+    """Pack selected tokens into a pool of pages, whose table is from `table`, or one device's part of it."""
 
     def room(leaf: Array) -> Array:
         return jnp.zeros((len(owner), page_size, *leaf.shape[3:]), leaf.dtype)
@@ -70,8 +62,7 @@ def pack(
         owner=owner,
         first=first,
         start=start,
-        state=tuple(layer.view.state for layer in selected),
-        limit=tuple(layer.view.limit for layer in selected),
+        layers=tuple(Heads(layer.view.limit, layer.view.state) for layer in selected),
         most=most,
         spare=spare,
         devices=devices,

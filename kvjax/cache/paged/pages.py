@@ -40,10 +40,8 @@ class Pages(struct.PyTreeNode):
     """First slot of each page, counted within its head."""
     start: Int[Array, " layers_and_1"]
     """First page of each layer, and the end of the last layer."""
-    state: tuple[Parts, ...]
-    """States of the policy's parts for each layer: leaves [b h ...]."""
-    limit: tuple[Int[Array, "b h"], ...]
-    """Slots that each head may use, for each layer."""
+    layers: tuple[Heads, ...]
+    """Limits and states of each layer's heads."""
     logits: Float[Array, "P_or_more g s"] | None = None
     """Buffer for attention logits during a step, which layers reuse one after another; None between steps."""
     most: int = setting(0)
@@ -58,13 +56,9 @@ class Pages(struct.PyTreeNode):
         """Slots in a page."""
         return self.position.shape[1]
 
-    def heads(self, layer: int) -> Heads:
-        """Return the limits and states of a layer's heads."""
-        return Heads(self.limit[layer], self.state[layer])
-
     def without_tokens(self, layer: int) -> View:
         """Return a layer's heads with one empty slot each, for results that depend on heads alone."""
-        heads = self.heads(layer)
+        heads = self.layers[layer]
 
         def empty(leaf: Array) -> Array:
             return jnp.zeros((*heads.limit.shape, 1, *leaf.shape[2:]), leaf.dtype)
@@ -74,8 +68,8 @@ class Pages(struct.PyTreeNode):
 
     def put_state(self, layer: int, **state: PyTree) -> Self:
         """Replace states of some parts for a layer, given by the parts' names."""
-        changed = self.state[layer].replace(**state)
-        return self.replace(state=(*self.state[:layer], changed, *self.state[layer + 1 :]))
+        changed = self.layers[layer].replace(state=self.layers[layer].state.replace(**state))
+        return self.replace(layers=(*self.layers[:layer], changed, *self.layers[layer + 1 :]))
 
     def over_pages(
         self, layer: int, look: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK
@@ -95,7 +89,7 @@ class Pages(struct.PyTreeNode):
 
     def view(self, layer: int, new: New, at: Array | int, count: int) -> tuple[View, New, Int[Array, " p"]]:
         """Return a block of pages as a layer with one page per row and one head, their tokens, and their owners."""
-        heads = new.k.shape[1]
+        heads, held = new.k.shape[1], self.layers[layer]
         owner = jax.lax.dynamic_slice_in_dim(self.owner, at, count)
         row = owner // heads
 
@@ -106,8 +100,8 @@ class Pages(struct.PyTreeNode):
             return jax.lax.dynamic_slice_in_dim(leaf, at, count)[:, None]
 
         view = View(
-            limit=of_head(self.limit[layer]),
-            state=jax.tree.map(of_head, self.state[layer]),
+            limit=of_head(held.limit),
+            state=jax.tree.map(of_head, held.state),
             kv=jax.tree.map(of_page, self.kv),
             position=of_page(self.position),
             slots=jax.tree.map(of_page, self.slots),
@@ -119,14 +113,6 @@ class Pages(struct.PyTreeNode):
         head = (first + owner % heads)[:, None]
         return view, new.replace(**of_heads, **of_rows, head=head, sink_logits=None), owner
 
-    def limits(self) -> tuple[Int[Array, "b h"], ...]:
-        """Return the slots that each head may use, for each layer."""
-        return self.limit
-
-    def states(self) -> tuple[Parts, ...]:
-        """Return the states of the policy's parts for each layer's heads."""
-        return self.state
-
     def stored_positions(self) -> Int[Array, "P s"]:
         """Return positions as stored, for collection inside a loop."""
         return self.position
@@ -136,28 +122,29 @@ class Pages(struct.PyTreeNode):
         pools, size = int(np.prod(self.devices)), self.page_size
         held = self.position if stored is None else stored
         tables = zip(*(np.split(on_host(x), pools) for x in (held, self.owner, self.first, self.start)), strict=True)
-        counts = [-(-(int(on_host(limit).max()) + self.spare) // size) * size for limit in self.limit]
-        layers = [np.full((*limit.shape, count), -1, np.int32) for limit, count in zip(self.limit, counts, strict=True)]
+        limits = [on_host(heads.limit) for heads in self.layers]
+        counts = [-(-(int(limit.max()) + self.spare) // size) * size for limit in limits]
+        shapes = [(*limit.shape, count) for limit, count in zip(limits, counts, strict=True)]
+        layers: list[np.ndarray] = [np.full(shape, -1, np.int32) for shape in shapes]
         for pool, (positions, owner, first, start) in enumerate(tables):
             for layer, dense in enumerate(layers):
-                rows, heads, count = dense.shape
-                rows, heads = rows // self.devices[0], heads // self.devices[1]
+                rows, heads = dense.shape[0] // self.devices[0], dense.shape[1] // self.devices[1]
                 row, head = np.array(divmod(pool, self.devices[1])) * (rows, heads)
-                for page in range(start[layer], start[layer + 1]):
-                    room = max(0, min(self.page_size, count - first[page]))
-                    of_row, of_head = divmod(owner[page], heads)
-                    slots = slice(first[page], first[page] + room)
-                    dense[row + of_row, head + of_head, slots] = positions[page][:room]
+                page = np.arange(start[layer], start[layer + 1])
+                page = page[first[page] < dense.shape[2]]  # smaller pages from `_split` may be beyond the limit
+                at = row + owner[page] // heads, head + owner[page] % heads
+                dense[at[0][:, None], at[1][:, None], first[page][:, None] + np.arange(size)] = positions[page]
         return layers
 
     def unpack(self) -> Dense:
         """Return all layers in dense buffers of `most` slots per head."""
-        return Dense(tuple(self._layer(index) for index in range(len(self.limit))))
+        return Dense(tuple(self._layer(index) for index in range(len(self.layers))))
 
     def _layer(self, index: int) -> View:
         slot, real = self._slot_numbers(index)
         kv, position, remembered = self._at((self.kv, self.position, self.slots), slot)
-        return View(self.limit[index], self.state[index], kv, jnp.where(real, position, -1), remembered)
+        heads = self.layers[index]
+        return View(heads.limit, heads.state, kv, jnp.where(real, position, -1), remembered)
 
     def _at(self, tree: PyTree, slot: Int[Array, "*n"]) -> PyTree:
         # Entries of slots, numbered over the whole pool; those of slots out of bounds are arbitrary.
@@ -169,7 +156,7 @@ class Pages(struct.PyTreeNode):
 
     def _slot_numbers(self, index: int) -> tuple[Int[Array, "b h most"], Bool[Array, "b h most"]]:
         # Numbers of `most` slots per head over the whole pool, and a mask of the slots that exist.
-        limit, page, slot = self.limit[index], jnp.arange(len(self.owner)), jnp.arange(self.most)
+        limit, page, slot = self.layers[index].limit, jnp.arange(len(self.owner)), jnp.arange(self.most)
         mine = (page >= self.start[index]) & (page < self.start[index + 1])
         first = jnp.where((self.owner == jnp.arange(limit.size)[:, None]) & mine, page, len(page)).min(1)
         number = first.reshape(limit.shape)[..., None] * self.page_size + slot

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.paged.pages import Pages, owned
-from kvjax.cache.stats import Outputs, damage_to, highest, normalised, outputs, seen_slots, summed, tempered
+from kvjax.cache.stats import Outputs, damage, highest, normalised, outputs, seen_slots, summed, tempered
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import Again, Damage, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree, View
@@ -70,7 +70,7 @@ def of_pages(
         ask = _question_of_pages(ask, owner, new)
         if isinstance(ask, Damage):
             values = view.values(seen).astype(probs.dtype)
-            return damage_to(ask, probs, values, jax.tree.map(lambda x: x[owner][:, None, :, None], total))
+            return damage(ask, probs, values, jax.tree.map(lambda x: x[owner][:, None, :, None], total))
         if isinstance(ask, Peak):
             return highest(ask, probs)
         shares = probs
@@ -126,7 +126,7 @@ def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse:
 
 def _visible(pool: Pages, layer: int, new: New) -> Int[Array, " o"]:
     # Counts the keys that each head's query saw.
-    owners = pool.limit[layer].size
+    owners = pool.layers[layer].limit.size
 
     def count(carry: Array, at: Array, valid: Array) -> Array:
         view, seen, owner = pool.view(layer, new, at, len(valid))

@@ -14,12 +14,11 @@ from kvjax.cache import slots
 from kvjax.cache.attention import with_evicted
 from kvjax.cache.dense import Dense
 from kvjax.cache.evict import evicted_pairs
-from kvjax.cache.paged.gather import gathered
 from kvjax.cache.paged.pages import Pages, owned
 from kvjax.cache.paged.stats import PageAnswers, check_asks, of_pages, page_answers
+from kvjax.cache.paged.table import gathered
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
-from kvjax.policies.selection import Selection
 from kvjax.types import KV, Evicted, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.evict.reference import after_reading
@@ -52,19 +51,17 @@ class Paged(Pages):
 
     def exchange(self, policy: Policy, layer: int, new: New, *, pairs: bool = False) -> tuple[Paged, Evicted]:
         """Write one new token per row into the lowest-ranked slot of each head; see `Dense.exchange`."""
-        codec = policy.codec
         pool, candidates = self._shrunk(policy, layer, new)
-        heads = pool.heads(layer)
-        state = heads.state.replace(codec=codec.begin(heads, new))
+        state = policy.codec.begin(pool.layers[layer], new).state
         pool = pool.put_state(layer, codec=state.codec)
         slot = _victim(candidates, new)
-        added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": policy.slots(new, state)}
+        added: dict[str, PyTree] = {"kv": policy.codec.encode(new, state.codec), "slots": policy.slots(new, state)}
         added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
-        taken = pool._taken(slot, pairs)
-        pool = pool._write_slots(after_reading(slot, taken._asdict()), added)
-        if taken.place is not None:
-            pool = pool._requeued(policy, layer, new, taken)
-        return pool, evicted_pairs(state, new, taken.kv, taken.left)
+        kv, left, place = taken = pool._taken(slot, pairs)
+        pool = pool._write_slots(after_reading(slot, taken), added)
+        if place is not None:
+            pool = pool._requeued(policy, layer, new, place, left)
+        return pool, evicted_pairs(state, new, kv, left)
 
     def _shrunk(self, policy: Policy, layer: int, new: New) -> tuple[Paged, Candidates]:
         """Evict tokens until each head must evict at most one more, and return the candidates for it."""
@@ -81,7 +78,7 @@ class Paged(Pages):
 
         # The loop carries only positions, the order of slots and states: XLA would copy a carried pool.
         def small(pool: Paged) -> tuple[PyTree, ...]:
-            state = pool.state[layer]
+            state = pool.layers[layer].state
             return pool.position, pool.slots.codec, state.codec, state.residual
 
         def whole(position: Array, queue: PyTree, codec: PyTree, residual: PyTree) -> Paged:
@@ -90,13 +87,13 @@ class Paged(Pages):
 
         def lose(carry: tuple[tuple[PyTree, ...], Candidates]) -> tuple[tuple[PyTree, ...], Candidates]:
             pool, slot = whole(*carry[0]), leaving(carry[1])
-            taken, state = pool._taken(slot, policy.residual is not None), pool.state[layer]
+            (kv, left, place), state = pool._taken(slot, policy.residual is not None), pool.layers[layer].state
             if policy.residual is not None:
-                evicted = evicted_pairs(state, new, taken.kv, taken.left)
+                evicted = evicted_pairs(state, new, kv, left)
                 pool = pool.put_state(layer, residual=policy.residual.absorb(state.residual, evicted))
             pool = pool._write_slots(slot, {"position": jnp.full_like(slot, -1)})
-            if taken.place is not None:
-                pool = pool._requeued(policy, layer, new, taken, arrives=False)
+            if place is not None:
+                pool = pool._requeued(policy, layer, new, place, left, arrives=False)
             return small(pool), pool._contest(policy, layer, new, *known)
 
         after, candidates = jax.lax.while_loop(
@@ -104,15 +101,16 @@ class Paged(Pages):
         )
         return whole(*after), candidates
 
-    def _taken(self, slot: Int[Array, "b h"], pairs: bool) -> Taken:
+    def _taken(self, slot: Int[Array, "b h"], pairs: bool) -> tuple[KV | None, Int[Array, "b h"], Any]:
+        # Returns the pair in each slot, if requested, its position, and its place in the order if the codec tracks it.
         kv = self._at(self.kv, slot) if pairs else None
         left = jnp.where(slot < self.position.size, self._at(self.position, slot), -1)
-        return Taken(kv, left, self._at(self.slots.codec, slot))
+        return kv, left, self._at(self.slots.codec, slot)
 
-    def _requeued(self, policy: Policy, layer: int, new: New, taken: Taken, *, arrives: bool = True) -> Paged:
-        place, left = taken.place, taken.left
-        assert place is not None
-        codec, known = policy.codec, self.state[layer].codec
+    def _requeued(
+        self, policy: Policy, layer: int, new: New, place: Array, left: Array, *, arrives: bool = True
+    ) -> Paged:
+        codec, known = policy.codec, self.layers[layer].state.codec
 
         def look(queue: Array, at: Array, valid: Array) -> Array:
             view, seen, owner = self.replace(slots=self.slots.replace(codec=queue)).view(layer, new, at, len(valid))
@@ -124,11 +122,12 @@ class Paged(Pages):
         return pool.put_state(layer, codec=codec.counted(known, new, left, arrives=arrives))
 
     def _contest(self, policy: Policy, layer: int, new: New, rank: OfPages, standing: OfPages) -> Candidates:
-        rows, heads = new.k.shape[:2]
-        limit = slots.slots_at(policy, self.limit[layer], new).reshape(-1)
+        owners = new.k.shape[0] * new.k.shape[1]
+        most = self.layers[layer].limit
+        limit = slots.slots_at(policy, most, new).reshape(-1)
         quota = policy.protection.guard(self.without_tokens(layer), new).quota
         # Heads that grow between two evictions have more slots than they may use at their smallest.
-        grows, allocated = policy.evict_every > 1, self.limit[layer].reshape(-1) + self.spare
+        grows, allocated = policy.evict_every > 1, most.reshape(-1) + self.spare
         if grows and quota is not None:
             raise ValueError(f"{type(policy.protection).__name__} has a quota at each token; use evict_every=1.")
         bound = allocated if grows else limit
@@ -143,7 +142,7 @@ class Paged(Pages):
             ranks, position = rank(view, seen, at), view.position[:, 0]
             here = usable(at, valid, owner)
             flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
-            members = owned(owner, valid, rows * heads)
+            members = owned(owner, valid, owners)
             if quota is None and not grows:
                 return _better(carry[0], _lowest(here, ranks, position, flat, members)), *carry[1:]
             eligible = ranks > -jnp.inf if grows else ranks < slots.last_resort(ranks.dtype)
@@ -154,12 +153,8 @@ class Paged(Pages):
             return rest, weakest, carry[2] + count
 
         kind = jax.eval_shape(lambda: rank(*self.view(layer, new, 0, 1)[:2], 0)).dtype
-        nobody = (
-            jnp.full(rows * heads, jnp.inf, kind),
-            jnp.full(rows * heads, NO_SLOT, jnp.int32),
-            jnp.full(rows * heads, NO_SLOT, jnp.int32),
-        )
-        none = jnp.zeros(rows * heads, jnp.int32)
+        none, no_slot = jnp.zeros(owners, jnp.int32), jnp.full(owners, NO_SLOT, jnp.int32)
+        nobody = jnp.full(owners, jnp.inf, kind), no_slot, no_slot
         rest, weakest, count = self.over_pages(layer, look, (nobody, nobody, none))
         if grows:
             return Candidates(rest, weakest, count - (limit - 1))
@@ -174,7 +169,7 @@ class Paged(Pages):
             low, age = weakest[0][owner][:, None], weakest[1][owner][:, None]
             higher = (score > low) | ((score == low) & (position > age))
             higher &= usable(at, valid, owner) & (position >= 0)
-            members = owned(owner, valid, rows * heads)
+            members = owned(owner, valid, owners)
             return count + jnp.where(members, higher.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
 
         place = self.over_pages(layer, ahead, none) + 1
@@ -211,14 +206,13 @@ class Paged(Pages):
         new: New,
         asks: PyTree,
         remembered: LowRank | Partial | None,
-        selection: Selection | None,
         *,
         block: bool = False,
     ) -> tuple[Paged, Attended]:
         """Attend from one new token per row to the pages of its heads; see `Dense.attend`."""
-        assert selection is None and not block
+        assert policy.selection is None and not block
         check_asks(policy, asks)
-        known = self.heads(layer)
+        known = self.layers[layer]
         every = View(known.limit, known.state, self.kv, self.position, self.slots)
         given = policy.codec.operands(every, new, places=self.most)
         new, given = given.with_bias(new, policy.slot_bias(every))
@@ -265,13 +259,14 @@ class Paged(Pages):
 
     def pack(self, dense: Dense) -> Paged:
         """Return a pool with the slots and states of an `unpack`ed storage, up to the heads' limits."""
-        held, states = (self.kv, self.position, self.slots), tuple(view.state for view in dense.layers)
+        held, layers = (self.kv, self.position, self.slots), zip(self.layers, dense.layers, strict=True)
         for index, view in enumerate(dense.layers):
             slot, real = self._slot_numbers(index)
             slot = jnp.where(real, slot, self.position.size)
             held = _with_entries(held, slot, (view.kv, view.position, view.slots))
         kv, position, remembered = held
-        return self.replace(kv=kv, position=position, slots=remembered, state=states)
+        heads = tuple(mine.replace(state=view.state) for mine, view in layers)
+        return self.replace(kv=kv, position=position, slots=remembered, layers=heads)
 
     def take(self, index: Int[np.ndarray, " m"]) -> Paged:
         """Select rows, in any order; the page table is read on the host."""
@@ -281,7 +276,7 @@ class Paged(Pages):
         """Replace some rows; the pool grows or shrinks with their number of pages."""
         size = min(self.page_size, rows.page_size)
         chosen = {int(row): (1, place) for place, row in enumerate(index)}
-        count = self.limit[0].shape[0]
+        count = len(self.layers[0].limit)
         return gathered([self._split(size), rows._split(size)], [chosen.get(row, (0, row)) for row in range(count)])
 
     def _split(self, size: int) -> Paged:
@@ -297,17 +292,6 @@ class Paged(Pages):
         kv, position, remembered = jax.tree.map(cut, (self.kv, self.position, self.slots))
         owner, start = jnp.repeat(self.owner, parts), self.start * parts
         return self.replace(kv=kv, position=position, slots=remembered, owner=owner, first=first, start=start)
-
-
-class Taken(NamedTuple):
-    """Content of one slot of each head."""
-
-    kv: KV | None
-    """Stored pair; None if not requested."""
-    left: Int[Array, "b h"]
-    """Position of the token; -1 if there is none."""
-    place: Int[Array, "b h"] | None
-    """Place in the order of slots, if the codec tracks it."""
 
 
 def _with_entries(tree: PyTree, slot: Int[Array, "*n"], entries: PyTree) -> PyTree:

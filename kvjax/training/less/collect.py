@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.inference.empty import empty_state
 from kvjax.inference.prepare import ready
+from kvjax.inference.shapes import empty_state
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.allocation import Plan
@@ -63,8 +63,8 @@ def collect(
     total, n = tokens.shape
     rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
     state = empty_state(model, bound, rows, n, budget)
-    limits = zip(layers, state.storage.limits(), strict=True)
-    if min(int(limit.min()) for layer, limit in limits if not layer.bounds(n)) >= n:
+    held = zip(layers, state.storage.layers, strict=True)
+    if min(int(heads.limit.min()) for layer, heads in held if not layer.bounds(n)) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
     seeds = jax.random.bits(jax.random.key(seed), (total,), jnp.uint32)
 

@@ -202,8 +202,7 @@ def replay(
     partial = with_sink(partial, new.sink_logits)
     asks = policy.score.asks(view, new)
     answers = answered(without_again(asks), probs, given.v, view.position, new)
-    earlier = functools.partial(policy.codec.earlier, view, given, new)
-    told = Pending(asks, with_again(asks, answers, given, view, new, earlier), new)
+    told = Pending(asks, with_again(asks, answers, policy.codec, given, view, new), new)
     return storage, told, Replayed(evicted.k, evicted.v, evicted.position[..., 0], partial, probs)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.inference.empty import empty_state
 from kvjax.inference.prepare import ready
+from kvjax.inference.shapes import empty_state
 from kvjax.methods.less.feature_maps import Phi, Psi, init_kernels
 from kvjax.model import Model
 from kvjax.training.less.errors import held_out_errors

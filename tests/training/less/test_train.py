@@ -21,8 +21,8 @@ import kvjax
 from kvjax.cache.dense import Dense
 from kvjax.cli import main, train_less
 from kvjax.evaluation.perplexity import begin
-from kvjax.inference.empty import empty_state
 from kvjax.inference.prepare import ready
+from kvjax.inference.shapes import empty_state
 from kvjax.inference.state import held_positions
 from kvjax.methods.less import checkpoint
 from kvjax.methods.less.feature_maps import unstack

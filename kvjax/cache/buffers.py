@@ -1,17 +1,60 @@
-"""Rows of dense caches: select some, or replace them by rows of another cache."""
+"""Buffers of dense caches: empty slots, rows, and bytes."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from kvjax.types import PyTree, View
+from kvjax.policies.policy import Policy
+from kvjax.types import LayerConfig, PyTree, Reading, View
 
 MORE_ROOM = "read the state with a larger budget, or more max_new_tokens if its slots depend on the length of the text"
+
+
+def empty_layers(
+    policy: Policy,
+    configs: Sequence[LayerConfig],
+    limits: Sequence[Int[Array, "b h"]],
+    slots: Sequence[int],
+    dtype: DTypeLike,
+) -> tuple[View, ...]:
+    """Create empty slots in each layer, for a policy `sized` before if its states depend on their number."""
+    return tuple(
+        empty(policy.layer(layer), config, layer, limit=limit, slots=count, dtype=dtype)
+        for layer, (config, limit, count) in enumerate(zip(configs, limits, slots, strict=True))
+    )
+
+
+def empty(
+    policy: Policy,
+    config: LayerConfig,
+    layer: int | Int[Array, ""],
+    *,
+    limit: Int[Array, "b h"],
+    slots: int,
+    dtype: DTypeLike,
+) -> View:
+    """Create empty slots for a layer."""
+    rows, heads = limit.shape
+    none, each = jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, jnp.int32)
+    lengths: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each)
+    reading = Reading(token=none, position=none, seed=each.astype(jnp.uint32), **lengths)
+    shape = reading.ahead(config, layer, dtype)
+    state = policy.init(shape)
+    held = (policy.codec.encode(shape, state.codec), policy.slots(shape, state))
+
+    def room(leaf: Array) -> Array:
+        return jnp.zeros((rows, heads, slots, *leaf.shape[3:]), leaf.dtype)
+
+    kv, remembered = jax.tree.map(room, held)
+    return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
 
 
 def select_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Any:
@@ -69,3 +112,20 @@ def _widened(mine: Array, theirs: Array) -> Array:
             f"{list(mine.shape[1:])}; {MORE_ROOM}."
         )
     return jnp.pad(theirs, [(0, 0), *missing])
+
+
+def allocated_bytes(storage: PyTree) -> int:
+    """Return the bytes of all arrays in caches: pairs, positions, scores, codes, states."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(storage))
+
+
+def device_bytes(storage: PyTree) -> int:
+    """Return the bytes that one device holds, from arrays or from shapes with a sharding."""
+    shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(storage))
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shards)
+
+
+def slot_bytes(view: View) -> int:
+    """Return the bytes of one slot of one head: its pair, its position and the policy's state for it."""
+    slots = jax.tree.leaves((view.kv, view.position, view.slots))
+    return sum(math.prod(leaf.shape[3:]) * leaf.dtype.itemsize for leaf in slots)
