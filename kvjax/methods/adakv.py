@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_part
@@ -14,7 +13,6 @@ from kvjax.utils.fields import one_of, share
 
 
 @register_part("adakv")
-@struct.dataclass
 class AdaKV(Uniform, interface=True):
     r"""Equal numbers of slots for layers, and within a layer more for heads with more highly ranked tokens.
 

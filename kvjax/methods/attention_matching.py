@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -30,7 +28,6 @@ BOUND = 7.0
 
 
 @register_part("attention_matching")
-@struct.dataclass
 class Matching(SlotResidual):
     r"""Slots that stay of a text get a bias b and new values, such that queries find the mass and the output of all.
 
@@ -95,7 +92,6 @@ class Matching(SlotResidual):
 
 
 @register_score("omp", paper="Attention Matching, 2026", group="ranked once for each prompt or turn", recent=32)
-@struct.dataclass
 class Pursuit(PromptScore):
     r"""Keys that together explain how much attention the queries of the prompt pay, chosen one after another.
 
@@ -131,10 +127,10 @@ class Pursuit(PromptScore):
 
     def sized(self, slots: tuple[int, ...]) -> Pursuit:
         """Return a copy that chooses as many keys as a layer has slots."""
-        return dataclasses.replace(self, lines=slots)
+        return self.replace(lines=slots)
 
     def layer(self, index: int) -> Pursuit:
-        return dataclasses.replace(self, lines=self.lines[index : index + 1])
+        return self.replace(lines=self.lines[index : index + 1])
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return 1 for the key chosen first, less for later ones, and 0 for those that are not chosen."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
@@ -14,7 +13,6 @@ from kvjax.utils.fields import at_least
 
 
 @register_score("capkv", paper="CapKV, 2026", group="ranked once for each prompt or turn", recent=32)
-@struct.dataclass
 class Capacity(MomentScore):
     r"""Leverage of a value among all values, weighted by how well keys match the mean query.
 

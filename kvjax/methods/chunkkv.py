@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register
@@ -19,7 +18,6 @@ from kvjax.types import Heads, New, PyTree, View, nothing, setting
 from kvjax.utils.fields import at_least
 
 
-@struct.dataclass
 class ChunkSum(ScoreOver):
     r"""Sum of another score s over the cached tokens of a chunk.
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.outputs import output_weights
@@ -24,7 +23,6 @@ BLOCK = 128
 """Number of tokens whose projected values are in memory at a time."""
 
 
-@struct.dataclass
 class Critical(ScoreOver):
     r"""Tokens with the highest scores, then those with the highest products of score and norm of the projected value.
 
@@ -56,9 +54,8 @@ class Critical(ScoreOver):
 
     def bind(self, model: LanguageModel) -> Critical:
         """Return a copy with the output weights of a model."""
-        return dataclasses.replace(
-            super().bind(model), outputs=output_weights(model, lambda weights: weights.swapaxes(1, 2))
-        )
+        weights = output_weights(model, lambda weights: weights.swapaxes(1, 2))
+        return super().bind(model).replace(outputs=weights)
 
     def slot(self, new: New, state: Any) -> tuple[PyTree, Float[Array, "b h t"]]:
         """Return the base's state of each token, and the norm of its projected value."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jax.lax import erf_inv
 from jaxtyping import Array, Float, Int
 
@@ -17,7 +16,6 @@ from pallas_kernels.noise import uniform_at
 
 
 @register_score("cur", paper="CurDKV, 3.2", group="ranked by keys, values or chance, without attention", sinks=4)
-@struct.dataclass
 class LeverageProduct(Score):
     r"""Tokens whose keys and values have large norms compared with those of their neighbors.
 

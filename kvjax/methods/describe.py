@@ -7,8 +7,7 @@ import inspect
 import re
 from typing import Any, NamedTuple
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import PAPERS, REGISTRY, TABLES
+from kvjax.methods.register import PAPERS, REGISTRY, TABLES, combine
 from kvjax.methods.registry import annotations_of, policy, settings_of
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.codec import Codec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
@@ -16,7 +15,6 @@ Windows = tuple[Float[Array, "b h c"], Float[Array, "b h c"]]
 
 
 @register_score("dropkv", paper="DropKV", group="ranked by attention at every token", recent=32)
-@struct.dataclass
 class DropDamage(Score):
     r"""Tokens whose eviction would change the outputs of recent queries most.
 

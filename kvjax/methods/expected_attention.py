@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
@@ -16,7 +15,6 @@ from kvjax.utils.fields import at_least
 @register_score(
     "expected_attention", paper="Devoto et al. 2025", group="ranked once for each prompt or turn", recent=32
 )
-@struct.dataclass
 class ExpectedAttention(MomentScore):
     r"""Expected attention to a key by Gaussian queries at the next positions, times the norm of its value.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,11 +10,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from kvjax.cache.slots import sum_of_most
-from kvjax.methods.combine import combine
 from kvjax.methods.h2o import Accumulated
-from kvjax.methods.register import register
+from kvjax.methods.register import combine, register
 from kvjax.models.model import LanguageModel
-from kvjax.policies.allocation import Plan, Sizing, Uniform
+from kvjax.policies.allocation import Sizing, Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protected, Protection, Quota
 from kvjax.policies.stats import Near, Sums
@@ -50,7 +48,6 @@ class Profile(struct.PyTreeNode):
     """Width of the local window as a fraction of the length; 0 without a window."""
 
 
-@struct.dataclass
 class TokenClasses(Protection):
     """Protection of special tokens, punctuation, local windows and frequent tokens, as each head's profile specifies.
 
@@ -105,7 +102,7 @@ class TokenClasses(Protection):
         classes = np.zeros(size, np.uint8)
         for ids, bit in ((special, SPECIAL), (punctuation, PUNCTUATION)):
             classes[[i for i in ids if 0 <= i < size]] |= bit
-        return dataclasses.replace(self, classes=jnp.asarray(classes), markers=tuple(map(tuple, markers)))
+        return self.replace(classes=jnp.asarray(classes), markers=tuple(map(tuple, markers)))
 
     def slot(self, new: New, state: Parts) -> UInt8[Array, "b h t"]:
         """Return the classes of new tokens; in prompts and turns, markers and sinks count as special tokens."""
@@ -139,7 +136,6 @@ class TokenClasses(Protection):
         return Protected(jnp.zeros_like(view.limit), recent, kept & ~generated, kept & generated, quota)
 
 
-@struct.dataclass
 class Profiled(Uniform):
     r"""Plan that gives each head the slots of the cheapest choice that recovers its attention on the prompt.
 
@@ -201,13 +197,6 @@ class Profiled(Uniform):
     def choices(self) -> tuple[tuple[str, ...], ...]:
         """Token classes of each choice; the full cache comes last and has none."""
         return (*(self.order[: i + 1] for i in range(len(self.order))), ())
-
-    def spread_by(self, other: Plan) -> Plan:
-        """Refuse another plan: FastGen has no budget to distribute."""
-        raise ValueError(
-            f"fastgen decides itself how many slots each head gets, so budget and plan={type(other).__name__} mean "
-            "nothing to it; leave both out and change its settings."
-        )
 
     def init(self, shape: New) -> Profile:
         rows, heads = shape.k.shape[:2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_score
@@ -18,7 +17,6 @@ QUESTION = 1e30
 
 
 @register_score("finch", paper="FINCH, 2024", group="ranked once for each prompt or turn")
-@struct.dataclass
 class Question(PromptWindow):
     r"""Attention of the question after the token `delimiter`, or of the last `recent` tokens without one.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, UInt8
 
@@ -16,7 +15,6 @@ LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
 
 
 @register_part("fp8")
-@struct.dataclass
 class Float8(Quantizer):
     r"""8-bit floating-point numbers (e4m3) without a scale per slot.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from flax import struct
-
 from kvjax.methods.register import register_score
 from kvjax.policies.score import AccumulatedScore
 from kvjax.policies.stats import Sums
@@ -11,7 +9,6 @@ from kvjax.types import Heads, New
 
 
 @register_score("h2o", paper="H2O, Algorithm 1", group="ranked by attention at every token", recent=0.5)
-@struct.dataclass
 class Accumulated(AccumulatedScore):
     r"""Heavy hitters by accumulated attention.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from flax import struct
 
 from kvjax.methods.register import register_part
 from kvjax.policies.allocation import Plan
@@ -12,7 +11,6 @@ from kvjax.utils.fields import at_least
 
 
 @register_part("interleaved")
-@struct.dataclass
 class Interleaved(Plan):
     r"""One layer in every `period`, the first of them included, gets `ratio` times the slots of the others.
 

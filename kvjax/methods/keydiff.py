@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
@@ -13,7 +12,6 @@ from kvjax.utils.fields import at_least
 
 
 @register_score("keydiff", paper="KeyDiff, eq. 5", group="ranked by keys, values or chance, without attention")
-@struct.dataclass
 class KeyDifference(Score):
     r"""Keys that differ most from the mean direction of all cached keys.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.h2o import Accumulated
@@ -17,7 +16,6 @@ _NOISES = ("gumbel", "gaussian", "constant", "none")
 
 
 @register_score("keyformer", paper="Keyformer, eq. 9, 10", group="ranked by attention at every token", recent=0.25)
-@struct.dataclass
 class GumbelSoftmax(Accumulated):
     r"""Key tokens by accumulated Gumbel softmax.
 

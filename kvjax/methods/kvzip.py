@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.adakv import AdaKV
@@ -28,7 +25,6 @@ REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting wi
     recent=32,
     plan=AdaKV(floor=0.0, over="model"),
 )
-@struct.dataclass
 class Reconstruction(StoredScore):
     r"""Largest attention to a token in a second reading of the text, with one ranking for all layers and heads.
 
@@ -75,7 +71,7 @@ class Reconstruction(StoredScore):
         prompt, later, gram = _ids("prompt", self.prompt, model), _ids("later", self.later, model), self.gram
         if self.normalized:
             gram = output_weights(model, lambda columns: jnp.einsum("hgew,hgfw->hgef", columns, columns))
-        return dataclasses.replace(self, prompt=prompt, later=later, gram=gram)
+        return self.replace(prompt=prompt, later=later, gram=gram)
 
     def slot(self, new: New, state: object) -> Float[Array, "b h t"]:
         """Return the lowest score, that of tokens that have not been read again."""

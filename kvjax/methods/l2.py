@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
@@ -17,7 +14,6 @@ from kvjax.utils.fields import at_least
 
 
 @register_score("l2", paper="Devoto et al. 2024", group="ranked by keys, values or chance, without attention")
-@struct.dataclass
 class KeyNorm(Score):
     r"""Keys of small norms: the largest is evicted first; rotary embeddings do not change norms.
 
@@ -44,7 +40,7 @@ class KeyNorm(Score):
 
     def layer(self, index: int) -> KeyNorm:
         """Return the score of a layer, which ranks by age if the layer is skipped."""
-        return dataclasses.replace(self, skipped=index < self.skip_layers)
+        return self.replace(skipped=index < self.skip_layers)
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
         return coarse(jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.neighbors import text_order
@@ -15,7 +14,6 @@ from kvjax.utils.fields import at_least
 
 
 @register_score("lagkv", paper="LagKV, 2025", group="ranked once for each prompt or turn", recent=32)
-@struct.dataclass
 class LagRelative(PromptScore):
     r"""Rank of a token within its chunk, by the standard deviation of its channels, scaled by the next chunk's range.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.neighbors import in_text_order, pooled
@@ -40,7 +39,6 @@ def positions_of_queries(count: int, new: New, window: Int[Array, "b #h"]) -> In
     return jnp.where((place < window) & (position >= 0), position, -1)
 
 
-@struct.dataclass
 class WindowAttention(Score, interface=True):
     """Score by the mean attention of the last queries, which attend again before each eviction.
 

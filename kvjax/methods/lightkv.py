@@ -7,13 +7,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from kvjax.methods.combine import combine
 from kvjax.methods.last_queries import no_queries, positions_of_queries, with_newest_queries
-from kvjax.methods.register import register, register_part
+from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.step_windows import shifted
 from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan, Sizing
@@ -26,7 +24,6 @@ from kvjax.utils.fields import at_least, one_of
 
 
 @register_part("arithmetic")
-@struct.dataclass
 class Arithmetic(Plan):
     r"""Budgets that decrease by equal steps from the first layer to the last.
 
@@ -48,7 +45,6 @@ class Arithmetic(Plan):
         return np.linspace(self.ratio * last, last, layers) if layers > 1 else np.full(1, float(budget))
 
 
-@struct.dataclass
 class AfterLimit(Plan):
     r"""Cache sizes of LightKV: no eviction up to a context limit, then at most C_l slots per head.
 
@@ -83,7 +79,7 @@ class AfterLimit(Plan):
 
     def spread_by(self, other: Plan) -> Plan:
         """Return a copy with the C_l of another plan."""
-        return super().spread_by(other) if other.sizing.per_head else dataclasses.replace(self, plan=other)
+        return super().spread_by(other) if other.sizing.per_head else self.replace(plan=other)
 
     def _left(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
         # What is left of a text beyond the context limit.
@@ -109,7 +105,6 @@ class AfterLimit(Plan):
         return jnp.where(length[:, None] <= self.context_limit, self.context_limit, left)
 
 
-@struct.dataclass
 class _Observed(Score):
     # What both forms of the observation window share.
 
@@ -137,7 +132,6 @@ class _Observed(Score):
         return heads.limit if self.alpha is None else jnp.full_like(heads.limit, self.alpha)
 
 
-@struct.dataclass
 class LastQueries(_Observed, StoredScore):
     r"""Attention of exactly the last alpha queries, recomputed before each possible eviction.
 
@@ -172,10 +166,10 @@ class LastQueries(_Observed, StoredScore):
 
     def sized(self, slots: tuple[int, ...]) -> LastQueries:
         """Return a copy that stores as many queries as a layer has slots, if alpha is C_l."""
-        return self if self.alpha is not None else dataclasses.replace(self, lines=slots)
+        return self if self.alpha is not None else self.replace(lines=slots)
 
     def layer(self, index: int) -> LastQueries:
-        return dataclasses.replace(self, lines=self.lines[index : index + 1])
+        return self.replace(lines=self.lines[index : index + 1])
 
     def init(self, shape: New) -> PyTree:
         """Return empty storage for the last queries before rotation; the query of token i gets index i modulo alpha."""
@@ -204,7 +198,6 @@ class Windows(NamedTuple):
     """Number of the current window, counted from that end."""
 
 
-@struct.dataclass
 class RunningQueries(_Observed):
     r"""Attention summed over about the last alpha queries, in constant memory and without recomputation.
 

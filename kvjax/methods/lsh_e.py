@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, UInt32
 
 from kvjax.methods.register import register_score
@@ -22,7 +20,6 @@ from pallas_kernels.hamming import Hashing
 @register_score(
     "lsh_e", paper="LSH-E, eq. 2, 5, 6", group="ranked by keys, values or chance, without attention", sinks=4, recent=10
 )
-@struct.dataclass
 class Hamming(Score):
     r"""Hamming distance between hashes of the newest query and of the keys, computed at every step (eq. 2, 5, 6).
 
@@ -62,7 +59,7 @@ class Hamming(Score):
     def bind(self, model: LanguageModel) -> Hamming:
         layers = enumerate(model.config.layer_configs)
         planes = (projections(self.seed, i, layer.kv_heads, self.bits, layer.key_width) for i, layer in layers)
-        return dataclasses.replace(self, planes=tuple(planes))
+        return self.replace(planes=tuple(planes))
 
     def _hashing(self, new: New) -> Hashing:
         # R, q_t and k_t.

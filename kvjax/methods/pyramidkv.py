@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from flax import struct
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register, register_part
+from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.snapkv import PromptWindow
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
@@ -17,7 +15,6 @@ from kvjax.utils.fields import at_least
 
 
 @register_part("pyramid")
-@struct.dataclass
 class Pyramid(Plan):
     r"""Budgets of a window plus a number of slots that decreases by equal steps to a small one in the last layer.
 

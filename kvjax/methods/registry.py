@@ -15,18 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.methods.combine import combine
 from kvjax.methods.compatibility import fitted
-from kvjax.methods.register import BASES, TABLES
-from kvjax.methods.register import PAPERS as PAPERS
-from kvjax.methods.register import PLANS as PLANS
-from kvjax.methods.register import REGISTRY as REGISTRY
-from kvjax.methods.register import RESIDUALS as RESIDUALS
-from kvjax.methods.register import SELECTIONS as SELECTIONS
+from kvjax.methods.register import BASES, REGISTRY, RESIDUALS, TABLES, combine
 from kvjax.policies.allocation import Plan
 from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
-from kvjax.policies.quantizer import CODECS as CODECS
 from kvjax.policies.quantizer import Quantizer
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
@@ -338,10 +331,6 @@ def name_of(policy: Policy) -> str:
     return policy.name or type(policy.score).__name__
 
 
-def _import_methods() -> None:
-    # In alphabetical order, after everything above is defined: `less` makes its base by name.
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}."):
-        importlib.import_module(module.name)
-
-
-_import_methods()
+# In alphabetical order, after everything above is defined: `less` makes its base by name.
+for _module in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}."):
+    importlib.import_module(_module.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.last_queries import WindowAttention
@@ -15,7 +14,6 @@ from kvjax.utils.fields import Limit, at_least
 
 
 @register_score("rkv", paper="R-KV", group="ranked by attention at every token")
-@struct.dataclass
 class Redundancy(WindowAttention):
     r"""Tokens that the last queries attend to and whose keys are unlike the other keys.
 

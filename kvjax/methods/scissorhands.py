@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, UInt32
 
 from kvjax.methods.register import register_score
@@ -20,7 +19,6 @@ _HISTORY = Limit(lambda queries: queries in range(WORD, 2**16 + 1, WORD), "a mul
 @register_score(
     "scissorhands", paper="Scissorhands, Algorithm 2", group="ranked by attention at every token", recent=0.25
 )
-@struct.dataclass
 class Persistence(Score):
     r"""Tokens whose attention was least often below average over a history window.
 

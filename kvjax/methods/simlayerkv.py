@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.ends import EndsOrAll, ends_policy
@@ -14,7 +13,6 @@ from kvjax.utils.fields import share
 
 
 @register_score("simlayerkv", paper="SimLayerKV, 2024", group="ranked once for each prompt or turn", make=ends_policy)
-@struct.dataclass
 class LazyLayers(EndsOrAll):
     r"""Keep the first `sinks` and the newest `recent` tokens in lazy layers, and everything in the others.
 
@@ -36,8 +34,6 @@ class LazyLayers(EndsOrAll):
         sinks: s, first tokens that lazy layers keep.
         recent: w, newest tokens that lazy layers keep, the one being read included.
     """
-
-    method = "simlayerkv"
 
     threshold: float = number(0.9, share("a share of attention"))
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.last_queries import WindowAttention
@@ -20,7 +19,6 @@ from kvjax.utils.fields import ODD, one_of
 
 
 @register_score("snapkv", paper="SnapKV, Listing 1", group="ranked once for each prompt or turn")
-@struct.dataclass
 class PromptWindow(Score):
     r"""Attention of the last `recent` prompt queries, pooled over neighbors.
 
@@ -85,7 +83,6 @@ class PromptWindow(Score):
 @register_score(
     "snapkv_decode", paper="SnapKV, Listing 1, at every eviction", group="ranked by attention at every token"
 )
-@struct.dataclass
 class NewestWindow(WindowAttention):
     r"""Attention of the last `recent` queries, pooled over neighbors, at every eviction.
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from kvjax.methods.combine import combine
 from kvjax.methods.full import Unbounded
-from kvjax.methods.register import register, register_part
+from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.window import Recency
 from kvjax.policies.policy import Policy
 from kvjax.policies.selection import Selection
@@ -24,7 +21,6 @@ _K = Limit(lambda k: k >= 1 if isinstance(k, int) else 0 < k <= 1, "a number of 
 
 
 @register_part("topk")
-@struct.dataclass
 class TopK(Selection):
     r"""Selection of the k cached keys with the highest logits of each query.
 
@@ -45,7 +41,7 @@ class TopK(Selection):
         if self.k is not None:
             return self
         check(isinstance(budget, (int, float)), "budget", budget, "one number, which topk_oracle takes as k")
-        return dataclasses.replace(self, k=budget)
+        return self.replace(k=budget)
 
     def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
         """Return a mask of the k largest probabilities of each query."""

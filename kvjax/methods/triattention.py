@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from kvjax.methods.register import register_score
@@ -118,7 +116,6 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
 
 
 @register_score("triattention", paper="TriAttention", group="ranked with arrays calibrated on a text", evict_every=128)
-@struct.dataclass
 class TriAttention(Score):
     r"""Keys with the highest logits of the model's average query at future distances.
 
@@ -166,13 +163,13 @@ class TriAttention(Score):
         """
         ropes = ropes_of(model)
         means = load(self.checkpoint, model) if self.means is None else self.means
-        return dataclasses.replace(self, means=means, ropes=ropes)
+        return self.replace(means=means, ropes=ropes)
 
     def layer(self, index: int) -> TriAttention:
         if self.means is None:
             return self
         means = QueryMeans(self.means.center[index], self.means.norm[index])
-        return dataclasses.replace(self, means=means, ropes=self.ropes[index : index + 1])
+        return self.replace(means=means, ropes=self.ropes[index : index + 1])
 
     def slot(self, new: New, state: object) -> Bool[Array, "b h t"] | None:
         """Return whether new tokens are given text, which stays; None if that makes no difference."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.cur import projected
@@ -23,7 +22,6 @@ COLUMNS = 20
 
 
 @register_score("vase", paper="VaSE", group="ranked by attention at every token")
-@struct.dataclass
 class ValueSpread(Score):
     r"""Tokens with the largest value ranges, and a random sample of the others in proportion to attention.
 

@@ -51,8 +51,7 @@ _REPLACED = {
 }
 
 
-@struct.dataclass(kw_only=True)
-class Plan(Part, interface=True):
+class Plan(Part, interface=True, kw_only=True):
     """Number of slots of each layer and head; the layers together get exactly `layers * budget`.
 
     Args:

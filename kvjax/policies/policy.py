@@ -106,8 +106,25 @@ class Policy:
         return self._each(lambda part: part.sized(slots))
 
     def spread(self, plan: Plan | None) -> Policy:
-        """Return a copy with the given plan for its budget; None keeps its own plan."""
-        return self if plan is None else dataclasses.replace(self, plan=self.plan.spread_by(plan))
+        """Return a copy with the given plan for its budget; None keeps its own plan.
+
+        Raises:
+            ValueError: there is no budget that a plan could distribute.
+        """
+        if plan is None:
+            return self
+        mode, other = self.plan.sizing.mode, type(plan).__name__
+        if mode == "unbounded":
+            raise ValueError(
+                f"this policy evicts nothing, so plan={other} has no effect; leave it out, or choose another policy "
+                "such as h2o."
+            )
+        if mode == "profiled":
+            raise ValueError(
+                f"{self.name or type(self.score).__name__} decides itself how many slots each head gets, so budget and "
+                f"plan={other} mean nothing to it; leave both out and change its settings."
+            )
+        return dataclasses.replace(self, plan=self.plan.spread_by(plan))
 
     def layer(self, index: int) -> Policy:
         """Return the policy as one layer uses it."""

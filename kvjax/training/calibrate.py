@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.inference.extend import prefill
@@ -24,7 +22,6 @@ from kvjax.types import Heads, New, setting, wide
 Sums = tuple[Float[Array, "b h g d"], Float[Array, "b h g f"]]
 
 
-@struct.dataclass
 class QuerySums(Score):
     """Ranking by age, during which each head sums its queries before rotation, and the norms of their pairs.
 
@@ -36,7 +33,7 @@ class QuerySums(Score):
 
     def layer(self, index: int) -> QuerySums:
         """Return a copy with the RoPE of one layer."""
-        return dataclasses.replace(self, ropes=self.ropes[index : index + 1])
+        return self.replace(ropes=self.ropes[index : index + 1])
 
     def init(self, shape: New) -> Sums:
         """Return zeros."""

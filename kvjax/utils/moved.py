@@ -25,6 +25,7 @@ MOVED: Mapping[str, str] = {
     "kvjax.env": "kvjax.cli.env",
     "kvjax.evaluate": "kvjax.evaluation",
     "kvjax.pictures": "kvjax.evaluation",
+    "kvjax.methods.combine": "kvjax.methods.register",
     "kvjax.policies.plan": "kvjax.policies.allocation",
     "kvjax.sampling": "kvjax.generation",
     "kvjax.sampling.conversation": "kvjax.generation.chat",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_part
@@ -31,7 +29,6 @@ class Memory(NamedTuple):
 
 
 @register_part("less")
-@struct.dataclass
 class LowRankMemory(Residual, interface=True):
     r"""Low-rank memory of evicted pairs, R x d + R numbers per KV head, for any policy that evicts.
 
@@ -100,7 +97,7 @@ class LowRankMemory(Residual, interface=True):
         self._check_shapes(kernels, model)
         if model.weights.dtype == jnp.bfloat16:
             kernels, trained = _in_bfloat16((kernels, trained))
-        return dataclasses.replace(self, layers=kernels, trained=trained)
+        return self.replace(layers=kernels, trained=trained)
 
     def budgeted(self, budget: Any) -> LowRankMemory:
         """Return a copy with the kernels trained nearest to the budget, if there are several."""
@@ -109,7 +106,7 @@ class LowRankMemory(Residual, interface=True):
         fraction = isinstance(budget, float)
         wanted = max(1e-9, float(np.mean(budget)))  # invalid budgets are refused later, where slots are counted
         nearest = min(self.trained, key=lambda option: abs(math.log(option[fraction] / wanted)))
-        return dataclasses.replace(self, layers=nearest[-1], trained=())
+        return self.replace(layers=nearest[-1], trained=())
 
     def _check_shapes(self, kernels: Any, model: LanguageModel) -> None:
         layers = model.config.layer_configs
@@ -124,7 +121,7 @@ class LowRankMemory(Residual, interface=True):
                 )
 
     def layer(self, index: int) -> LowRankMemory:
-        return self if self.layers is None else dataclasses.replace(self, layers=self.layers[index], trained=())
+        return self if self.layers is None else self.replace(layers=self.layers[index], trained=())
 
     def phi(self, q: Float[Array, "b h g t d"], kernels: Kernels = AUTO) -> Float[Array, "b h g t R"]:
         """Compute features of a layer's rotated queries (equation 1)."""
