@@ -40,7 +40,6 @@ class AdaKV(Uniform, interface=True):
 
     @property
     def sizing(self) -> Sizing:
-        """Slots for each head."""
         return Sizing(per_head=True, all_layers=self.over == "model")
 
     def head_budgets(

@@ -126,7 +126,6 @@ class Pursuit(PromptScore):
         return Requirements(whole_heads=True)
 
     def sized(self, slots: tuple[int, ...]) -> Pursuit:
-        """Return a copy that chooses as many keys as a layer has slots."""
         return self.replace(lines=slots)
 
     def layer(self, index: int) -> Pursuit:

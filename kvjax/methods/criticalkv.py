@@ -53,7 +53,6 @@ class Critical(ScoreOver):
         return dataclasses.replace(self.base_score.requires, whole_heads=True)
 
     def bind(self, model: LanguageModel) -> Critical:
-        """Return a copy with the output weights of a model."""
         weights = output_weights(model, lambda weights: weights.swapaxes(1, 2))
         return super().bind(model).replace(outputs=weights)
 
@@ -62,7 +61,6 @@ class Critical(ScoreOver):
         return self.base_score.slot(new, state), self._norms(new.v)
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """Return the base's new state of each slot, and the norm."""
         return self.base_score.fold(answers, _of_base(view), new), view.slots.score[1]
 
     def score(self, view: View, new: New) -> SplitRanking:

@@ -85,7 +85,6 @@ class RetrievalHeads(EndsOrAll):
     def head_budgets(
         self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
-        """Return slots for the whole text in retrieval heads, and s + w and those of special tokens in the others."""
         assert isinstance(self.full, jax.Array)
         return self.slots_of(~self.full[None], view, new), view.state.plan
 

@@ -79,11 +79,6 @@ class TokenClasses(Protection):
         check(whole, "recent", self.recent, "a number of tokens from 0")
 
     def bind(self, model: LanguageModel) -> TokenClasses:
-        """Return a copy with the classes of the model's tokens.
-
-        Raises:
-            ValueError: the tokenizer has no classes of tokens, or the policy was bound to another vocabulary.
-        """
         size = model.config.vocab_size
         if self.classes is not None:
             if len(self.classes) != size:
@@ -189,7 +184,6 @@ class Profiled(Uniform):
 
     @property
     def sizing(self) -> Sizing:
-        """Separate numbers of slots for heads; one step may evict several frequent tokens."""
         overtaken = self.frequent_among == "all" and "frequent" in self.order
         return Sizing(mode="profiled", per_head=True, fixed_length=True, may_shrink=overtaken)
 

@@ -41,7 +41,6 @@ class Question(PromptWindow):
 
     @property
     def requires(self) -> Requirements:
-        """The whole prompt, if a question ends it."""
         return Requirements(whole_prompt=self.delimiter is not None)
 
     def _begin(self, heads: Heads, new: New) -> Int[Array, "b h 1"]:
@@ -53,7 +52,6 @@ class Question(PromptWindow):
         return jnp.where(last >= 0, last + 1, newest)
 
     def asks(self, heads: Heads, new: New) -> Sums | None:
-        """Request the attention of the question's queries."""
         found = super().asks(heads, new)
         if found is None or found.weights is None:
             return found

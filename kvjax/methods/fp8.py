@@ -36,7 +36,6 @@ class Float8(Quantizer):
         return channel_factors(keys, valid)
 
     def encode(self, x: Float[Array, "*b c d"]) -> UInt8[Array, "*b c d"]:
-        """Return the bits of the nearest representable values."""
         # As bytes, because gathers and collectives of 8-bit floats are not available on every platform.
         rounded = jnp.clip(x, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(rounded, jnp.uint8)

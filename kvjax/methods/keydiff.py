@@ -31,7 +31,6 @@ class KeyDifference(Score):
 
     @property
     def requires(self) -> Requirements:
-        """All keys of a head; prompts in blocks."""
         return Requirements(prompt_chunk=self.block, whole_heads=True)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:

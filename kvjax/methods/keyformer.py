@@ -76,5 +76,4 @@ class GumbelSoftmax(Accumulated):
         return self.tau_init + step * ((self.tau_end - self.tau_init) / new.horizon[:, None])
 
     def retained(self, new: New) -> Float[Array, " b"] | None:
-        """Return alpha to the power of the number of new tokens."""
         return self.damping ** new.valid.sum(1) if self.damped else None

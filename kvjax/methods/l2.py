@@ -39,7 +39,6 @@ class KeyNorm(Score):
         return self
 
     def layer(self, index: int) -> KeyNorm:
-        """Return the score of a layer, which ranks by age if the layer is skipped."""
         return self.replace(skipped=index < self.skip_layers)
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:

@@ -81,20 +81,16 @@ class AfterLimit(Plan):
         """Return a copy with the C_l of another plan."""
         return super().spread_by(other) if other.sizing.per_head else self.replace(plan=other)
 
-    def _left(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        # What is left of a text beyond the context limit.
-        if self.middle == "rest" or self.mask.one_in is None:
-            return limit
-        middle = one_slot_in(self.mask.one_in, limit)
-        return jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
-
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Return all slots up to the context limit; beyond it C_l, or the mask and C_sink middle tokens.
 
         Raises:
             ValueError: the context limit is below C_1.
         """
-        left = self._left(limit)
+        left = limit  # beyond the context limit
+        if self.middle == "mask" and self.mask.one_in is not None:
+            middle = one_slot_in(self.mask.one_in, limit)
+            left = jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
         if self.context_limit is None:
             return left
         if not isinstance(limit, Tracer) and self.context_limit < limit.max():
@@ -113,7 +109,6 @@ class _Observed(Score):
 
     @property
     def requires(self) -> Requirements:
-        """A prompt of at least the observation window, and host memory with `offload`."""
         return Requirements(min_prompt=self.alpha or 0, host_memory=self.offload)
 
     def bind(self, model: LanguageModel) -> Self:
@@ -161,7 +156,6 @@ class LastQueries(_Observed, StoredScore):
 
     @property
     def requires(self) -> Requirements:
-        """Requirements of the offloaded state; queries of idle rows do not change."""
         return dataclasses.replace(super().requires, keeps_idle_rows=True)
 
     def sized(self, slots: tuple[int, ...]) -> LastQueries:
@@ -172,7 +166,6 @@ class LastQueries(_Observed, StoredScore):
         return self.replace(lines=self.lines[index : index + 1])
 
     def init(self, shape: New) -> PyTree:
-        """Return empty storage for the last queries before rotation; the query of token i gets index i modulo alpha."""
         if self.alpha is None and not self.lines:
             raise ValueError("alpha=None is as many queries as a layer has slots: call `Policy.sized` first.")
         return no_queries(shape, self.lines[0] if self.alpha is None else self.alpha)
@@ -185,7 +178,6 @@ class LastQueries(_Observed, StoredScore):
         return Again(kept, position, counts.astype(wide(new.q.dtype)))
 
     def advance(self, heads: Heads, new: New) -> PyTree:
-        """Return the stored queries with the oldest ones replaced by the new ones."""
         return with_newest_queries(heads.state.score, new, self._alpha(heads)[:, :1])
 
 
@@ -213,7 +205,6 @@ class RunningQueries(_Observed):
     window: ClassVar[str] = "running"
 
     def init(self, shape: New) -> Windows:
-        """Return windows that have not begun."""
         heads = shape.k.shape[:2]
         return Windows(jnp.full(heads, -1, jnp.int32), jnp.full(heads, -(2**30), jnp.int32))
 

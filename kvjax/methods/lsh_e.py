@@ -75,7 +75,6 @@ class Hamming(Score):
         return self._hashing(new).of_keys()
 
     def score(self, view: View, new: New) -> HammingDistance:
-        """Return F_t = -d_H(h(q_t), H), summed over the query group."""
         return HammingDistance(self._hashing(new), view.slots.score)
 
 

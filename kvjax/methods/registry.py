@@ -154,9 +154,7 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
 
 
 def _taken_by(found: Any) -> set[str]:
-    # Settings of what makes a policy or a score; a score has its fields.
-    if isinstance(found, type):
-        return {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+    # Settings of what makes a policy or a score.
     if not callable(found):
         return set()
     parameters = inspect.signature(found).parameters.values()

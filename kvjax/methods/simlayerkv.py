@@ -45,7 +45,6 @@ class LazyLayers(EndsOrAll):
     def head_budgets(
         self, answers: Float[Array, "b h c"], view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
-        """Return s + w slots and those of special tokens in lazy layers, and slots for the whole text in the others."""
         ends = (view.position < self.sinks) | (view.position > new.newest[:, None, None] - self.recent)
         mass = jnp.where(view.live & ends, answers, 0.0).sum(-1) / new.q.shape[2]
         longer = new.read > self.sinks + self.recent

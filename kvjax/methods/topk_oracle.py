@@ -44,7 +44,6 @@ class TopK(Selection):
         return self.replace(k=budget)
 
     def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
-        """Return a mask of the k largest probabilities of each query."""
         if self.k is None:
             raise ValueError("topk_oracle has no k: give a budget, as prefill does.")
         k: Any = jnp.ceil(self.k * (probs > 0).sum(-1, keepdims=True)) if is_share(self.k) else self.k

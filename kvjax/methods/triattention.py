@@ -156,11 +156,6 @@ class TriAttention(Score):
         return Requirements(whole_heads=True)
 
     def bind(self, model: LanguageModel) -> TriAttention:
-        """Return a copy with the mean queries of a model.
-
-        Raises:
-            ValueError: there are no mean queries, they belong to another model, or the model has no RoPE.
-        """
         ropes = ropes_of(model)
         means = load(self.checkpoint, model) if self.means is None else self.means
         return self.replace(means=means, ropes=ropes)

@@ -32,22 +32,18 @@ class QuerySums(Score):
     ropes: tuple[Rope, ...] = setting(())
 
     def layer(self, index: int) -> QuerySums:
-        """Return a copy with the RoPE of one layer."""
         return self.replace(ropes=self.ropes[index : index + 1])
 
     def init(self, shape: New) -> Sums:
-        """Return zeros."""
         query = jnp.zeros((*shape.q.shape[:3], shape.q.shape[-1]), wide(shape.q.dtype))
         return query, pair_norms(self.ropes[0], query)
 
     def advance(self, heads: Heads, new: New) -> Sums:
-        """Return the sums with the new queries added."""
         query, norm = heads.state.score
         raw = jnp.where(new.valid[:, None, None, :, None], new.raw_q.astype(query.dtype), 0.0)
         return query + raw.sum(3), norm + pair_norms(self.ropes[0], raw).sum(3)
 
     def score(self, view: object, new: New) -> OldestFirst:
-        """Return the order of the text."""
         return OldestFirst()
 
 

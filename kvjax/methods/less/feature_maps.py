@@ -56,9 +56,7 @@ class Psi(nn.Module):
     first of these scalars: :math:`\psi(k) = |k_2 W_3|`.
 
     Args:
-        features: R.
-        hidden: R'.
-        dropout: rate before the first activation, in training.
+        features, hidden, dropout: as in `Phi`.
         literal: the third layer without the residual connection and its scalar.
     """
 

@@ -68,11 +68,6 @@ class LowRankMemory(Residual, interface=True):
     trained: tuple[tuple[float, float, Any], ...] = ()
 
     def bind(self, model: LanguageModel) -> LowRankMemory:
-        """Return a copy with kernels for a model, as a tuple of layers.
-
-        Raises:
-            ValueError: there are no kernels for the model and the policy, or `features` differs from theirs.
-        """
         # These imports load Flax Linen, which is slow to import, so they run only here.
         from kvjax.methods.less import checkpoint as checkpoints
         from kvjax.methods.less.feature_maps import performer_kernels, unstack
