@@ -8,8 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_part
 from kvjax.policies.allocation import Sizing, Uniform
-from kvjax.types import Heads, New, PyTree, number, setting
-from kvjax.utils.fields import one_of, share
+from kvjax.types import Heads, New, PyTree, number, one_of, setting, share
 
 
 @register_part("adakv")

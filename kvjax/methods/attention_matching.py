@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.methods.register import register_part, register_score
 from kvjax.policies.residual import Queries, Rewritten, SlotResidual
 from kvjax.policies.score import PromptScore, Requirements
-from kvjax.types import New, View, derived, setting, wide
-from kvjax.utils.fields import Limit, above_zero, at_least
+from kvjax.types import Limit, New, View, above_zero, at_least, derived, setting, wide
 
 STEPS = 2
 """Projected steps after least squares."""

@@ -8,8 +8,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.queries import Expected, MomentScore
-from kvjax.types import New, View, number
-from kvjax.utils.fields import at_least
+from kvjax.types import New, View, at_least, number
 
 
 @register_score("capkv", paper="CapKV, 2026", group="ranked once for each prompt or turn", recent=32)

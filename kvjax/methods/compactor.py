@@ -11,11 +11,8 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.protection import recent_slots
-from kvjax.policies.rankings import standardized
-from kvjax.policies.score import UNRANKED, PromptScore
-from kvjax.types import New, View, number, setting, wide
-from kvjax.utils.fields import SEED, at_least
+from kvjax.policies import UNRANKED, PromptScore, recent_slots, standardized
+from kvjax.types import SEED, New, View, at_least, number, setting, wide
 
 
 class TextScore(PromptScore):

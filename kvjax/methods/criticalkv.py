@@ -13,10 +13,7 @@ from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy, name_of
 from kvjax.models.model import LanguageModel
-from kvjax.policies.policy import Policy
-from kvjax.policies.protection import recent_slots
-from kvjax.policies.rankings import SplitRanking, as_numbers
-from kvjax.policies.score import Requirements, ScoreOver, is_ranked
+from kvjax.policies import Policy, Requirements, ScoreOver, SplitRanking, as_numbers, is_ranked, recent_slots
 from kvjax.types import New, PyTree, View, number, wide
 
 BLOCK = 128

@@ -8,10 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.methods.neighbors import in_text_order
 from kvjax.methods.register import register_score
-from kvjax.policies.rankings import coarse
-from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, View, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.policies import Requirements, Score, coarse
+from kvjax.types import New, View, at_least, setting, wide
 from pallas_kernels.noise import uniform_at
 
 

@@ -9,9 +9,7 @@ from typing import Any, NamedTuple
 
 from kvjax.methods.register import PAPERS, REGISTRY, TABLES, combine
 from kvjax.methods.registry import annotations_of, policy, settings_of
-from kvjax.policies.allocation import Uniform
-from kvjax.policies.codec import Codec
-from kvjax.policies.protection import Protection
+from kvjax.policies import Codec, Protection, Uniform
 from kvjax.types import setting_names
 
 

@@ -16,8 +16,7 @@ from kvjax.models.decoder import LayerWeights, embed, finish_block, project, sin
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import require_weights
 from kvjax.rope import rotate
-from kvjax.types import LayerConfig, New, PyTree, View, setting
-from kvjax.utils.fields import at_least, share
+from kvjax.types import LayerConfig, New, PyTree, View, at_least, setting, share
 from pallas_kernels.attention import attend, with_sink
 
 

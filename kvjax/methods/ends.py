@@ -9,11 +9,8 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.methods.register import combine
 from kvjax.methods.window import Recency
-from kvjax.policies.allocation import Sizing, Uniform
-from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protection
-from kvjax.types import New, View, setting
-from kvjax.utils.fields import at_least
+from kvjax.policies import Policy, Protection, Sizing, Uniform
+from kvjax.types import New, View, at_least, setting
 
 
 class EndsOrAll(Uniform, interface=True):

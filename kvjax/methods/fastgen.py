@@ -13,12 +13,9 @@ from kvjax.cache.slots import sum_of_most
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import combine, register
 from kvjax.models.model import LanguageModel
-from kvjax.policies.allocation import Sizing, Uniform
-from kvjax.policies.policy import Policy
+from kvjax.policies import Near, Policy, Sizing, Sums, Uniform
 from kvjax.policies.protection import Protected, Protection, Quota
-from kvjax.policies.stats import Near, Sums
-from kvjax.types import Heads, New, Parts, View, check, number, setting, wide, written
-from kvjax.utils.fields import Limit, at_least, one_of, share
+from kvjax.types import Heads, Limit, New, Parts, View, at_least, check, number, one_of, setting, share, wide, written
 
 PARTS = ("special", "punctuation", "frequent", "local")
 SPECIAL, PUNCTUATION, FREQUENT, EVERYTHING = 1, 2, 4, 8

@@ -7,10 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_score
 from kvjax.methods.snapkv import PromptWindow
-from kvjax.policies.score import Requirements
-from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, View, derived, setting
-from kvjax.utils.fields import Limit
+from kvjax.policies import Requirements, Sums
+from kvjax.types import Heads, Limit, New, View, derived, setting
 
 QUESTION = 1e30
 """Score of the tokens of the question, above all others."""

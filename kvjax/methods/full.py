@@ -6,8 +6,7 @@ from typing import Any
 
 from kvjax.methods.register import combine, register
 from kvjax.methods.window import Recency
-from kvjax.policies.allocation import Sizing, Uniform
-from kvjax.policies.policy import Policy
+from kvjax.policies import Policy, Sizing, Uniform
 
 
 class Unbounded(Uniform):

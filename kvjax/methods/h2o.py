@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvjax.methods.register import register_score
-from kvjax.policies.score import AccumulatedScore
-from kvjax.policies.stats import Sums
+from kvjax.policies import AccumulatedScore, Sums
 from kvjax.types import Heads, New
 
 

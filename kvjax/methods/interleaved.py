@@ -6,8 +6,7 @@ import numpy as np
 
 from kvjax.methods.register import register_part
 from kvjax.policies.allocation import Plan
-from kvjax.types import number
-from kvjax.utils.fields import at_least
+from kvjax.types import at_least, number
 
 
 @register_part("interleaved")

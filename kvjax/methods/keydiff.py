@@ -7,8 +7,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, View, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.types import New, View, at_least, setting, wide
 
 
 @register_score("keydiff", paper="KeyDiff, eq. 5", group="ranked by keys, values or chance, without attention")

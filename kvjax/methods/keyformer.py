@@ -7,10 +7,8 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import register_score
-from kvjax.policies.score import Requirements
-from kvjax.policies.stats import Noise, Sums
-from kvjax.types import Heads, New, derived, number, setting, written
-from kvjax.utils.fields import Limit, above_zero
+from kvjax.policies import Noise, Requirements, Sums
+from kvjax.types import Heads, Limit, New, above_zero, derived, number, setting, written
 
 _NOISES = ("gumbel", "gaussian", "constant", "none")
 

@@ -9,10 +9,8 @@ from kvjax.methods.adakv import AdaKV
 from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.score import UNRANKED, Replay, Requirements, StoredScore
-from kvjax.policies.stats import Peak
-from kvjax.types import Heads, New, View, nothing, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.policies import UNRANKED, Peak, Replay, Requirements, StoredScore
+from kvjax.types import Heads, New, View, at_least, nothing, setting, wide
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting with"

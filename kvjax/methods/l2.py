@@ -7,10 +7,8 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.rankings import OldestFirst, Ranking, coarse
-from kvjax.policies.score import Score
-from kvjax.types import New, PyTree, View, check, derived, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.policies import OldestFirst, Ranking, Score, coarse
+from kvjax.types import New, PyTree, View, at_least, check, derived, setting, wide
 
 
 @register_score("l2", paper="Devoto et al. 2024", group="ranked by keys, values or chance, without attention")

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.register import register_score
 from kvjax.policies.score import PromptScore
-from kvjax.types import New, View, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.types import New, View, at_least, setting, wide
 
 
 @register_score("lagkv", paper="LagKV, 2025", group="ranked once for each prompt or turn", recent=32)

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.neighbors import in_text_order, pooled
-from kvjax.policies.score import Requirements, Score
-from kvjax.policies.stats import Again
-from kvjax.types import Heads, New, PyTree, View, nothing, setting, wide
-from kvjax.utils.fields import ODD, at_least, one_of
+from kvjax.policies import Again, Requirements, Score
+from kvjax.types import ODD, Heads, New, PyTree, View, at_least, nothing, one_of, setting, wide
 
 
 def no_queries(shape: New, count: int) -> Float[Array, "b h a g d"]:

@@ -14,13 +14,9 @@ from kvjax.methods.last_queries import no_queries, positions_of_queries, with_ne
 from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.step_windows import shifted
 from kvjax.models.model import LanguageModel
-from kvjax.policies.allocation import Plan, Sizing
-from kvjax.policies.policy import Policy
+from kvjax.policies import Again, Plan, Policy, Requirements, Score, Sizing, StoredScore, Sums
 from kvjax.policies.protection import Protection, one_slot_in
-from kvjax.policies.score import Requirements, Score, StoredScore
-from kvjax.policies.stats import Again, Sums
-from kvjax.types import Heads, New, PyTree, View, check, nothing, number, setting, wide
-from kvjax.utils.fields import at_least, one_of
+from kvjax.types import Heads, New, PyTree, View, at_least, check, nothing, number, one_of, setting, wide
 
 
 @register_part("arithmetic")

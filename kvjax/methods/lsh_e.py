@@ -10,10 +10,8 @@ from jaxtyping import Array, Float, UInt32
 
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.rankings import HammingDistance
-from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, PyTree, View, setting
-from kvjax.utils.fields import SEED, Limit, one_of
+from kvjax.policies import HammingDistance, Requirements, Score
+from kvjax.types import SEED, Limit, New, PyTree, View, one_of, setting
 from pallas_kernels.hamming import Hashing
 
 

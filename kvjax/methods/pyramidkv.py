@@ -8,10 +8,8 @@ import numpy as np
 
 from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.snapkv import PromptWindow
-from kvjax.policies.allocation import Plan
-from kvjax.policies.policy import Policy
-from kvjax.types import number
-from kvjax.utils.fields import at_least
+from kvjax.policies import Plan, Policy
+from kvjax.types import at_least, number
 
 
 @register_part("pyramid")

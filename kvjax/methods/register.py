@@ -8,14 +8,8 @@ from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any, Literal, TypeVar, get_args
 
-from kvjax.policies.allocation import Plan, Uniform
-from kvjax.policies.codec import Codec
-from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protection
+from kvjax.policies import Codec, Plan, Policy, Protection, Residual, Score, Selection, Uniform
 from kvjax.policies.quantizer import CODECS, Quantizer
-from kvjax.policies.residual import Residual
-from kvjax.policies.score import Score
-from kvjax.policies.selection import Selection
 from kvjax.types import setting_names
 from kvjax.utils.suggest import choices
 

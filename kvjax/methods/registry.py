@@ -17,13 +17,7 @@ import numpy as np
 
 from kvjax.methods.compatibility import fitted
 from kvjax.methods.register import BASES, REGISTRY, RESIDUALS, TABLES, combine
-from kvjax.policies.allocation import Plan
-from kvjax.policies.codec import Codec
-from kvjax.policies.policy import Policy
-from kvjax.policies.quantizer import Quantizer
-from kvjax.policies.residual import Residual
-from kvjax.policies.score import Score
-from kvjax.policies.selection import Selection
+from kvjax.policies import Codec, Plan, Policy, Quantizer, Residual, Score, Selection
 from kvjax.types import check, check_kind
 from kvjax.utils.files import expanded
 from kvjax.utils.suggest import choices

@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.register import register_score
 from kvjax.policies.stats import Again
-from kvjax.types import New, View, derived, number, setting, wide
-from kvjax.utils.fields import Limit, at_least
+from kvjax.types import Limit, New, View, at_least, derived, number, setting, wide
 
 
 @register_score("rkv", paper="R-KV", group="ranked by attention at every token")

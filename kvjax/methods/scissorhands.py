@@ -7,10 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
 from kvjax.methods.register import register_score
-from kvjax.policies.score import Score
-from kvjax.policies.stats import Probs, Seen
-from kvjax.types import Heads, New, PyTree, View, setting
-from kvjax.utils.fields import Limit
+from kvjax.policies import Probs, Score, Seen
+from kvjax.types import Heads, Limit, New, PyTree, View, setting
 
 WORD = 32
 _HISTORY = Limit(lambda queries: queries in range(WORD, 2**16 + 1, WORD), "a multiple of 32 queries from 32 to 65536")

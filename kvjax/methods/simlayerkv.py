@@ -8,8 +8,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.methods.ends import EndsOrAll, ends_policy
 from kvjax.methods.register import register_score
 from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, PyTree, View, number, wide
-from kvjax.utils.fields import share
+from kvjax.types import Heads, New, PyTree, View, number, share, wide
 
 
 @register_score("simlayerkv", paper="SimLayerKV, 2024", group="ranked once for each prompt or turn", make=ends_policy)

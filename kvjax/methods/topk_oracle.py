@@ -12,10 +12,8 @@ from jaxtyping import Array, Bool, Float
 from kvjax.methods.full import Unbounded
 from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.window import Recency
-from kvjax.policies.policy import Policy
-from kvjax.policies.selection import Selection
-from kvjax.types import New, check, is_share, number
-from kvjax.utils.fields import Limit
+from kvjax.policies import Policy, Selection
+from kvjax.types import Limit, New, check, is_share, number
 
 _K = Limit(lambda k: k >= 1 if isinstance(k, int) else 0 < k <= 1, "a number of tokens from 1, or a fraction up to 1.0")
 

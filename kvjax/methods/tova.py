@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvjax.methods.register import register_score
-from kvjax.policies.score import Requirements, StoredScore
-from kvjax.policies.stats import Sums
+from kvjax.policies import Requirements, StoredScore, Sums
 from kvjax.types import Heads, New, wide
 
 

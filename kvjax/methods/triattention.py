@@ -14,11 +14,9 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.rankings import standardized
-from kvjax.policies.score import Requirements, Score
+from kvjax.policies import Requirements, Score, standardized
 from kvjax.rope import Rope, Turns, rotate_by, turns_of
-from kvjax.types import New, View, derived, directory, setting, wide
-from kvjax.utils.fields import Limit
+from kvjax.types import Limit, New, View, derived, directory, setting, wide
 from kvjax.utils.files import expanded, written_aside
 
 FILE = "queries.safetensors"

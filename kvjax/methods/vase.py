@@ -9,12 +9,8 @@ from kvjax.methods.cur import projected
 from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.methods.register import register_score
 from kvjax.methods.step_windows import begin, ended, shifted, weights
-from kvjax.policies.protection import recent_slots
-from kvjax.policies.rankings import coarse
-from kvjax.policies.score import Requirements, Score
-from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, View, nothing, number, setting, wide
-from kvjax.utils.fields import ODD, at_least, one_of
+from kvjax.policies import Requirements, Score, Sums, coarse, recent_slots
+from kvjax.types import ODD, Heads, New, View, at_least, nothing, number, one_of, setting, wide
 from pallas_kernels.noise import gumbel, uniform_at
 
 COLUMNS = 20

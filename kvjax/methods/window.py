@@ -6,10 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
-from kvjax.policies.rankings import OldestFirst
-from kvjax.policies.score import Score
-from kvjax.types import New, View, number
-from kvjax.utils.fields import at_least
+from kvjax.policies import OldestFirst, Score
+from kvjax.types import New, View, at_least, number
 
 
 @register_score("window", paper="Longformer, 3.1", group="ranked by position")

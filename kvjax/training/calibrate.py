@@ -13,9 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.inference.extend import prefill
 from kvjax.methods.triattention import QueryMeans, pair_norms, ropes_of
 from kvjax.model import Model
-from kvjax.policies.policy import Policy
-from kvjax.policies.rankings import OldestFirst
-from kvjax.policies.score import Score
+from kvjax.policies import OldestFirst, Policy, Score
 from kvjax.rope import Rope
 from kvjax.types import Heads, New, setting, wide
 

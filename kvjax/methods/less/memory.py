@@ -13,8 +13,7 @@ from jaxtyping import Array, Float
 from kvjax.methods.register import register_part
 from kvjax.models.model import LanguageModel
 from kvjax.policies.residual import Residual
-from kvjax.types import Evicted, Kernels, New, Partial, directory, setting, wide
-from kvjax.utils.fields import SEED, at_least, one_of
+from kvjax.types import SEED, Evicted, Kernels, New, Partial, at_least, directory, one_of, setting, wide
 from pallas_kernels import less_kernels
 from pallas_kernels.attention import LowRank
 

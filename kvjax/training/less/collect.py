@@ -16,8 +16,7 @@ from kvjax.inference.empty import empty_state
 from kvjax.inference.prepare import ready
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
-from kvjax.policies.allocation import Plan
-from kvjax.policies.policy import Policy
+from kvjax.policies import Plan, Policy
 from kvjax.training.less.record import Features, check_mask, record
 from kvjax.utils.files import read_text, written_aside
 
