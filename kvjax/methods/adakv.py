@@ -53,11 +53,7 @@ class AdaKV(Uniform, interface=True):
     def split(
         self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], most: Int[Array, "b 1"]
     ) -> Int[Array, "b h"]:
-        """Return the slots of each KV head.
-
-        Args:
-            most: tokens of the whole text, an upper bound on the slots of a head.
-        """
+        """Return the slots of each KV head, `most` at the most: the tokens of the whole text."""
         rows, heads, slots = ranks.shape
         total = budget.sum(1, keepdims=True)
         head = jnp.broadcast_to(jnp.arange(heads)[:, None], ranks.shape).reshape(rows, -1)

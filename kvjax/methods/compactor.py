@@ -106,11 +106,7 @@ class NonCausal(TextScore):
 
 
 def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size: int) -> Float[Array, "b h t"]:
-    """Return z-scores of the attention within chunks of `size` tokens; the first chunk begins after the sinks.
-
-    Args:
-        counts: mask of the tokens that attend and are attended to.
-    """
+    """Return z-scores of the attention between the tokens in `counts`, in chunks of `size` tokens after the sinks."""
     kind, tokens = wide(new.k.dtype), counts.shape[-1]
     chunks = -(-tokens // size)
     first = jnp.clip(sinks - new.position[:, :1], 0, tokens)

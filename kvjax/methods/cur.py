@@ -62,11 +62,7 @@ class LeverageProduct(Score):
 def projected(
     x: Float[Array, "b h c d"], columns: int, new: New, draw: Int[Array, "b 1"] | None = None
 ) -> Float[Array, "b h c m"]:
-    """Multiply keys or values by a standard Gaussian matrix [d, columns], a separate one for each row, layer and head.
-
-    Args:
-        draw: index of the matrix, if several are drawn; None for a single one.
-    """
+    """Multiply keys or values by a standard Gaussian matrix [d, columns], one for each row, layer, head and `draw`."""
     rows, heads, _, width = x.shape
     index = jnp.broadcast_to(jnp.arange(width * columns), (rows, heads, width * columns))
     uniform = uniform_at(new.seed, new.layer, index, draw, new.head).astype(wide(x.dtype))

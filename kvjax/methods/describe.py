@@ -51,11 +51,7 @@ def methods_table() -> str:
 
 
 def describe_policy(name: str, own: bool = False) -> Description:
-    """Describe a registered policy.
-
-    Args:
-        own: omit settings that nearly all policies take, if the default is the usual one.
-    """
+    """Describe a registered policy, with its `own` settings alone or with those that nearly all policies take."""
     method = REGISTRY[name]
     paper = next(papers[name] for papers in PAPERS.values() if name in papers)
     made = policy(name)

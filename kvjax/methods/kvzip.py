@@ -17,11 +17,7 @@ REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting wi
 
 
 @register_score(
-    "kvzip",
-    paper="KVzip, 2025",
-    group="ranked once for each prompt or turn",
-    recent=32,
-    plan=AdaKV(floor=0.0, over="model"),
+    "kvzip", paper="KVzip, 2025", group="ranked once for each prompt or turn", recent=32, plan=AdaKV(0.0, "model")
 )
 class Reconstruction(StoredScore):
     r"""Largest attention to a token in a second reading of the text, with one ranking for all layers and heads.

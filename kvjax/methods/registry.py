@@ -119,8 +119,9 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     file, _, attribute = name.rpartition(":")
     file = expanded(file)
     # What every policy has is no setting of the score, unless it says so.
-    takes = _taken_by(found)
-    usual = [name for name in _keywords(combine) if name in own and name not in takes]
+    takes = inspect.signature(found).parameters if callable(found) else {}
+    all_of_them = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    usual = [] if all_of_them else [name for name in _keywords(combine) if name in own and name not in takes]
     common = _typed({name: own[name] for name in usual}, annotations_of(combine))
     own = {name: value for name, value in own.items() if name not in common}
     try:
@@ -145,15 +146,6 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     if not isinstance(made, Policy):
         raise ValueError(f"{attribute} in {file} is not a kvjax.Policy or Score and does not return one: {made!r}.")
     return made
-
-
-def _taken_by(found: Any) -> set[str]:
-    # Settings of what makes a policy or a score.
-    if not callable(found):
-        return set()
-    parameters = inspect.signature(found).parameters.values()
-    names = {parameter.name for parameter in parameters}
-    return names | (set(_keywords(combine)) if inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters} else set())
 
 
 def replaced(
@@ -199,15 +191,6 @@ def residual_by_name(name: str, **settings: Any) -> Residual:
     if not isinstance(settings.get("kernels", ""), str):
         settings["layers"] = settings.pop("kernels")
     return _made("residual", name, settings)
-
-
-def plan_by_name(plan: Plan | str | None) -> Plan | None:
-    """Return a plan by name, or the given plan.
-
-    Raises:
-        ValueError: there is no such plan.
-    """
-    return None if plan is None else _made("plan", plan, {})
 
 
 def _made(part: str, given: Any, settings: Mapping[str, Any]) -> Any:

@@ -55,11 +55,7 @@ def pair_norms(rope: Rope, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
 
 
 def save(directory: Path, means: QueryMeans, model: LanguageModel, tokens: int) -> None:
-    """Write mean queries of a model.
-
-    Args:
-        tokens: number of tokens over which the means were taken.
-    """
+    """Write mean queries of a model, over a number of tokens."""
     from safetensors.numpy import save_file
 
     from kvjax.methods.less.checkpoint import fingerprint

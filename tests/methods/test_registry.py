@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from flax import struct
 
 import kvjax
-from kvjax.methods.register import register
+from kvjax.methods.register import combine, register
 from kvjax.types import number
 
 

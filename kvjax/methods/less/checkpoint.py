@@ -156,18 +156,14 @@ def fingerprint(model: LanguageModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def _unusual(described: ModelConfig | Rope | Mixture | QueryGrowth) -> dict[str, Any]:
-    usual = {field.name: field.default for field in dataclasses.fields(described)}
-    settings = {name: getattr(described, name) for name in usual}
-    return {
-        name: [_plain(each) for each in value] if name == "ropes" else _plain(value)
-        for name, value in settings.items()
-        if name in _ALWAYS or value != usual[name]
-    }
-
-
-def _plain(value: Any) -> Any:
-    return _unusual(value) if isinstance(value, Rope | Mixture | QueryGrowth) else value
+def _unusual(value: Any) -> Any:
+    # The settings that enter a fingerprint, in JSON types.
+    if isinstance(value, tuple):
+        return [_unusual(each) for each in value]
+    if not isinstance(value, ModelConfig | Rope | Mixture | QueryGrowth):
+        return value
+    settings = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: _unusual(own) for field, own in settings if field.name in _ALWAYS or own != field.default}
 
 
 def find(checkpoint: str, policy: str) -> list[Path]:

@@ -20,6 +20,9 @@ from kvjax.policies import Plan, Policy
 from kvjax.training.less.record import Features, check_mask, record
 from kvjax.utils.files import read_text, written_aside
 
+ROWS = 8
+"""Most texts that are read together."""
+
 
 def check_policy(policy: Policy, mask: str) -> None:
     """Refuse a policy that kernels cannot be trained for."""
@@ -45,7 +48,6 @@ def collect(
     plan: Plan | str | None = None,
     mask: str = "decode",
     seed: int = 0,
-    rows: int = 8,
     show: Callable[[int], None] = lambda done: None,
 ) -> Features:
     """Collect features of texts in memory-mapped arrays [L, s, ...]; a new call resumes an interrupted one.
@@ -60,7 +62,7 @@ def collect(
     if bound.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
     total, n = tokens.shape
-    rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
+    rows = next(size for size in range(min(ROWS, total), 0, -1) if total % size == 0)
     state = empty_state(model, bound, rows, n, budget)
     limits = zip(layers, state.storage.limits(), strict=True)
     if min(int(limit.min()) for layer, limit in limits if not layer.bounds(n)) >= n:
