@@ -40,16 +40,6 @@ def policies() -> dict[str, list[Description]]:
     return {group: [describe_policy(name, own=True) for name in names] for group, names in PAPERS.items()}
 
 
-def methods_table() -> str:
-    """Return the table of all methods in the README, in Markdown."""
-    rows = [
-        f"| {group} | {', '.join(f'`{name}` ({paper})' for name, paper in papers.items())} |"
-        for group, papers in PAPERS.items()
-        if papers
-    ]
-    return "\n".join(["| methods | name (source) |", "| --- | --- |", *rows])
-
-
 def describe_policy(name: str, own: bool = False) -> Description:
     """Describe a registered policy, with its `own` settings alone or with those that nearly all policies take."""
     method = REGISTRY[name]
