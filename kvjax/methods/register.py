@@ -114,7 +114,6 @@ def register_score(
     Example:
         >>> from kvjax.methods.register import register_score
         >>> @register_score("h2o", paper="H2O, Algorithm 1", group="...", recent=0.5)  # doctest: +SKIP
-        ... @struct.dataclass
         ... class Accumulated(AccumulatedScore): ...
     """
 

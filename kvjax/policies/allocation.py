@@ -8,7 +8,6 @@ import warnings
 from typing import Any, Literal
 
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.base import Part
@@ -135,7 +134,6 @@ def layer_slots(plan: Plan, budget: int, layers: int) -> np.ndarray:
     return whole
 
 
-@struct.dataclass
 class Uniform(Plan):
     r"""Every layer gets the same number of slots.
 

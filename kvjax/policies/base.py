@@ -55,7 +55,7 @@ class Part(struct.PyTreeNode, abc.ABC):
         fields: dict[str, dataclasses.Field[Any]] = getattr(cls, "__dataclass_fields__", {})
         in_order = [name for name, field in fields.items() if field.init and not field.kw_only]
         given = dict(zip(in_order, values, strict=False)) | named
-        for name in setting_names(cls) if fields else ():
+        for name in setting_names(cls):
             # A placeholder for a number, in a program or another tree, has no kind to check.
             if name in given and (fields[name].metadata.get("pytree_node") is False or written(given[name])):
                 check_kind(name, given[name], fields[name].type)
