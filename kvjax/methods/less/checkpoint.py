@@ -167,15 +167,12 @@ def _unusual(value: Any) -> Any:
 
 
 def find(checkpoint: str, policy: str) -> list[Path]:
-    """Find directories of kernels.
+    """Find the directories of kernels that a name stands for, from the smallest budget to the largest.
 
     Args:
         checkpoint: a directory, or the name of kernels in the package; empty for all kernels in the package for the
             policy.
         policy: registered name of the base policy.
-
-    Returns:
-        One directory, or all of the policy's directories, from the smallest budget to the largest.
 
     Raises:
         ValueError: there are none.

@@ -54,7 +54,6 @@ def collect(
 
     Args:
         directory: directory of the arrays, about 6 n (heads + KV heads) d floats per text and layer.
-        mask: see `record`.
         seed: seed of random policies; each text gets its own seed from it.
     """
     check_policy(policy, mask)

@@ -151,14 +151,7 @@ def join_steps(x: Float[Array, "n ..."], axis: int) -> Array:
 def replay(
     policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
 ) -> tuple[Dense, Pending, Replayed]:
-    """Replay one layer of a decode step on given queries, keys and values.
-
-    Args:
-        full_lse: log-sum-exp of the token's attention in the full text.
-
-    Returns:
-        The storage after the step, the pending statistics for the score, and the result of the step.
-    """
+    """Replay one layer of a decode step on given queries, keys and values; `full_lse` is that of the full text."""
     layer = int(new.layer)
     storage, evicted = exchange(policy, storage, layer, new, pairs=True)
     view = storage.layers[layer]

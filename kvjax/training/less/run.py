@@ -50,11 +50,9 @@ def train_kernels(
     """Train kernels, write them with their losses, and print the errors without and with them.
 
     Args:
-        texts: UTF-8 files to train on.
         out: directory for the kernels; the run is in its `training`. An interrupted run continues there, and so does a
             run that ended with fewer epochs than the recipe's.
         mask: attention that the policy sees, see `record`.
-        save_dtype: dtype of the kernels on disk.
         mesh: devices that train, see `training_mesh`; a run may continue on others. Texts are read on one device.
     """
     check_policy(policy, mask)

@@ -150,11 +150,7 @@ def mean_error(
 
 
 def batches(features: Features, order: np.ndarray, batch: int, mesh: Mesh, whole: bool) -> Iterator[Features]:
-    """Yield batches of features in the given order of texts; `whole` drops a smaller last batch.
-
-    Otherwise, the last batch is filled with texts of zeros and without evictions, up to a multiple of the mesh's
-    `data`.
-    """
+    """Yield batches of texts in an order; a smaller last one is dropped if `whole`, or else padded for the mesh."""
     stop = len(order) - len(order) % batch if whole else len(order)
     for first in range(0, stop, batch):
         chosen = np.sort(order[first : first + batch])
