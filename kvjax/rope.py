@@ -203,15 +203,10 @@ def rotate_heads(
     implementation: str = "auto",
     **target: Any,
 ) -> tuple[Float[Array, "b *h t d"], ...]:
-    """Rotate queries and keys, and return values unchanged; single tokens use the operation `rotate`.
+    """Rotate queries and keys, `turned`, and return values, `still`, unchanged.
 
-    Args:
-        rope: settings of RoPE.
-        turned: queries, in groups or not, and keys.
-        turns: rotations of the tokens, `[b t width]`, the same for all heads.
-        still: values; on a TPU the operation also moves their heads to separate rows.
-        implementation: XLA is used if another one does not support the inputs.
-        target: other arguments of the operation.
+    Single tokens use the operation `rotate`, which on a TPU also moves the heads of values to separate rows. XLA
+    replaces an implementation that does not support the inputs.
     """
     # Put all heads in one axis: with more axes, XLA on TPU copies the halves.
     given = (*turned, *still)

@@ -19,14 +19,21 @@ from kvjax.utils.collectives import HEADS as HEADS
 from kvjax.utils.collectives import ROWS as ROWS
 from kvjax.utils.collectives import SLOTS as SLOTS
 from kvjax.utils.collectives import Spread as Spread
+from kvjax.utils.fields import ODD as ODD
+from kvjax.utils.fields import SEED as SEED
+from kvjax.utils.fields import Limit as Limit
+from kvjax.utils.fields import above_zero as above_zero
+from kvjax.utils.fields import at_least as at_least
 from kvjax.utils.fields import check as check
 from kvjax.utils.fields import check_kind as check_kind
 from kvjax.utils.fields import derived as derived
 from kvjax.utils.fields import directory as directory
 from kvjax.utils.fields import is_share as is_share
 from kvjax.utils.fields import number as number
+from kvjax.utils.fields import one_of as one_of
 from kvjax.utils.fields import setting as setting
 from kvjax.utils.fields import setting_names as setting_names
+from kvjax.utils.fields import share as share
 from kvjax.utils.fields import written as written
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.attention import Partial as Partial

@@ -16,8 +16,7 @@ from jaxtyping import Array, Int, Key
 from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
 from kvjax.inference.cache import Bound
 from kvjax.inference.padding import among_devices, bucket, check_rows
-from kvjax.methods.compatibility import fitted
-from kvjax.methods.registry import name_of, plan_by_name
+from kvjax.methods.registry import name_of, replaced
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
 from kvjax.models.model import LanguageModel, rows_of
@@ -180,7 +179,7 @@ def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan
             f"positions='cache' does not go with model {model.name!r}, which adds learned positions to embeddings "
             "before there are keys; use positions='original'."
         )
-    return fitted(chosen.budgeted(budget).spread(plan_by_name(plan)))
+    return replaced(chosen.budgeted(budget), plan=plan)
 
 
 def instead(config: ModelConfig) -> str:

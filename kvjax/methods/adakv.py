@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_part
 from kvjax.policies.allocation import Sizing, Uniform
-from kvjax.types import Heads, New, PyTree, number, setting
-from kvjax.utils.fields import one_of, share
+from kvjax.types import Heads, New, PyTree, number, one_of, setting, share
 
 
 @register_part("adakv")
-@struct.dataclass
 class AdaKV(Uniform, interface=True):
     r"""Equal numbers of slots for layers, and within a layer more for heads with more highly ranked tokens.
 
@@ -42,7 +39,6 @@ class AdaKV(Uniform, interface=True):
 
     @property
     def sizing(self) -> Sizing:
-        """Slots for each head."""
         return Sizing(per_head=True, all_layers=self.over == "model")
 
     def head_budgets(
@@ -57,11 +53,7 @@ class AdaKV(Uniform, interface=True):
     def split(
         self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], most: Int[Array, "b 1"]
     ) -> Int[Array, "b h"]:
-        """Return the slots of each KV head.
-
-        Args:
-            most: tokens of the whole text, an upper bound on the slots of a head.
-        """
+        """Return the slots of each KV head, `most` at the most: the tokens of the whole text."""
         rows, heads, slots = ranks.shape
         total = budget.sum(1, keepdims=True)
         head = jnp.broadcast_to(jnp.arange(heads)[:, None], ranks.shape).reshape(rows, -1)

@@ -5,22 +5,20 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_part, register_score
 from kvjax.policies.residual import Queries, Rewritten, SlotResidual
 from kvjax.policies.score import PromptScore, Requirements
-from kvjax.types import New, View, derived, setting, wide
-from kvjax.utils.fields import Limit, above_zero, at_least
+from kvjax.types import Limit, New, View, above_zero, at_least, derived, setting, wide
 
 STEPS = 2
 """Projected steps after least squares."""
@@ -30,7 +28,6 @@ BOUND = 7.0
 
 
 @register_part("attention_matching")
-@struct.dataclass
 class Matching(SlotResidual):
     r"""Slots that stay of a text get a bias b and new values, such that queries find the mass and the output of all.
 
@@ -95,7 +92,6 @@ class Matching(SlotResidual):
 
 
 @register_score("omp", paper="Attention Matching, 2026", group="ranked once for each prompt or turn", recent=32)
-@struct.dataclass
 class Pursuit(PromptScore):
     r"""Keys that together explain how much attention the queries of the prompt pay, chosen one after another.
 
@@ -130,11 +126,10 @@ class Pursuit(PromptScore):
         return Requirements(whole_heads=True)
 
     def sized(self, slots: tuple[int, ...]) -> Pursuit:
-        """Return a copy that chooses as many keys as a layer has slots."""
-        return dataclasses.replace(self, lines=slots)
+        return self.replace(lines=slots)
 
     def layer(self, index: int) -> Pursuit:
-        return dataclasses.replace(self, lines=self.lines[index : index + 1])
+        return self.replace(lines=self.lines[index : index + 1])
 
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return 1 for the key chosen first, less for later ones, and 0 for those that are not chosen."""
@@ -208,10 +203,7 @@ def with_rows(
 
 
 def slot_logits(q: Float[Array, "b h r d"], view: View, new: New) -> Float[Array, "b h r c"]:
-    """Return the logits of queries at every slot, without regard to positions; -inf for empty slots.
-
-    They include the biases of slots that stand for evicted ones, if there are any.
-    """
+    """Return the logits of queries at every slot, with its bias and at any position; -inf for empty slots."""
     logits = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(q.dtype), precision="highest")
     logits, bias = new.config.spec.capped(logits), view.slots.residual
     return jnp.where(view.live[:, :, None], logits if bias is None else logits + bias[:, :, None], -jnp.inf)
@@ -263,21 +255,12 @@ def ridge_weight(columns: Float[Array, "b h r c"], ridge: float) -> Float[Array,
 
 def solver(gram: Float[Array, "b h c c"], weight: Float[Array, "b h"]) -> Solve:
     """Return a function that solves (gram + weight) x = right; x is 0 where a row of `gram` and of `right` is."""
-    lower = jax.lax.linalg.cholesky(gram + weight[..., None, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype))
-
-    def solve(right: Float[Array, "b h c e"]) -> Float[Array, "b h c e"]:
-        half = jax.lax.linalg.triangular_solve(lower, right, left_side=True, lower=True)
-        return jax.lax.linalg.triangular_solve(lower, half, left_side=True, lower=True, transpose_a=True)
-
-    return solve
+    ridge = weight[..., None, None] * jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    return functools.partial(jax.scipy.linalg.cho_solve, jax.scipy.linalg.cho_factor(gram + ridge, lower=True))
 
 
 def sampled(queries: Queries, most: int, kind: DTypeLike) -> tuple[Float[Array, "b h r d"], Float[Array, "b h r"]]:
-    """Return queries at even distances, those of a group one after the other, and 1 for each that counts.
-
-    Args:
-        most: largest number of queries of a query head.
-    """
+    """Return at most so many queries of each head, at even distances and in groups, and 1 for each that counts."""
     b, h, g, t, d = queries.q.shape
     count = queries.valid.sum(1, dtype=jnp.int32)[:, None]
     index: Int[Array, "b m"] = jnp.broadcast_to(jnp.arange(min(t, most), dtype=jnp.int32), (b, min(t, most)))

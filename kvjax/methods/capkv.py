@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.queries import Expected, MomentScore
-from kvjax.types import New, View, number
-from kvjax.utils.fields import at_least
+from kvjax.types import New, View, at_least, number
 
 
 @register_score("capkv", paper="CapKV, 2026", group="ranked once for each prompt or turn", recent=32)
-@struct.dataclass
 class Capacity(MomentScore):
     r"""Leverage of a value among all values, weighted by how well keys match the mean query.
 

@@ -7,19 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy, name_of
-from kvjax.policies.policy import Policy
-from kvjax.policies.rankings import as_numbers
-from kvjax.policies.score import UNRANKED, ScoreOver, is_ranked
-from kvjax.types import Heads, New, PyTree, View, nothing, setting
-from kvjax.utils.fields import at_least
+from kvjax.policies import UNRANKED, Policy, ScoreOver, as_numbers, is_ranked
+from kvjax.types import Heads, New, PyTree, View, at_least, nothing, setting
 
 
-@struct.dataclass
 class ChunkSum(ScoreOver):
     r"""Sum of another score s over the cached tokens of a chunk.
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.protection import recent_slots
-from kvjax.policies.rankings import standardized
-from kvjax.policies.score import UNRANKED, PromptScore
-from kvjax.types import New, View, number, setting, wide
-from kvjax.utils.fields import SEED, at_least
+from kvjax.policies import UNRANKED, PromptScore, recent_slots, standardized
+from kvjax.types import SEED, New, View, at_least, number, setting, wide
 
 
-@struct.dataclass
 class TextScore(PromptScore):
     """Score computed separately for each prompt, chunk or turn, in z-scores over its tokens.
 
@@ -51,7 +45,6 @@ class TextScore(PromptScore):
 
 
 @register_score("leverage", paper="Compactor, 2025", group="ranked once for each prompt or turn", recent=32)
-@struct.dataclass
 class Leverage(TextScore):
     r"""Statistical leverage of keys before rotation: keys unlike the others of the text stay.
 
@@ -77,7 +70,7 @@ class Leverage(TextScore):
         shapes = [(layer.kv_heads, layer.key_width, self.sketch) for layer in model.config.layer_configs]
         keys = [jax.random.fold_in(jax.random.key(self.seed), layer) for layer in range(len(shapes))]
         drawn = (jax.random.normal(key, shape, jnp.float32) for key, shape in zip(keys, shapes, strict=True))
-        return dataclasses.replace(self, projections=tuple(each * self.sketch**-0.5 for each in drawn))
+        return self.replace(projections=tuple(each * self.sketch**-0.5 for each in drawn))
 
     def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
         keys, weight = new.raw_k.astype(wide(new.k.dtype)), counts[..., None]
@@ -92,7 +85,6 @@ class Leverage(TextScore):
 
 
 @register_score("noncausal", paper="Compactor, 2025", group="ranked once for each prompt or turn", recent=32)
-@struct.dataclass
 class NonCausal(TextScore):
     r"""Attention of all queries of a chunk, times the norm of the value, pooled over neighbors.
 
@@ -114,11 +106,7 @@ class NonCausal(TextScore):
 
 
 def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size: int) -> Float[Array, "b h t"]:
-    """Return z-scores of the attention within chunks of `size` tokens; the first chunk begins after the sinks.
-
-    Args:
-        counts: mask of the tokens that attend and are attended to.
-    """
+    """Return z-scores of the attention between the tokens in `counts`, in chunks of `size` tokens after the sinks."""
     kind, tokens = wide(new.k.dtype), counts.shape[-1]
     chunks = -(-tokens // size)
     first = jnp.clip(sinks - new.position[:, :1], 0, tokens)
@@ -145,7 +133,6 @@ def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size
 
 
 @register_score("compactor", paper="Compactor, 2025", group="ranked once for each prompt or turn", sinks=8, recent=32)
-@struct.dataclass
 class Compacted(Leverage):
     r"""Weighted sum of the leverage of keys and of attention without a causal mask, both in z-scores.
 

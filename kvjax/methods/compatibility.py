@@ -10,9 +10,7 @@ from kvjax.methods.attention_matching import Matching
 from kvjax.methods.fastgen import OF_FREQUENT, Profiled, TokenClasses
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import AfterLimit, LastQueries
-from kvjax.policies.allocation import Sizing
-from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protection
+from kvjax.policies import Policy, Protection, Sizing
 
 
 class Pair(NamedTuple):

@@ -7,24 +7,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy, name_of
 from kvjax.models.model import LanguageModel
-from kvjax.policies.policy import Policy
-from kvjax.policies.protection import recent_slots
-from kvjax.policies.rankings import SplitRanking, as_numbers
-from kvjax.policies.score import Requirements, ScoreOver, is_ranked
+from kvjax.policies import Policy, Requirements, ScoreOver, SplitRanking, as_numbers, is_ranked, recent_slots
 from kvjax.types import New, PyTree, View, number, wide
 
 BLOCK = 128
 """Number of tokens whose projected values are in memory at a time."""
 
 
-@struct.dataclass
 class Critical(ScoreOver):
     r"""Tokens with the highest scores, then those with the highest products of score and norm of the projected value.
 
@@ -55,17 +50,14 @@ class Critical(ScoreOver):
         return dataclasses.replace(self.base_score.requires, whole_heads=True)
 
     def bind(self, model: LanguageModel) -> Critical:
-        """Return a copy with the output weights of a model."""
-        return dataclasses.replace(
-            super().bind(model), outputs=output_weights(model, lambda weights: weights.swapaxes(1, 2))
-        )
+        weights = output_weights(model, lambda weights: weights.swapaxes(1, 2))
+        return super().bind(model).replace(outputs=weights)
 
     def slot(self, new: New, state: Any) -> tuple[PyTree, Float[Array, "b h t"]]:
         """Return the base's state of each token, and the norm of its projected value."""
         return self.base_score.slot(new, state), self._norms(new.v)
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """Return the base's new state of each slot, and the norm."""
         return self.base_score.fold(answers, _of_base(view), new), view.slots.score[1]
 
     def score(self, view: View, new: New) -> SplitRanking:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jax.lax import erf_inv
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.neighbors import in_text_order
 from kvjax.methods.register import register_score
-from kvjax.policies.rankings import coarse
-from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, View, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.policies import Requirements, Score, coarse
+from kvjax.types import New, View, at_least, setting, wide
 from pallas_kernels.noise import uniform_at
 
 
 @register_score("cur", paper="CurDKV, 3.2", group="ranked by keys, values or chance, without attention", sinks=4)
-@struct.dataclass
 class LeverageProduct(Score):
     r"""Tokens whose keys and values have large norms compared with those of their neighbors.
 
@@ -66,11 +62,7 @@ class LeverageProduct(Score):
 def projected(
     x: Float[Array, "b h c d"], columns: int, new: New, draw: Int[Array, "b 1"] | None = None
 ) -> Float[Array, "b h c m"]:
-    """Multiply keys or values by a standard Gaussian matrix [d, columns], a separate one for each row, layer and head.
-
-    Args:
-        draw: index of the matrix, if several are drawn; None for a single one.
-    """
+    """Multiply keys or values by a standard Gaussian matrix [d, columns], one for each row, layer, head and `draw`."""
     rows, heads, _, width = x.shape
     index = jnp.broadcast_to(jnp.arange(width * columns), (rows, heads, width * columns))
     uniform = uniform_at(new.seed, new.layer, index, draw, new.head).astype(wide(x.dtype))

@@ -7,12 +7,9 @@ import inspect
 import re
 from typing import Any, NamedTuple
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import PAPERS, REGISTRY, TABLES
+from kvjax.methods.register import PAPERS, REGISTRY, TABLES, combine
 from kvjax.methods.registry import annotations_of, policy, settings_of
-from kvjax.policies.allocation import Uniform
-from kvjax.policies.codec import Codec
-from kvjax.policies.protection import Protection
+from kvjax.policies import Codec, Protection, Uniform
 from kvjax.types import setting_names
 
 
@@ -43,22 +40,8 @@ def policies() -> dict[str, list[Description]]:
     return {group: [describe_policy(name, own=True) for name in names] for group, names in PAPERS.items()}
 
 
-def methods_table() -> str:
-    """Return the table of all methods in the README, in Markdown."""
-    rows = [
-        f"| {group} | {', '.join(f'`{name}` ({paper})' for name, paper in papers.items())} |"
-        for group, papers in PAPERS.items()
-        if papers
-    ]
-    return "\n".join(["| methods | name (source) |", "| --- | --- |", *rows])
-
-
 def describe_policy(name: str, own: bool = False) -> Description:
-    """Describe a registered policy.
-
-    Args:
-        own: omit settings that nearly all policies take, if the default is the usual one.
-    """
+    """Describe a registered policy, with its `own` settings alone or with those that nearly all policies take."""
     method = REGISTRY[name]
     paper = next(papers[name] for papers in PAPERS.values() if name in papers)
     made = policy(name)

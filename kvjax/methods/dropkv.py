@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.methods.step_windows import begin, ended, shifted, weights
-from kvjax.policies.score import Score
-from kvjax.policies.stats import Damage
-from kvjax.types import Heads, New, View, nothing, setting
-from kvjax.utils.fields import at_least
+from kvjax.policies import Damage, Score
+from kvjax.types import Heads, New, View, at_least, nothing, setting
 
 Windows = tuple[Float[Array, "b h c"], Float[Array, "b h c"]]
 
 
 @register_score("dropkv", paper="DropKV", group="ranked by attention at every token", recent=32)
-@struct.dataclass
 class DropDamage(Score):
     r"""Tokens whose eviction would change the outputs of recent queries most.
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.methods.ends import EndsOrAll, ends_policy
@@ -18,15 +16,13 @@ from kvjax.models.decoder import LayerWeights, embed, finish_block, project, sin
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import require_weights
 from kvjax.rope import rotate
-from kvjax.types import LayerConfig, New, PyTree, View, setting
-from kvjax.utils.fields import at_least, share
+from kvjax.types import LayerConfig, New, PyTree, View, at_least, setting, share
 from pallas_kernels.attention import attend, with_sink
 
 
 @register_score(
     "duoattention", paper="DuoAttention, 2024", group="ranked by position", make=ends_policy, sinks=128, recent=256
 )
-@struct.dataclass
 class RetrievalHeads(EndsOrAll):
     r"""Keep everything in retrieval heads, and the first `sinks` and the newest `recent` tokens in the others.
 
@@ -50,7 +46,6 @@ class RetrievalHeads(EndsOrAll):
         full: masks of the retrieval heads of each layer, made by `bind`; in a layer its own.
     """
 
-    method = "duoattention"
     of_heads = ("full",)
 
     retrieval: float = setting(0.5, share("a fraction of the heads"))
@@ -72,7 +67,7 @@ class RetrievalHeads(EndsOrAll):
         chosen = np.zeros(len(found), bool)
         chosen[np.argsort(-found, kind="stable")[: round(self.retrieval * len(found))]] = True
         masks = np.split(chosen, np.cumsum(sizes)[:-1])
-        return dataclasses.replace(self, full=tuple(map(jnp.asarray, masks)))
+        return self.replace(full=tuple(map(jnp.asarray, masks)))
 
     def _attention(self, model: LanguageModel) -> list[Float[np.ndarray, " h"]]:
         # F of the heads of each layer.
@@ -89,7 +84,6 @@ class RetrievalHeads(EndsOrAll):
     def head_budgets(
         self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
-        """Return slots for the whole text in retrieval heads, and s + w and those of special tokens in the others."""
         assert isinstance(self.full, jax.Array)
         return self.slots_of(~self.full[None], view, new), view.state.plan
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from kvjax.methods.combine import combine
+from kvjax.methods.register import combine
 from kvjax.methods.window import Recency
-from kvjax.policies.allocation import Plan, Sizing, Uniform
-from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protection
-from kvjax.types import New, View, setting
-from kvjax.utils.fields import at_least
+from kvjax.policies import Policy, Protection, Sizing, Uniform
+from kvjax.types import New, View, at_least, setting
 
 
-@struct.dataclass
 class EndsOrAll(Uniform, interface=True):
     """Slots for the whole text in some heads, and for its ends in the others: a subclass says which.
 
@@ -26,9 +21,6 @@ class EndsOrAll(Uniform, interface=True):
         recent: newest tokens that the other heads keep, the one being read included.
     """
 
-    method: ClassVar[str] = ""
-    """Name of the policy, in messages."""
-
     sinks: int = setting(4, at_least(0, "a number of tokens"))
     recent: int = setting(1024, at_least(1, "a number of tokens"))
 
@@ -36,13 +28,6 @@ class EndsOrAll(Uniform, interface=True):
     def sizing(self) -> Sizing:
         """Slots computed from the prompt, for a text of the planned length."""
         return Sizing(mode="profiled", per_head=True, fixed_length=True)
-
-    def spread_by(self, other: Plan) -> Plan:
-        """Refuse another plan: there is no budget to distribute."""
-        raise ValueError(
-            f"{self.method} decides itself how many slots each head gets, so budget and plan={type(other).__name__} "
-            "mean nothing to it; leave both out and change its settings."
-        )
 
     def slots_of(self, ends: Bool[Array, "b #h"], view: View, new: New) -> Int[Array, "b h"]:
         """Return slots for the ends, and for special tokens of the prompt, in the heads of a mask, else for all."""

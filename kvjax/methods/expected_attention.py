@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.queries import Expected, MomentScore
-from kvjax.types import New, View, number
-from kvjax.utils.fields import at_least
+from kvjax.types import New, View, at_least, number
 
 
 @register_score(
     "expected_attention", paper="Devoto et al. 2025", group="ranked once for each prompt or turn", recent=32
 )
-@struct.dataclass
 class ExpectedAttention(MomentScore):
     r"""Expected attention to a key by Gaussian queries at the next positions, times the norm of its value.
 

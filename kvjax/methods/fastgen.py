@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,16 +10,12 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from kvjax.cache.slots import sum_of_most
-from kvjax.methods.combine import combine
 from kvjax.methods.h2o import Accumulated
-from kvjax.methods.register import register
+from kvjax.methods.register import combine, register
 from kvjax.models.model import LanguageModel
-from kvjax.policies.allocation import Plan, Sizing, Uniform
-from kvjax.policies.policy import Policy
+from kvjax.policies import Near, Policy, Sizing, Sums, Uniform
 from kvjax.policies.protection import Protected, Protection, Quota
-from kvjax.policies.stats import Near, Sums
-from kvjax.types import Heads, New, Parts, View, check, number, setting, wide, written
-from kvjax.utils.fields import Limit, at_least, one_of, share
+from kvjax.types import Heads, Limit, New, Parts, View, at_least, check, number, one_of, setting, share, wide, written
 
 PARTS = ("special", "punctuation", "frequent", "local")
 SPECIAL, PUNCTUATION, FREQUENT, EVERYTHING = 1, 2, 4, 8
@@ -50,7 +45,6 @@ class Profile(struct.PyTreeNode):
     """Width of the local window as a fraction of the length; 0 without a window."""
 
 
-@struct.dataclass
 class TokenClasses(Protection):
     """Protection of special tokens, punctuation, local windows and frequent tokens, as each head's profile specifies.
 
@@ -82,11 +76,6 @@ class TokenClasses(Protection):
         check(whole, "recent", self.recent, "a number of tokens from 0")
 
     def bind(self, model: LanguageModel) -> TokenClasses:
-        """Return a copy with the classes of the model's tokens.
-
-        Raises:
-            ValueError: the tokenizer has no classes of tokens, or the policy was bound to another vocabulary.
-        """
         size = model.config.vocab_size
         if self.classes is not None:
             if len(self.classes) != size:
@@ -105,7 +94,7 @@ class TokenClasses(Protection):
         classes = np.zeros(size, np.uint8)
         for ids, bit in ((special, SPECIAL), (punctuation, PUNCTUATION)):
             classes[[i for i in ids if 0 <= i < size]] |= bit
-        return dataclasses.replace(self, classes=jnp.asarray(classes), markers=tuple(map(tuple, markers)))
+        return self.replace(classes=jnp.asarray(classes), markers=tuple(map(tuple, markers)))
 
     def slot(self, new: New, state: Parts) -> UInt8[Array, "b h t"]:
         """Return the classes of new tokens; in prompts and turns, markers and sinks count as special tokens."""
@@ -139,7 +128,6 @@ class TokenClasses(Protection):
         return Protected(jnp.zeros_like(view.limit), recent, kept & ~generated, kept & generated, quota)
 
 
-@struct.dataclass
 class Profiled(Uniform):
     r"""Plan that gives each head the slots of the cheapest choice that recovers its attention on the prompt.
 
@@ -193,7 +181,6 @@ class Profiled(Uniform):
 
     @property
     def sizing(self) -> Sizing:
-        """Separate numbers of slots for heads; one step may evict several frequent tokens."""
         overtaken = self.frequent_among == "all" and "frequent" in self.order
         return Sizing(mode="profiled", per_head=True, fixed_length=True, may_shrink=overtaken)
 
@@ -201,13 +188,6 @@ class Profiled(Uniform):
     def choices(self) -> tuple[tuple[str, ...], ...]:
         """Token classes of each choice; the full cache comes last and has none."""
         return (*(self.order[: i + 1] for i in range(len(self.order))), ())
-
-    def spread_by(self, other: Plan) -> Plan:
-        """Refuse another plan: FastGen has no budget to distribute."""
-        raise ValueError(
-            f"fastgen decides itself how many slots each head gets, so budget and plan={type(other).__name__} mean "
-            "nothing to it; leave both out and change its settings."
-        )
 
     def init(self, shape: New) -> Profile:
         rows, heads = shape.k.shape[:2]

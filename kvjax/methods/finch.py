@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_score
 from kvjax.methods.snapkv import PromptWindow
-from kvjax.policies.score import Requirements
-from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, View, derived, setting
-from kvjax.utils.fields import Limit
+from kvjax.policies import Requirements, Sums
+from kvjax.types import Heads, Limit, New, View, derived, setting
 
 QUESTION = 1e30
 """Score of the tokens of the question, above all others."""
 
 
 @register_score("finch", paper="FINCH, 2024", group="ranked once for each prompt or turn")
-@struct.dataclass
 class Question(PromptWindow):
     r"""Attention of the question after the token `delimiter`, or of the last `recent` tokens without one.
 
@@ -43,7 +39,6 @@ class Question(PromptWindow):
 
     @property
     def requires(self) -> Requirements:
-        """The whole prompt, if a question ends it."""
         return Requirements(whole_prompt=self.delimiter is not None)
 
     def _begin(self, heads: Heads, new: New) -> Int[Array, "b h 1"]:
@@ -55,7 +50,6 @@ class Question(PromptWindow):
         return jnp.where(last >= 0, last + 1, newest)
 
     def asks(self, heads: Heads, new: New) -> Sums | None:
-        """Request the attention of the question's queries."""
         found = super().asks(heads, new)
         if found is None or found.weights is None:
             return found

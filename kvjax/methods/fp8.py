@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, UInt8
 
@@ -16,7 +15,6 @@ LARGEST = float(jnp.finfo(jnp.float8_e4m3fn).max)
 
 
 @register_part("fp8")
-@struct.dataclass
 class Float8(Quantizer):
     r"""8-bit floating-point numbers (e4m3) without a scale per slot.
 
@@ -38,7 +36,6 @@ class Float8(Quantizer):
         return channel_factors(keys, valid)
 
     def encode(self, x: Float[Array, "*b c d"]) -> UInt8[Array, "*b c d"]:
-        """Return the bits of the nearest representable values."""
         # As bytes, because gathers and collectives of 8-bit floats are not available on every platform.
         rounded = jnp.clip(x, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
         return jax.lax.bitcast_convert_type(rounded, jnp.uint8)

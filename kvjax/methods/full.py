@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flax import struct
-
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
+from kvjax.methods.register import combine, register
 from kvjax.methods.window import Recency
-from kvjax.policies.allocation import Plan, Sizing, Uniform
-from kvjax.policies.policy import Policy
+from kvjax.policies import Policy, Sizing, Uniform
 
 
-@struct.dataclass
 class Unbounded(Uniform):
     r"""No eviction: every head has slots for the prompt and `max_new_tokens`.
 
@@ -24,13 +19,6 @@ class Unbounded(Uniform):
     def sizing(self) -> Sizing:
         """No eviction, and slots for the planned text only."""
         return Sizing(mode="unbounded", fixed_length=True)
-
-    def spread_by(self, other: Plan) -> Plan:
-        """Refuse another plan: there is no budget to distribute."""
-        raise ValueError(
-            f"this policy evicts nothing, so plan={type(other).__name__} has no effect; leave it out, or choose "
-            "another policy such as h2o."
-        )
 
 
 @register(paper="the reference", group="nothing is evicted")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from flax import struct
-
 from kvjax.methods.register import register_score
-from kvjax.policies.score import AccumulatedScore
-from kvjax.policies.stats import Sums
+from kvjax.policies import AccumulatedScore, Sums
 from kvjax.types import Heads, New
 
 
 @register_score("h2o", paper="H2O, Algorithm 1", group="ranked by attention at every token", recent=0.5)
-@struct.dataclass
 class Accumulated(AccumulatedScore):
     r"""Heavy hitters by accumulated attention.
 

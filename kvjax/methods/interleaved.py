@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from flax import struct
 
 from kvjax.methods.register import register_part
 from kvjax.policies.allocation import Plan
-from kvjax.types import number
-from kvjax.utils.fields import at_least
+from kvjax.types import at_least, number
 
 
 @register_part("interleaved")
-@struct.dataclass
 class Interleaved(Plan):
     r"""One layer in every `period`, the first of them included, gets `ratio` times the slots of the others.
 

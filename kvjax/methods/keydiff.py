@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, View, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.types import New, View, at_least, setting, wide
 
 
 @register_score("keydiff", paper="KeyDiff, eq. 5", group="ranked by keys, values or chance, without attention")
-@struct.dataclass
 class KeyDifference(Score):
     r"""Keys that differ most from the mean direction of all cached keys.
 
@@ -33,7 +30,6 @@ class KeyDifference(Score):
 
     @property
     def requires(self) -> Requirements:
-        """All keys of a head; prompts in blocks."""
         return Requirements(prompt_chunk=self.block, whole_heads=True)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import register_score
-from kvjax.policies.score import Requirements
-from kvjax.policies.stats import Noise, Sums
-from kvjax.types import Heads, New, derived, number, setting, written
-from kvjax.utils.fields import Limit, above_zero
+from kvjax.policies import Noise, Requirements, Sums
+from kvjax.types import Heads, Limit, New, above_zero, derived, number, setting, written
 
 _NOISES = ("gumbel", "gaussian", "constant", "none")
 
 
 @register_score("keyformer", paper="Keyformer, eq. 9, 10", group="ranked by attention at every token", recent=0.25)
-@struct.dataclass
 class GumbelSoftmax(Accumulated):
     r"""Key tokens by accumulated Gumbel softmax.
 
@@ -78,5 +74,4 @@ class GumbelSoftmax(Accumulated):
         return self.tau_init + step * ((self.tau_end - self.tau_init) / new.horizon[:, None])
 
     def retained(self, new: New) -> Float[Array, " b"] | None:
-        """Return alpha to the power of the number of new tokens."""
         return self.damping ** new.valid.sum(1) if self.damped else None

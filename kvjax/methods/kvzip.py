@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.score import UNRANKED, Replay, Requirements, StoredScore
-from kvjax.policies.stats import Peak
-from kvjax.types import Heads, New, View, nothing, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.policies import UNRANKED, Peak, Replay, Requirements, StoredScore
+from kvjax.types import Heads, New, View, at_least, nothing, setting, wide
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
 @register_score(
-    "kvzip",
-    paper="KVzip, 2025",
-    group="ranked once for each prompt or turn",
-    recent=32,
-    plan=AdaKV(floor=0.0, over="model"),
+    "kvzip", paper="KVzip, 2025", group="ranked once for each prompt or turn", recent=32, plan=AdaKV(0.0, "model")
 )
-@struct.dataclass
 class Reconstruction(StoredScore):
     r"""Largest attention to a token in a second reading of the text, with one ranking for all layers and heads.
 
@@ -75,7 +65,7 @@ class Reconstruction(StoredScore):
         prompt, later, gram = _ids("prompt", self.prompt, model), _ids("later", self.later, model), self.gram
         if self.normalized:
             gram = output_weights(model, lambda columns: jnp.einsum("hgew,hgfw->hgef", columns, columns))
-        return dataclasses.replace(self, prompt=prompt, later=later, gram=gram)
+        return self.replace(prompt=prompt, later=later, gram=gram)
 
     def slot(self, new: New, state: object) -> Float[Array, "b h t"]:
         """Return the lowest score, that of tokens that have not been read again."""

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.rankings import OldestFirst, Ranking, coarse
-from kvjax.policies.score import Score
-from kvjax.types import New, PyTree, View, check, derived, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.policies import OldestFirst, Ranking, Score, coarse
+from kvjax.types import New, PyTree, View, at_least, check, derived, setting, wide
 
 
 @register_score("l2", paper="Devoto et al. 2024", group="ranked by keys, values or chance, without attention")
-@struct.dataclass
 class KeyNorm(Score):
     r"""Keys of small norms: the largest is evicted first; rotary embeddings do not change norms.
 
@@ -43,8 +37,7 @@ class KeyNorm(Score):
         return self
 
     def layer(self, index: int) -> KeyNorm:
-        """Return the score of a layer, which ranks by age if the layer is skipped."""
-        return dataclasses.replace(self, skipped=index < self.skip_layers)
+        return self.replace(skipped=index < self.skip_layers)
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
         return coarse(jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.register import register_score
 from kvjax.policies.score import PromptScore
-from kvjax.types import New, View, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.types import New, View, at_least, setting, wide
 
 
 @register_score("lagkv", paper="LagKV, 2025", group="ranked once for each prompt or turn", recent=32)
-@struct.dataclass
 class LagRelative(PromptScore):
     r"""Rank of a token within its chunk, by the standard deviation of its channels, scaled by the next chunk's range.
 

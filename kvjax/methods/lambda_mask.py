@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
+from kvjax.methods.register import combine, register
 from kvjax.methods.window import Recency
 from kvjax.policies.policy import Policy
 

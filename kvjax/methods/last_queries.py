@@ -5,14 +5,11 @@ from __future__ import annotations
 import abc
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.neighbors import in_text_order, pooled
-from kvjax.policies.score import Requirements, Score
-from kvjax.policies.stats import Again
-from kvjax.types import Heads, New, PyTree, View, nothing, setting, wide
-from kvjax.utils.fields import ODD, at_least, one_of
+from kvjax.policies import Again, Requirements, Score
+from kvjax.types import ODD, Heads, New, PyTree, View, at_least, nothing, one_of, setting, wide
 
 
 def no_queries(shape: New, count: int) -> Float[Array, "b h a g d"]:
@@ -40,7 +37,6 @@ def positions_of_queries(count: int, new: New, window: Int[Array, "b #h"]) -> In
     return jnp.where((place < window) & (position >= 0), position, -1)
 
 
-@struct.dataclass
 class WindowAttention(Score, interface=True):
     """Score by the mean attention of the last queries, which attend again before each eviction.
 

@@ -7,26 +7,19 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from kvjax.methods.combine import combine
 from kvjax.methods.last_queries import no_queries, positions_of_queries, with_newest_queries
-from kvjax.methods.register import register, register_part
+from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.step_windows import shifted
 from kvjax.models.model import LanguageModel
-from kvjax.policies.allocation import Plan, Sizing
-from kvjax.policies.policy import Policy
+from kvjax.policies import Again, Plan, Policy, Requirements, Score, Sizing, StoredScore, Sums
 from kvjax.policies.protection import Protection, one_slot_in
-from kvjax.policies.score import Requirements, Score, StoredScore
-from kvjax.policies.stats import Again, Sums
-from kvjax.types import Heads, New, PyTree, View, check, nothing, number, setting, wide
-from kvjax.utils.fields import at_least, one_of
+from kvjax.types import Heads, New, PyTree, View, at_least, check, nothing, number, one_of, setting, wide
 
 
 @register_part("arithmetic")
-@struct.dataclass
 class Arithmetic(Plan):
     r"""Budgets that decrease by equal steps from the first layer to the last.
 
@@ -48,7 +41,6 @@ class Arithmetic(Plan):
         return np.linspace(self.ratio * last, last, layers) if layers > 1 else np.full(1, float(budget))
 
 
-@struct.dataclass
 class AfterLimit(Plan):
     r"""Cache sizes of LightKV: no eviction up to a context limit, then at most C_l slots per head.
 
@@ -83,14 +75,7 @@ class AfterLimit(Plan):
 
     def spread_by(self, other: Plan) -> Plan:
         """Return a copy with the C_l of another plan."""
-        return super().spread_by(other) if other.sizing.per_head else dataclasses.replace(self, plan=other)
-
-    def _left(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        # What is left of a text beyond the context limit.
-        if self.middle == "rest" or self.mask.one_in is None:
-            return limit
-        middle = one_slot_in(self.mask.one_in, limit)
-        return jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
+        return super().spread_by(other) if other.sizing.per_head else self.replace(plan=other)
 
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Return all slots up to the context limit; beyond it C_l, or the mask and C_sink middle tokens.
@@ -98,7 +83,10 @@ class AfterLimit(Plan):
         Raises:
             ValueError: the context limit is below C_1.
         """
-        left = self._left(limit)
+        left = limit  # beyond the context limit
+        if self.middle == "mask" and self.mask.one_in is not None:
+            middle = one_slot_in(self.mask.one_in, limit)
+            left = jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
         if self.context_limit is None:
             return left
         if not isinstance(limit, Tracer) and self.context_limit < limit.max():
@@ -109,7 +97,6 @@ class AfterLimit(Plan):
         return jnp.where(length[:, None] <= self.context_limit, self.context_limit, left)
 
 
-@struct.dataclass
 class _Observed(Score):
     # What both forms of the observation window share.
 
@@ -118,7 +105,6 @@ class _Observed(Score):
 
     @property
     def requires(self) -> Requirements:
-        """A prompt of at least the observation window, and host memory with `offload`."""
         return Requirements(min_prompt=self.alpha or 0, host_memory=self.offload)
 
     def bind(self, model: LanguageModel) -> Self:
@@ -137,7 +123,6 @@ class _Observed(Score):
         return heads.limit if self.alpha is None else jnp.full_like(heads.limit, self.alpha)
 
 
-@struct.dataclass
 class LastQueries(_Observed, StoredScore):
     r"""Attention of exactly the last alpha queries, recomputed before each possible eviction.
 
@@ -167,18 +152,16 @@ class LastQueries(_Observed, StoredScore):
 
     @property
     def requires(self) -> Requirements:
-        """Requirements of the offloaded state; queries of idle rows do not change."""
         return dataclasses.replace(super().requires, keeps_idle_rows=True)
 
     def sized(self, slots: tuple[int, ...]) -> LastQueries:
         """Return a copy that stores as many queries as a layer has slots, if alpha is C_l."""
-        return self if self.alpha is not None else dataclasses.replace(self, lines=slots)
+        return self if self.alpha is not None else self.replace(lines=slots)
 
     def layer(self, index: int) -> LastQueries:
-        return dataclasses.replace(self, lines=self.lines[index : index + 1])
+        return self.replace(lines=self.lines[index : index + 1])
 
     def init(self, shape: New) -> PyTree:
-        """Return empty storage for the last queries before rotation; the query of token i gets index i modulo alpha."""
         if self.alpha is None and not self.lines:
             raise ValueError("alpha=None is as many queries as a layer has slots: call `Policy.sized` first.")
         return no_queries(shape, self.lines[0] if self.alpha is None else self.alpha)
@@ -191,7 +174,6 @@ class LastQueries(_Observed, StoredScore):
         return Again(kept, position, counts.astype(wide(new.q.dtype)))
 
     def advance(self, heads: Heads, new: New) -> PyTree:
-        """Return the stored queries with the oldest ones replaced by the new ones."""
         return with_newest_queries(heads.state.score, new, self._alpha(heads)[:, :1])
 
 
@@ -204,7 +186,6 @@ class Windows(NamedTuple):
     """Number of the current window, counted from that end."""
 
 
-@struct.dataclass
 class RunningQueries(_Observed):
     r"""Attention summed over about the last alpha queries, in constant memory and without recomputation.
 
@@ -220,7 +201,6 @@ class RunningQueries(_Observed):
     window: ClassVar[str] = "running"
 
     def init(self, shape: New) -> Windows:
-        """Return windows that have not begun."""
         heads = shape.k.shape[:2]
         return Windows(jnp.full(heads, -1, jnp.int32), jnp.full(heads, -(2**30), jnp.int32))
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, UInt32
 
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.rankings import HammingDistance
-from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, PyTree, View, setting
-from kvjax.utils.fields import SEED, Limit, one_of
+from kvjax.policies import HammingDistance, Requirements, Score
+from kvjax.types import SEED, Limit, New, PyTree, View, one_of, setting
 from pallas_kernels.hamming import Hashing
 
 
 @register_score(
     "lsh_e", paper="LSH-E, eq. 2, 5, 6", group="ranked by keys, values or chance, without attention", sinks=4, recent=10
 )
-@struct.dataclass
 class Hamming(Score):
     r"""Hamming distance between hashes of the newest query and of the keys, computed at every step (eq. 2, 5, 6).
 
@@ -62,7 +57,7 @@ class Hamming(Score):
     def bind(self, model: LanguageModel) -> Hamming:
         layers = enumerate(model.config.layer_configs)
         planes = (projections(self.seed, i, layer.kv_heads, self.bits, layer.key_width) for i, layer in layers)
-        return dataclasses.replace(self, planes=tuple(planes))
+        return self.replace(planes=tuple(planes))
 
     def _hashing(self, new: New) -> Hashing:
         # R, q_t and k_t.
@@ -78,7 +73,6 @@ class Hamming(Score):
         return self._hashing(new).of_keys()
 
     def score(self, view: View, new: New) -> HammingDistance:
-        """Return F_t = -d_H(h(q_t), H), summed over the query group."""
         return HammingDistance(self._hashing(new), view.slots.score)
 
 

@@ -6,7 +6,6 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_part
@@ -28,7 +27,6 @@ class MomentState(NamedTuple):
 
 
 @register_part("momentkv")
-@struct.dataclass
 class Moments(Residual):
     r"""Moments of evicted pairs, e x d + d + e + 1 numbers per KV head, for any policy that evicts; no training.
 

@@ -19,23 +19,14 @@ def in_text_order(
     x: Float[Array, "b h c"],
     position: Int[Array, "b h c"],
 ) -> Float[Array, "b h c"]:
-    """Apply a function to values of slots, sorted by position with empty slots last.
-
-    Args:
-        x: one value for each slot; those of empty slots must not affect the others.
-    """
+    """Apply a function to values of slots in the order of their positions, those of empty slots last."""
     order = text_order(position)
     changed = change(jnp.take_along_axis(x, order, axis=-1))
     return jnp.take_along_axis(changed, jnp.argsort(order, axis=-1), axis=-1)
 
 
 def pooled(x: Float[Array, "b h c"], kernel: int, pooling: str = "average") -> Float[Array, "b h c"]:
-    """Return the mean or maximum of `kernel` neighbors; the mean counts zeros beyond the ends.
-
-    Args:
-        kernel: an odd number.
-        pooling: `average` or `max`.
-    """
+    """Return the average or `max` of an odd number of neighbors; the average counts zeros beyond the ends."""
     sizes, pads = (1, 1, kernel), ((0, 0), (0, 0), (kernel // 2, kernel // 2))
     if pooling == "max":
         return reduce_window(x, jnp.array(-jnp.inf, x.dtype), jnp.maximum, sizes, (1, 1, 1), pads)

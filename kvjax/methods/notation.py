@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvjax.methods.register import TABLES
-from kvjax.methods.registry import REGISTRY, policy, settings_of
+from kvjax.methods.register import REGISTRY, TABLES
+from kvjax.methods.registry import policy, settings_of
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import parse_settings
 from kvjax.utils.suggest import choices

@@ -14,12 +14,7 @@ from kvjax.types import wide
 
 
 def output_weights(model: LanguageModel, change: Callable[[Array], Array] = lambda x: x) -> tuple[Array, ...]:
-    """Return the output weights [h g e width] of each layer, split by query head.
-
-    Args:
-        model: the model. If its weights are shapes, so are the results.
-        change: function of a layer's weights, whose results are returned instead.
-    """
+    """Return the output weights [h g e width] of each layer after a `change`; shapes, if the model has only these."""
     dtype, found = wide(model.weights.dtype), []
     for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
         heads = config.kv_heads, config.groups, config.value_width, -1

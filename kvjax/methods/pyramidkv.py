@@ -5,19 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from flax import struct
 
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register, register_part
+from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.snapkv import PromptWindow
-from kvjax.policies.allocation import Plan
-from kvjax.policies.policy import Policy
-from kvjax.types import number
-from kvjax.utils.fields import at_least
+from kvjax.policies import Plan, Policy
+from kvjax.types import at_least, number
 
 
 @register_part("pyramid")
-@struct.dataclass
 class Pyramid(Plan):
     r"""Budgets of a window plus a number of slots that decreases by equal steps to a small one in the last layer.
 

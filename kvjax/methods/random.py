@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
@@ -13,7 +12,6 @@ from pallas_kernels.noise import uniform_at
 
 
 @register_score("random", paper="control", group="ranked by keys, values or chance, without attention")
-@struct.dataclass
 class Random(Score):
     r"""Random priority of each token, drawn once, so that a head always holds a uniformly random subset of the text.
 

@@ -1,4 +1,4 @@
-"""Decorators that register methods and parts by name, each in the file of its method."""
+"""Decorators that register methods and parts by name, each in the file of its method, and how most make a policy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any, Literal, TypeVar, get_args
 
-from kvjax.methods.combine import combine
-from kvjax.policies.allocation import Plan, Uniform
-from kvjax.policies.policy import Policy
+from kvjax.policies import Codec, Plan, Policy, Protection, Residual, Score, Selection, Uniform
 from kvjax.policies.quantizer import CODECS, Quantizer
-from kvjax.policies.residual import Residual, Selection
-from kvjax.policies.score import Score
 from kvjax.types import setting_names
 from kvjax.utils.suggest import choices
 
@@ -42,6 +38,32 @@ BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "codec": Quan
 _M = TypeVar("_M", bound=Method)
 _S = TypeVar("_S", bound="type[Score | Plan]")
 _P = TypeVar("_P", bound="type[Plan | Residual | Quantizer | Selection]")
+
+
+def combine(
+    score: Score,
+    *,
+    sinks: int = 0,
+    recent: int | float = 0,
+    special: tuple[int, ...] = (),
+    positions: str = "original",
+    evict_every: int = 1,
+    **parts: Any,
+) -> Policy:
+    """Return a policy with a score, a protection, and settings that nearly every policy has.
+
+    Args:
+        score: ranks the cached tokens; the lowest one is evicted first.
+        sinks: first tokens of the text, which are never evicted.
+        recent: newest tokens, which are never evicted, the one being read included: slots, or a fraction of the budget.
+        special: token ids that are evicted only if no other token can be.
+        positions: `original` to rotate keys by their positions in the text, or `cache` by their rank among the cached
+            tokens.
+        evict_every: number of tokens from one eviction to the next; in between a head grows beyond its budget.
+        parts: further parts of the policy, as keywords of `Policy`.
+    """
+    usual = Policy(score, Protection(sinks, recent, special), codec=Codec(positions), evict_every=evict_every)
+    return dataclasses.replace(usual, **parts)
 
 
 def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
@@ -92,7 +114,6 @@ def register_score(
     Example:
         >>> from kvjax.methods.register import register_score
         >>> @register_score("h2o", paper="H2O, Algorithm 1", group="...", recent=0.5)  # doctest: +SKIP
-        ... @struct.dataclass
         ... class Accumulated(AccumulatedScore): ...
     """
 

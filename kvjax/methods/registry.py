@@ -15,21 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.methods.combine import combine
 from kvjax.methods.compatibility import fitted
-from kvjax.methods.register import BASES, TABLES
-from kvjax.methods.register import PAPERS as PAPERS
-from kvjax.methods.register import PLANS as PLANS
-from kvjax.methods.register import REGISTRY as REGISTRY
-from kvjax.methods.register import RESIDUALS as RESIDUALS
-from kvjax.methods.register import SELECTIONS as SELECTIONS
-from kvjax.policies.allocation import Plan
-from kvjax.policies.codec import Codec
-from kvjax.policies.policy import Policy
-from kvjax.policies.quantizer import CODECS as CODECS
-from kvjax.policies.quantizer import Quantizer
-from kvjax.policies.residual import Residual, Selection
-from kvjax.policies.score import Score
+from kvjax.methods.register import BASES, REGISTRY, RESIDUALS, TABLES, combine
+from kvjax.policies import Codec, Plan, Policy, Quantizer, Residual, Score, Selection
 from kvjax.types import check, check_kind
 from kvjax.utils.files import expanded
 from kvjax.utils.suggest import choices
@@ -131,8 +119,9 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     file, _, attribute = name.rpartition(":")
     file = expanded(file)
     # What every policy has is no setting of the score, unless it says so.
-    takes = _taken_by(found)
-    usual = [name for name in _keywords(combine) if name in own and name not in takes]
+    takes = inspect.signature(found).parameters if callable(found) else {}
+    all_of_them = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    usual = [] if all_of_them else [name for name in _keywords(combine) if name in own and name not in takes]
     common = _typed({name: own[name] for name in usual}, annotations_of(combine))
     own = {name: value for name, value in own.items() if name not in common}
     try:
@@ -157,17 +146,6 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     if not isinstance(made, Policy):
         raise ValueError(f"{attribute} in {file} is not a kvjax.Policy or Score and does not return one: {made!r}.")
     return made
-
-
-def _taken_by(found: Any) -> set[str]:
-    # Settings of what makes a policy or a score; a score has its fields.
-    if isinstance(found, type):
-        return {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
-    if not callable(found):
-        return set()
-    parameters = inspect.signature(found).parameters.values()
-    names = {parameter.name for parameter in parameters}
-    return names | (set(_keywords(combine)) if inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters} else set())
 
 
 def replaced(
@@ -213,15 +191,6 @@ def residual_by_name(name: str, **settings: Any) -> Residual:
     if not isinstance(settings.get("kernels", ""), str):
         settings["layers"] = settings.pop("kernels")
     return _made("residual", name, settings)
-
-
-def plan_by_name(plan: Plan | str | None) -> Plan | None:
-    """Return a plan by name, or the given plan.
-
-    Raises:
-        ValueError: there is no such plan.
-    """
-    return None if plan is None else _made("plan", plan, {})
 
 
 def _made(part: str, given: Any, settings: Mapping[str, Any]) -> Any:
@@ -337,10 +306,6 @@ def name_of(policy: Policy) -> str:
     return policy.name or type(policy.score).__name__
 
 
-def _import_methods() -> None:
-    # In alphabetical order, after everything above is defined: `less` makes its base by name.
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}."):
-        importlib.import_module(module.name)
-
-
-_import_methods()
+# In alphabetical order, after everything above is defined: `less` makes its base by name.
+for _module in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}."):
+    importlib.import_module(_module.name)

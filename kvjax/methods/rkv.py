@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.register import register_score
 from kvjax.policies.stats import Again
-from kvjax.types import New, View, derived, number, setting, wide
-from kvjax.utils.fields import Limit, at_least
+from kvjax.types import Limit, New, View, at_least, derived, number, setting, wide
 
 
 @register_score("rkv", paper="R-KV", group="ranked by attention at every token")
-@struct.dataclass
 class Redundancy(WindowAttention):
     r"""Tokens that the last queries attend to and whose keys are unlike the other keys.
 

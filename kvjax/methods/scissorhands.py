@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, UInt32
 
 from kvjax.methods.register import register_score
-from kvjax.policies.score import Score
-from kvjax.policies.stats import Probs, Seen
-from kvjax.types import Heads, New, PyTree, View, setting
-from kvjax.utils.fields import Limit
+from kvjax.policies import Probs, Score, Seen
+from kvjax.types import Heads, Limit, New, PyTree, View, setting
 
 WORD = 32
 _HISTORY = Limit(lambda queries: queries in range(WORD, 2**16 + 1, WORD), "a multiple of 32 queries from 32 to 65536")
@@ -20,7 +17,6 @@ _HISTORY = Limit(lambda queries: queries in range(WORD, 2**16 + 1, WORD), "a mul
 @register_score(
     "scissorhands", paper="Scissorhands, Algorithm 2", group="ranked by attention at every token", recent=0.25
 )
-@struct.dataclass
 class Persistence(Score):
     r"""Tokens whose attention was least often below average over a history window.
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.ends import EndsOrAll, ends_policy
 from kvjax.methods.register import register_score
 from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, PyTree, View, number, wide
-from kvjax.utils.fields import share
+from kvjax.types import Heads, New, PyTree, View, number, share, wide
 
 
 @register_score("simlayerkv", paper="SimLayerKV, 2024", group="ranked once for each prompt or turn", make=ends_policy)
-@struct.dataclass
 class LazyLayers(EndsOrAll):
     r"""Keep the first `sinks` and the newest `recent` tokens in lazy layers, and everything in the others.
 
@@ -37,8 +34,6 @@ class LazyLayers(EndsOrAll):
         recent: w, newest tokens that lazy layers keep, the one being read included.
     """
 
-    method = "simlayerkv"
-
     threshold: float = number(0.9, share("a share of attention"))
 
     def asks(self, heads: Heads, new: New) -> Sums:
@@ -49,7 +44,6 @@ class LazyLayers(EndsOrAll):
     def head_budgets(
         self, answers: Float[Array, "b h c"], view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
-        """Return s + w slots and those of special tokens in lazy layers, and slots for the whole text in the others."""
         ends = (view.position < self.sinks) | (view.position > new.newest[:, None, None] - self.recent)
         mass = jnp.where(view.live & ends, answers, 0.0).sum(-1) / new.q.shape[2]
         longer = new.read > self.sinks + self.recent

@@ -6,21 +6,16 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.methods.register import register_score
-from kvjax.policies.protection import recent_slots
-from kvjax.policies.score import Score
-from kvjax.policies.stats import Again, Sums
-from kvjax.types import Heads, New, PyTree, View, nothing, number, setting, wide
-from kvjax.utils.fields import ODD, one_of
+from kvjax.policies import Again, Score, Sums, recent_slots
+from kvjax.types import ODD, Heads, New, PyTree, View, nothing, number, one_of, setting, wide
 
 
 @register_score("snapkv", paper="SnapKV, Listing 1", group="ranked once for each prompt or turn")
-@struct.dataclass
 class PromptWindow(Score):
     r"""Attention of the last `recent` prompt queries, pooled over neighbors.
 
@@ -85,7 +80,6 @@ class PromptWindow(Score):
 @register_score(
     "snapkv_decode", paper="SnapKV, Listing 1, at every eviction", group="ranked by attention at every token"
 )
-@struct.dataclass
 class NewestWindow(WindowAttention):
     r"""Attention of the last `recent` queries, pooled over neighbors, at every eviction.
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from kvjax.methods.combine import combine
 from kvjax.methods.full import Unbounded
-from kvjax.methods.register import register, register_part
+from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.window import Recency
-from kvjax.policies.policy import Policy
-from kvjax.policies.residual import Selection
-from kvjax.types import New, check, is_share, number
-from kvjax.utils.fields import Limit
+from kvjax.policies import Policy, Selection
+from kvjax.types import Limit, New, check, is_share, number
 
 _K = Limit(lambda k: k >= 1 if isinstance(k, int) else 0 < k <= 1, "a number of tokens from 1, or a fraction up to 1.0")
 
 
 @register_part("topk")
-@struct.dataclass
 class TopK(Selection):
     r"""Selection of the k cached keys with the highest logits of each query.
 
@@ -45,10 +39,9 @@ class TopK(Selection):
         if self.k is not None:
             return self
         check(isinstance(budget, (int, float)), "budget", budget, "one number, which topk_oracle takes as k")
-        return dataclasses.replace(self, k=budget)
+        return self.replace(k=budget)
 
     def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
-        """Return a mask of the k largest probabilities of each query."""
         if self.k is None:
             raise ValueError("topk_oracle has no k: give a budget, as prefill does.")
         k: Any = jnp.ceil(self.k * (probs > 0).sum(-1, keepdims=True)) if is_share(self.k) else self.k

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from flax import struct
-
 from kvjax.methods.register import register_score
-from kvjax.policies.score import Requirements, StoredScore
-from kvjax.policies.stats import Sums
+from kvjax.policies import Requirements, StoredScore, Sums
 from kvjax.types import Heads, New, wide
 
 
 @register_score("tova", paper="TOVA, 4", group="ranked by attention at every token", recent=1)
-@struct.dataclass
 class LastAttention(StoredScore):
     r"""Last attention, one score for all heads of a layer.
 

@@ -5,22 +5,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
-from kvjax.policies.rankings import standardized
-from kvjax.policies.score import Requirements, Score
+from kvjax.policies import Requirements, Score, standardized
 from kvjax.rope import Rope, Turns, rotate_by, turns_of
-from kvjax.types import New, View, derived, directory, setting, wide
-from kvjax.utils.fields import Limit
+from kvjax.types import Limit, New, View, directory, setting, wide
 from kvjax.utils.files import expanded, written_aside
 
 FILE = "queries.safetensors"
@@ -37,21 +33,15 @@ class QueryMeans(NamedTuple):
     """Mean of the norm of each rotated pair of channels."""
 
 
-def ropes_of(model: LanguageModel) -> tuple[Rope, ...]:
-    """Return the RoPE of each layer of a model.
-
-    Raises:
-        ValueError: a layer has no RoPE.
-    """
-    ropes = [layer.rope for layer in model.config.layer_configs]
-    found = tuple(rope for rope in ropes if rope is not None)
-    if len(found) < len(ropes):
+def require_ropes(model: LanguageModel) -> None:
+    """Refuse a model that has a layer without RoPE."""
+    if any(layer.rope is None for layer in model.config.layer_configs):
         raise ValueError(f"policy triattention needs RoPE in all layers, which {model.name!r} does not have.")
-    return found
 
 
-def pair_norms(rope: Rope, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
+def pair_norms(rope: Rope | None, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
     """Return the norm of each pair of channels that RoPE rotates."""
+    assert rope is not None
     turned = x[..., : rope.width]
     if rope.interleaved:
         return jnp.hypot(turned[..., ::2], turned[..., 1::2])
@@ -59,11 +49,7 @@ def pair_norms(rope: Rope, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
 
 
 def save(directory: Path, means: QueryMeans, model: LanguageModel, tokens: int) -> None:
-    """Write mean queries of a model.
-
-    Args:
-        tokens: number of tokens over which the means were taken.
-    """
+    """Write mean queries of a model, over a number of tokens."""
     from safetensors.numpy import save_file
 
     from kvjax.methods.less.checkpoint import fingerprint
@@ -118,7 +104,6 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
 
 
 @register_score("triattention", paper="TriAttention", group="ranked with arrays calibrated on a text", evict_every=128)
-@struct.dataclass
 class TriAttention(Score):
     r"""Keys with the highest logits of the model's average query at future distances.
 
@@ -143,7 +128,6 @@ class TriAttention(Score):
         distances: number of distances in Delta; the default reaches 2^16.
         keep_prompt: True if tokens of prompts and turns are evicted only if no other token can be.
         means: mean queries of each layer, set by `bind`; after `layer`, those of one layer.
-        ropes: RoPE of each layer, as `means`.
     """
 
     of_heads = ("means",)
@@ -152,27 +136,19 @@ class TriAttention(Score):
     distances: int = setting(17, Limit(lambda number: 1 <= number <= 24, "a number from 1 to 24"))
     keep_prompt: bool = setting(True)
     means: QueryMeans | None = None
-    ropes: tuple[Rope, ...] = derived(())
 
     @property
     def requires(self) -> Requirements:
         return Requirements(whole_heads=True)
 
     def bind(self, model: LanguageModel) -> TriAttention:
-        """Return a copy with the mean queries of a model.
-
-        Raises:
-            ValueError: there are no mean queries, they belong to another model, or the model has no RoPE.
-        """
-        ropes = ropes_of(model)
-        means = load(self.checkpoint, model) if self.means is None else self.means
-        return dataclasses.replace(self, means=means, ropes=ropes)
+        require_ropes(model)
+        return self if self.means is not None else self.replace(means=load(self.checkpoint, model))
 
     def layer(self, index: int) -> TriAttention:
         if self.means is None:
             return self
-        means = QueryMeans(self.means.center[index], self.means.norm[index])
-        return dataclasses.replace(self, means=means, ropes=self.ropes[index : index + 1])
+        return self.replace(means=QueryMeans(self.means.center[index], self.means.norm[index]))
 
     def slot(self, new: New, state: object) -> Bool[Array, "b h t"] | None:
         """Return whether new tokens are given text, which stays; None if that makes no difference."""
@@ -187,8 +163,8 @@ class TriAttention(Score):
         return jnp.where(view.slots.score, above, found)
 
     def _logits(self, view: View, new: New) -> Float[Array, "b h g c"]:
-        assert self.means is not None
-        (rope,), keys = self.ropes, view.keys(new).astype(wide(new.k.dtype))
+        rope, keys = new.config.rope, view.keys(new).astype(wide(new.k.dtype))
+        assert self.means is not None and rope is not None
         center, norm = (jnp.asarray(x, keys.dtype) for x in self.means)
         # A cached key is rotated by its position, so that a query at the newest position + delta is at D + delta.
         newest = new.newest - (not new.given)  # a decoded token has no slot yet

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.cur import projected
 from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.methods.register import register_score
 from kvjax.methods.step_windows import begin, ended, shifted, weights
-from kvjax.policies.protection import recent_slots
-from kvjax.policies.rankings import coarse
-from kvjax.policies.score import Requirements, Score
-from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, View, nothing, number, setting, wide
-from kvjax.utils.fields import ODD, at_least, one_of
+from kvjax.policies import Requirements, Score, Sums, coarse, recent_slots
+from kvjax.types import ODD, Heads, New, View, at_least, nothing, number, one_of, setting, wide
 from pallas_kernels.noise import gumbel, uniform_at
 
 COLUMNS = 20
@@ -23,7 +18,6 @@ COLUMNS = 20
 
 
 @register_score("vase", paper="VaSE", group="ranked by attention at every token")
-@struct.dataclass
 class ValueSpread(Score):
     r"""Tokens with the largest value ranges, and a random sample of the others in proportion to attention.
 

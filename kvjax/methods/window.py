@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
-from kvjax.policies.rankings import OldestFirst
-from kvjax.policies.score import Score
-from kvjax.types import New, View, number
-from kvjax.utils.fields import at_least
+from kvjax.policies import OldestFirst, Score
+from kvjax.types import New, View, at_least, number
 
 
 @register_score("window", paper="Longformer, 3.1", group="ranked by position")
-@struct.dataclass
 class Recency(Score):
     r"""Keep the most recent tokens: the oldest is evicted first (Longformer's sliding window as a cache).
 
@@ -29,7 +25,6 @@ class Recency(Score):
 
 
 @register_score("dilated_window", paper="Longformer, 3.1; Keyformer, Figure 2c", group="ranked by position")
-@struct.dataclass
 class Dilated(Score):
     r"""Window with gaps: every (dilation + 1)-th token of the recent text and the newest one.
 

@@ -8,7 +8,6 @@ import warnings
 from typing import Any, Literal
 
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.base import Part
@@ -51,8 +50,7 @@ _REPLACED = {
 }
 
 
-@struct.dataclass(kw_only=True)
-class Plan(Part, interface=True):
+class Plan(Part, interface=True, kw_only=True):
     """Number of slots of each layer and head; the layers together get exactly `layers * budget`.
 
     Args:
@@ -132,7 +130,6 @@ def layer_slots(plan: Plan, budget: int, layers: int) -> np.ndarray:
     return whole
 
 
-@struct.dataclass
 class Uniform(Plan):
     r"""Every layer gets the same number of slots.
 

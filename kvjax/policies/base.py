@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from flax import struct
+
 from kvjax.types import Heads, New, PyTree, check_kind, setting_names, written
 from kvjax.utils.fields import check_limit
 
@@ -17,8 +19,10 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 
-class Part(abc.ABC):  # noqa: B024 - no part has to do anything
+class Part(struct.PyTreeNode, abc.ABC):
     """A part of a policy: a pytree whose hyperparameters are static and whose arrays are leaves.
+
+    Each subclass is a dataclass, as if `@flax.struct.dataclass` were above it.
 
     Inputs are batched over rows and heads, [b h ...], or [b h c ...] for slots. Never reduce or index across the axes b
     and h. With paged storage, b counts pages and h is 1.
@@ -27,7 +31,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     declaration kvjax takes such a method for a misspelt one and raises an error.
 
     Raises:
-        TypeError: the class is not a `flax.struct.dataclass`, or has a public method that kvjax never calls.
+        TypeError: the class has a public method that kvjax never calls.
         ValueError: a setting is not of its annotation's type.
     """
 
@@ -42,7 +46,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     """Reason why the part refuses models with ALiBi, in which logits fall with distance; empty if it takes them."""
 
     def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
-        super().__init_subclass__(**rest)
+        super().__init_subclass__(**rest)  # which makes a dataclass of it
         cls._interface = interface
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
@@ -51,7 +55,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         fields: dict[str, dataclasses.Field[Any]] = getattr(cls, "__dataclass_fields__", {})
         in_order = [name for name, field in fields.items() if field.init and not field.kw_only]
         given = dict(zip(in_order, values, strict=False)) | named
-        for name in setting_names(cls) if fields else ():
+        for name in setting_names(cls):
             # A placeholder for a number, in a program or another tree, has no kind to check.
             if name in given and (fields[name].metadata.get("pytree_node") is False or written(given[name])):
                 check_kind(name, given[name], fields[name].type)
@@ -92,7 +96,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if isinstance(part := getattr(self, field.name), Part):
                 values[field.name] = change(part)
-        return dataclasses.replace(self, **values) if values else self  # type: ignore[type-var]
+        return self.replace(**values) if values else self
 
     def init(self, shape: New) -> PyTree:
         """Return the part's initial state of a layer, with leaves [b ...]; `shape` holds no tokens."""
@@ -112,7 +116,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
 
 @functools.cache
 def check_class(kind: type[Part]) -> None:
-    """Refuse a part with a public method that is no hook, so that kvjax would never call it, or without decorator."""
+    """Refuse a part with a public method that is no hook, so that kvjax would never call it."""
     offering = [base for base in kind.__mro__ if vars(base).get("_interface")]
     hooks = sorted({name for base in offering for name in vars(base) if not name.startswith("_")})
     fields = getattr(kind, "__dataclass_fields__", {})
@@ -132,5 +136,3 @@ def check_class(kind: type[Part]) -> None:
                 f"kvjax never calls {kind.__name__}.{name} ({meant}); begin the names of your own helpers with an "
                 "underscore."
             )
-    if "_flax_dataclass" not in vars(kind):
-        raise TypeError(f"{kind.__name__} is not a pytree; put @flax.struct.dataclass above `class {kind.__name__}`.")

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.base import Part
@@ -62,8 +61,7 @@ class Operands(NamedTuple):
         return new.replace(config=dataclasses.replace(config, slopes=slopes)), self._replace(places=(queries, bias))
 
 
-@struct.dataclass(init=False)
-class Codec(Part, interface=True):
+class Codec(Part, interface=True, init=False):
     """Conversion of key-value pairs between floating-point arrays and the stored form of slots.
 
     Args:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.allocation import Plan, Uniform
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 
-@struct.dataclass
 class Policy(Part, interface=True):
     """Rules for the tokens that a cache keeps, and for how it stores them.
 
@@ -89,8 +87,25 @@ class Policy(Part, interface=True):
         return super().bind(model)
 
     def spread(self, plan: Plan | None) -> Policy:
-        """Return a copy with the given plan for its budget; None keeps its own plan."""
-        return self if plan is None else dataclasses.replace(self, plan=self.plan.spread_by(plan))
+        """Return a copy with the given plan for its budget; None keeps its own plan.
+
+        Raises:
+            ValueError: there is no budget that a plan could distribute.
+        """
+        if plan is None:
+            return self
+        mode, other = self.plan.sizing.mode, type(plan).__name__
+        if mode == "unbounded":
+            raise ValueError(
+                f"this policy evicts nothing, so plan={other} has no effect; leave it out, or choose another policy "
+                "such as h2o."
+            )
+        if mode == "profiled":
+            raise ValueError(
+                f"{self.name or type(self.score).__name__} decides itself how many slots each head gets, so budget and "
+                f"plan={other} mean nothing to it; leave both out and change its settings."
+            )
+        return dataclasses.replace(self, plan=self.plan.spread_by(plan))
 
     @property
     def may_shrink(self) -> bool:

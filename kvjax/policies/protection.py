@@ -9,7 +9,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from kvjax.policies.base import Part
@@ -48,7 +47,6 @@ class Protected(NamedTuple):
     """
 
 
-@struct.dataclass
 class Protection(Part, interface=True):
     """Protect the first tokens, the newest tokens and special tokens; a layer with a window, only inside the window.
 

@@ -6,7 +6,6 @@ import abc
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
@@ -23,7 +22,6 @@ LEAST_TOKENS = 8
 """Tokens of a text from which scales can be estimated: fewer keys show too little of each channel."""
 
 
-@struct.dataclass
 class Quantizer(Part, interface=True):
     """Storage format of keys and values: encodes and decodes the keys or values of slots.
 
@@ -32,9 +30,7 @@ class Quantizer(Part, interface=True):
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from flax import struct
-        >>> @struct.dataclass
-        ... class Half(kvjax.Quantizer):
+        >>> class Half(kvjax.Quantizer):
         ...     def encode(self, x):
         ...         return x.astype(jnp.float16)
         ...
@@ -68,7 +64,6 @@ class Quantizer(Part, interface=True):
         """Return the decoded keys or values [... c d] of a stored form, in a dtype."""
 
 
-@struct.dataclass
 class Plain(Quantizer):
     r"""Keys and values in the model's own dtype.
 
@@ -101,7 +96,6 @@ def channel_factors(keys: Float[Array, "b h t d"], valid: Bool[Array, "b #h t"])
     return jnp.exp2(exponent)
 
 
-@struct.dataclass
 class SymmetricQuantizer(Quantizer):
     """Integer codes with one scale per slot, rounded symmetrically about zero. Kernels can encode them, too."""
 
@@ -118,7 +112,6 @@ class SymmetricQuantizer(Quantizer):
         return stored.values(dtype)
 
 
-@struct.dataclass
 class Int8(SymmetricQuantizer):
     r"""8-bit codes with one scale for each key and each value.
 
@@ -136,7 +129,6 @@ class Int8(SymmetricQuantizer):
     bits: ClassVar[int] = 8
 
 
-@struct.dataclass
 class Int4(SymmetricQuantizer):
     r"""4-bit codes, two to a byte, with one scale for each key and each value.
 

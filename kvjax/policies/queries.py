@@ -68,7 +68,6 @@ class Expected(NamedTuple):
     """Their covariance; None if it is not needed."""
 
 
-@struct.dataclass
 class MomentScore(PromptScore, interface=True):
     """Score of given text by the queries at the next positions, which are expected to be like the given ones.
 

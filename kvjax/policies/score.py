@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Part
@@ -100,9 +99,7 @@ class Score(Part, interface=True):
     highest are kept.
 
     Example:
-        >>> import flax
-        >>> @flax.struct.dataclass
-        ... class Oldest(kvjax.Score):
+        >>> class Oldest(kvjax.Score):
         ...     def score(self, view, new):
         ...         return -view.position.astype("float32")
         >>> model = kvjax.load("tiny")
@@ -244,7 +241,6 @@ class PromptScore(StoredScore):
         """
 
 
-@struct.dataclass
 class ScoreOver(Score, interface=True):
     """Score that extends another one: a subclass defines `slot`, `fold` and `score` on top of those of `base_score`.
 

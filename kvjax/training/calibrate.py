@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.inference.extend import prefill
-from kvjax.methods.triattention import QueryMeans, pair_norms, ropes_of
+from kvjax.methods.triattention import QueryMeans, pair_norms, require_ropes
 from kvjax.model import Model
-from kvjax.policies.policy import Policy
-from kvjax.policies.rankings import OldestFirst
-from kvjax.policies.score import Score
-from kvjax.rope import Rope
-from kvjax.types import Heads, New, setting, wide
+from kvjax.policies import OldestFirst, Policy, Score
+from kvjax.types import Heads, New, wide
 
 Sums = tuple[Float[Array, "b h g d"], Float[Array, "b h g f"]]
 
 
-@struct.dataclass
 class QuerySums(Score):
-    """Ranking by age, during which each head sums its queries before rotation, and the norms of their pairs.
-
-    Args:
-        ropes: RoPE of each layer; after `layer`, that of one layer.
-    """
-
-    ropes: tuple[Rope, ...] = setting(())
-
-    def layer(self, index: int) -> QuerySums:
-        """Return a copy with the RoPE of one layer."""
-        return dataclasses.replace(self, ropes=self.ropes[index : index + 1])
+    """Ranking by age, during which each head sums its queries before rotation, and the norms of their pairs."""
 
     def init(self, shape: New) -> Sums:
-        """Return zeros."""
         query = jnp.zeros((*shape.q.shape[:3], shape.q.shape[-1]), wide(shape.q.dtype))
-        return query, pair_norms(self.ropes[0], query)
+        return query, pair_norms(shape.config.rope, query)
 
     def advance(self, heads: Heads, new: New) -> Sums:
-        """Return the sums with the new queries added."""
         query, norm = heads.state.score
         raw = jnp.where(new.valid[:, None, None, :, None], new.raw_q.astype(query.dtype), 0.0)
-        return query + raw.sum(3), norm + pair_norms(self.ropes[0], raw).sum(3)
+        return query + raw.sum(3), norm + pair_norms(new.config.rope, raw).sum(3)
 
     def score(self, view: object, new: New) -> OldestFirst:
-        """Return the order of the text."""
         return OldestFirst()
 
 
@@ -62,7 +43,8 @@ def query_means(
     Args:
         texts: token ids of prompts; those of equal length share their compiled programs.
     """
-    policy = Policy(QuerySums(ropes_of(model)))
+    require_ropes(model)
+    policy = Policy(QuerySums())
     totals: Any = None
     tokens = 0
     for text in texts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from kvjax.evaluation.ordering import compare, ordering
 from kvjax.model import Model
 from kvjax.rope import rotate
 from kvjax.training.less.record import read_full
+from kvjax.types import Reading
 from tests.small_models import GQA, sharp_model
 
 # No token twice: equal tokens have equal norms in the first layer, whose order rounding would decide.
@@ -65,8 +68,10 @@ def test_scores_are_means_over_the_queries_that_see_a_token(name: str, model: Mo
 def _queries_and_keys(model: Model) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Rotated, of the plain model."""
 
-    reads, _ = read_full(model.weights, model.config, jnp.asarray(TOKENS))
-    place = jnp.arange(TOKENS.shape[1])
+    place, zeros = jnp.arange(20), jnp.zeros(2, jnp.int32)
+    of_rows: dict[str, Any] = dict(prompt_length=zeros, read=zeros + 20, horizon=zeros, end=zeros + 20, seed=zeros)
+    reading = Reading(jnp.asarray(TOKENS), jnp.broadcast_to(place, TOKENS.shape), **of_rows)
+    reads, _ = read_full(model.weights, model.config, reading)
     rope = model.config.layer_configs[0].rope
     return [np.asarray(rotate(rope, read.q, place, 20)) for read in reads], [
         np.asarray(rotate(rope, read.k, place, 20)) for read in reads

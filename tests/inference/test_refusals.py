@@ -53,6 +53,12 @@ def test_a_plan_means_nothing_where_nothing_leaves(policy: str, plan: str) -> No
     refused(lambda: kvjax.prefill(MODEL, policy, IDS, plan=plan), "this policy evicts nothing, so plan=")
 
 
+@pytest.mark.parametrize("policy", ["duoattention", "fastgen", "simlayerkv"])
+def test_a_plan_means_nothing_to_a_policy_that_decides_itself(policy: str) -> None:
+    message = f"^{policy} decides itself how many slots each head gets, so budget and plan=AdaKV mean nothing to it"
+    refused(lambda: kvjax.policy(policy, plan="adakv"), message)
+
+
 @pytest.mark.parametrize(
     ("policy", "chunk", "sentence"),
     [

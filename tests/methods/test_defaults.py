@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvjax
-from kvjax.methods.registry import CODECS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, settings_in, settings_of
+from kvjax.methods import CODECS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, settings_in, settings_of
 
 COMMON: dict[str, Any] = {"sinks": 0, "recent": 0, "special": (), "positions": "original", "evict_every": 1}
 OBSERVED: dict[str, Any] = COMMON | {"recent": 32, "kernel": 7, "pooling": "average", "group": "mean"}

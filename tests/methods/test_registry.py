@@ -17,10 +17,9 @@ from flax import struct
 import kvjax
 from kvjax import generate
 from kvjax.methods import CODECS, PAPERS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, describe
-from kvjax.methods.combine import combine
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.notation import compared
-from kvjax.methods.register import register, register_part, register_score
+from kvjax.methods.register import combine, register, register_part, register_score
 from kvjax.methods.registry import settings_of
 from kvjax.policies.allocation import Uniform
 from kvjax.types import number, setting
@@ -39,8 +38,7 @@ import jax.numpy as jnp
 from flax import struct
 
 import kvjax
-from kvjax.methods.combine import combine
-from kvjax.methods.register import register
+from kvjax.methods.register import combine, register
 from kvjax.types import number
 
 

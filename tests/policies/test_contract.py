@@ -20,7 +20,7 @@ from kvjax.inference import decode, decoder, prefill, press
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.state import held_positions, slot_limits
 from kvjax.methods.lightkv import AfterLimit
-from kvjax.methods.registry import REGISTRY
+from kvjax.methods.register import REGISTRY
 from kvjax.model import Model
 from kvjax.models import Rope
 from kvjax.utils.compilation import temporary_bytes

@@ -29,7 +29,7 @@ from kvjax.methods.window import Recency
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.protection import Quota
 from kvjax.policies.rankings import as_numbers
-from kvjax.types import setting
+from kvjax.types import number, setting
 from kvjax.utils.compilation import temporary_bytes
 from tests.small_models import GQA, random_model
 
@@ -47,7 +47,6 @@ def decorated(*bases: type, **members: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: type("Mine", (kvjax.Score,), {"score": numbers}), "put @flax.struct.dataclass above `class Mine`"),
         (
             lambda: decorated(scores=numbers),
             r"kvjax never calls Mine.scores \(did you mean score\)",
@@ -64,6 +63,20 @@ def decorated(*bases: type, **members: Any) -> Any:
 def test_a_class_that_is_not_what_it_seems_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         make()()
+
+
+def test_a_part_is_a_pytree_with_or_without_the_decorator() -> None:
+    class Mine(kvjax.Score):
+        factor: float = number(2.0)
+        power: int = setting(3)
+
+        def score(self, view: Any, new: Any) -> Any:
+            return view.position.astype(jnp.float32)
+
+    made = Mine(4.0, power=5)
+    assert struct.dataclass(Mine) is Mine and jax.tree.leaves(made) == [4.0] and made.replace(power=3) == Mine(4.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.power = 6  # type: ignore[misc]
 
 
 def test_helpers_and_settings_have_any_name() -> None:

@@ -49,6 +49,7 @@ class Settings:
         budget: slots, or fraction of the model's longest text, of the training; kernels may be used at other budgets.
         features, hidden, literal: as in `init_kernels`.
         training: further settings of the training.
+        dtype: dtype of the kernels on disk, set by `save`.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Settings:
     hidden: int = 512
     literal: bool = False
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: str = "float32"
 
 
 def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DTypeLike = jnp.float32) -> None:
@@ -93,7 +95,13 @@ def read_settings(directory: str | Path) -> Settings:
     Raises:
         ValueError: it holds no kernels, or the settings are damaged.
     """
-    return Settings(**{name: value for name, value in _read(directory).items() if name != "dtype"})
+    file = Path(directory) / _SETTINGS
+    if not file.exists():
+        raise ValueError(f"{directory} holds no kernels; give a directory of kvjax train_less.")
+    try:
+        return Settings(**json.loads(file.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}.") from error
 
 
 def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Params, Settings]:
@@ -107,38 +115,28 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
     """
     import orbax.checkpoint as ocp
 
-    stored, settings = _read(directory), read_settings(directory)
-    check_fits(settings, model, policy, where=str(directory))
+    settings, mine = read_settings(directory), fingerprint(model)
+    if settings.fingerprint != mine:
+        raise ValueError(
+            f"the kernels in {directory} were made for model {settings.model!r} ({settings.fingerprint}), not for "
+            f"{model.name!r} ({mine}); train some for it with kvjax train_less."
+        )
+    if settings.policy != policy:
+        raise ValueError(
+            f"the kernels in {directory} were made for policy {settings.policy!r}, not for {policy!r}; "
+            f"use base={settings.policy} or train some for it with kvjax train_less."
+        )
     # Restore to host memory: orbax commits device arrays to their device, and every program that mixes them with
     # uncommitted arrays would be compiled again.
     sizes: dict[str, Any] = dict(features=settings.features, hidden=settings.hidden, literal=settings.literal)
     shapes = jax.eval_shape(lambda key: init_kernels(key, model.config, **sizes), jax.random.key(0))
-    wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, stored["dtype"]), shapes)
+    wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, settings.dtype), shapes)
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             params = checkpointer.restore(Path(directory).absolute() / _KERNELS, wanted)
         except (ValueError, OSError, KeyError) as error:
             raise ValueError(f"the kernels in {directory} are damaged: {str(error).splitlines()[0]}") from error
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params), settings
-
-
-def check_fits(settings: Settings, model: LanguageModel, policy: str, where: str) -> None:
-    """Refuse kernels that were trained for another model or policy.
-
-    Raises:
-        ValueError: the model or the policy differs; the message names both.
-    """
-    mine = fingerprint(model)
-    if settings.fingerprint != mine:
-        raise ValueError(
-            f"the kernels in {where} were made for model {settings.model!r} ({settings.fingerprint}), not for "
-            f"{model.name!r} ({mine}); train some for it with kvjax train_less."
-        )
-    if settings.policy != policy:
-        raise ValueError(
-            f"the kernels in {where} were made for policy {settings.policy!r}, not for {policy!r}; "
-            f"use base={settings.policy} or train some for it with kvjax train_less."
-        )
 
 
 def fingerprint(model: LanguageModel) -> str:
@@ -158,30 +156,23 @@ def fingerprint(model: LanguageModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def _unusual(described: ModelConfig | Rope | Mixture | QueryGrowth) -> dict[str, Any]:
-    usual = {field.name: field.default for field in dataclasses.fields(described)}
-    settings = {name: getattr(described, name) for name in usual}
-    return {
-        name: [_plain(each) for each in value] if name == "ropes" else _plain(value)
-        for name, value in settings.items()
-        if name in _ALWAYS or value != usual[name]
-    }
-
-
-def _plain(value: Any) -> Any:
-    return _unusual(value) if isinstance(value, Rope | Mixture | QueryGrowth) else value
+def _unusual(value: Any) -> Any:
+    # The settings that enter a fingerprint, in JSON types.
+    if isinstance(value, tuple):
+        return [_unusual(each) for each in value]
+    if not isinstance(value, ModelConfig | Rope | Mixture | QueryGrowth):
+        return value
+    settings = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+    return {field.name: _unusual(own) for field, own in settings if field.name in _ALWAYS or own != field.default}
 
 
 def find(checkpoint: str, policy: str) -> list[Path]:
-    """Find directories of kernels.
+    """Find the directories of kernels that a name stands for, from the smallest budget to the largest.
 
     Args:
         checkpoint: a directory, or the name of kernels in the package; empty for all kernels in the package for the
             policy.
         policy: registered name of the base policy.
-
-    Returns:
-        One directory, or all of the policy's directories, from the smallest budget to the largest.
 
     Raises:
         ValueError: there are none.
@@ -202,13 +193,3 @@ def find(checkpoint: str, policy: str) -> list[Path]:
             "kvjax train_less and give checkpoint=DIR."
         )
     return sorted(fitting, key=lambda path: fitting[path])
-
-
-def _read(directory: str | Path) -> dict[str, Any]:
-    file = Path(directory) / _SETTINGS
-    if not file.exists():
-        raise ValueError(f"{directory} holds no kernels; give a directory of kvjax train_less.")
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}.") from error

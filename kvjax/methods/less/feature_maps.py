@@ -56,9 +56,7 @@ class Psi(nn.Module):
     first of these scalars: :math:`\psi(k) = |k_2 W_3|`.
 
     Args:
-        features: R.
-        hidden: R'.
-        dropout: rate before the first activation, in training.
+        features, hidden, dropout: as in `Phi`.
         literal: the third layer without the residual connection and its scalar.
     """
 
@@ -110,11 +108,7 @@ class Performer(nn.Module):
 def init_kernels(
     key: Key[Array, ""], config: ModelConfig, *, features: int = 8, hidden: int = 512, literal: bool = False
 ) -> Params:
-    """Initialize kernels of all layers, stacked: weights [L, h, g, ...] of phi and [L, h, ...] of psi, float32.
-
-    Args:
-        literal: True for equation 2 as printed.
-    """
+    """Initialize kernels of all layers, stacked: weights [L, h, g, ...] of phi and [L, h, ...] of psi, float32."""
     q, k = _examples(config)
     phi, psi = Phi(features, hidden), Psi(features, hidden, literal=literal)
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_part
 from kvjax.models.model import LanguageModel
 from kvjax.policies.residual import Residual
-from kvjax.types import Evicted, Kernels, New, Partial, directory, setting, wide
-from kvjax.utils.fields import SEED, at_least, one_of
+from kvjax.types import SEED, Evicted, Kernels, New, Partial, at_least, directory, one_of, setting, wide
 from pallas_kernels import less_kernels
 from pallas_kernels.attention import LowRank
 
@@ -31,7 +28,6 @@ class Memory(NamedTuple):
 
 
 @register_part("less")
-@struct.dataclass
 class LowRankMemory(Residual, interface=True):
     r"""Low-rank memory of evicted pairs, R x d + R numbers per KV head, for any policy that evicts.
 
@@ -71,11 +67,6 @@ class LowRankMemory(Residual, interface=True):
     trained: tuple[tuple[float, float, Any], ...] = ()
 
     def bind(self, model: LanguageModel) -> LowRankMemory:
-        """Return a copy with kernels for a model, as a tuple of layers.
-
-        Raises:
-            ValueError: there are no kernels for the model and the policy, or `features` differs from theirs.
-        """
         # These imports load Flax Linen, which is slow to import, so they run only here.
         from kvjax.methods.less import checkpoint as checkpoints
         from kvjax.methods.less.feature_maps import performer_kernels, unstack
@@ -100,7 +91,7 @@ class LowRankMemory(Residual, interface=True):
         self._check_shapes(kernels, model)
         if model.weights.dtype == jnp.bfloat16:
             kernels, trained = _in_bfloat16((kernels, trained))
-        return dataclasses.replace(self, layers=kernels, trained=trained)
+        return self.replace(layers=kernels, trained=trained)
 
     def budgeted(self, budget: Any) -> LowRankMemory:
         """Return a copy with the kernels trained nearest to the budget, if there are several."""
@@ -109,7 +100,7 @@ class LowRankMemory(Residual, interface=True):
         fraction = isinstance(budget, float)
         wanted = max(1e-9, float(np.mean(budget)))  # invalid budgets are refused later, where slots are counted
         nearest = min(self.trained, key=lambda option: abs(math.log(option[fraction] / wanted)))
-        return dataclasses.replace(self, layers=nearest[-1], trained=())
+        return self.replace(layers=nearest[-1], trained=())
 
     def _check_shapes(self, kernels: Any, model: LanguageModel) -> None:
         layers = model.config.layer_configs
@@ -124,7 +115,7 @@ class LowRankMemory(Residual, interface=True):
                 )
 
     def layer(self, index: int) -> LowRankMemory:
-        return self if self.layers is None else dataclasses.replace(self, layers=self.layers[index], trained=())
+        return self if self.layers is None else self.replace(layers=self.layers[index], trained=())
 
     def phi(self, q: Float[Array, "b h g t d"], kernels: Kernels = AUTO) -> Float[Array, "b h g t R"]:
         """Compute features of a layer's rotated queries (equation 1)."""

@@ -16,10 +16,12 @@ from kvjax.inference.prepare import ready
 from kvjax.inference.shapes import empty_state
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
-from kvjax.policies.allocation import Plan
-from kvjax.policies.policy import Policy
+from kvjax.policies import Plan, Policy
 from kvjax.training.less.record import Features, check_mask, record
 from kvjax.utils.files import read_text, written_aside
+
+ROWS = 8
+"""Most texts that are read together."""
 
 
 def check_policy(policy: Policy, mask: str) -> None:
@@ -46,14 +48,12 @@ def collect(
     plan: Plan | str | None = None,
     mask: str = "decode",
     seed: int = 0,
-    rows: int = 8,
     show: Callable[[int], None] = lambda done: None,
 ) -> Features:
     """Collect features of texts in memory-mapped arrays [L, s, ...]; a new call resumes an interrupted one.
 
     Args:
         directory: directory of the arrays, about 6 n (heads + KV heads) d floats per text and layer.
-        mask: see `record`.
         seed: seed of random policies; each text gets its own seed from it.
     """
     check_policy(policy, mask)
@@ -61,7 +61,7 @@ def collect(
     if bound.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
     total, n = tokens.shape
-    rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
+    rows = next(size for size in range(min(ROWS, total), 0, -1) if total % size == 0)
     state = empty_state(model, bound, rows, n, budget)
     held = zip(layers, state.storage.layers, strict=True)
     if min(int(heads.limit.min()) for layer, heads in held if not layer.bounds(n)) >= n:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.methods.less.feature_maps import Params, Phi, Psi
+from kvjax.methods.outputs import output_weights
 from kvjax.model import Model
 from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features
@@ -74,7 +75,4 @@ def squared_error(
 
 def output_projections(model: Model) -> Projections:
     """Return W_o of all layers, by heads."""
-    config = model.config
-    heads = (config.width, config.kv_heads, config.groups, config.head_width)
-    stacked = jnp.stack([layer.output.matrix for layer in model.weights.layers])
-    return stacked.reshape(-1, *heads).astype(jnp.promote_types(stacked.dtype, jnp.float32))
+    return jnp.moveaxis(jnp.stack(output_weights(model)), -1, 1)

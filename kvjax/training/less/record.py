@@ -22,7 +22,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, embed, finish_block, project, sink_logits_of
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
-from kvjax.types import LayerConfig, New, wide
+from kvjax.types import LayerConfig, New, Reading, wide
 from pallas_kernels.attention import Partial, with_sink
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.operands import values
@@ -72,15 +72,6 @@ class Features(struct.PyTreeNode):
     """Attention over all pairs, before the output projection."""
 
 
-class _Read(struct.PyTreeNode):
-    # Attention inputs of one layer of the frozen model, for all tokens or one; queries and keys are not yet rotated.
-    hidden: Float[Array, "b n width"]
-    q: Float[Array, "b h g n d"]
-    k: Float[Array, "b h n d"]
-    v: Float[Array, "b h n e"]
-    lse: Float[Array, "b h g n"]
-
-
 class Replayed(struct.PyTreeNode):
     """Result of one replayed step in one layer."""
 
@@ -108,52 +99,43 @@ def record(state: State, tokens: Int[Array, "b n"], *, mask: str = "decode") -> 
     Returns:
         Features, stacked over layers, and the position evicted at each step, -1 for none.
     """
-    weights, config, cache = state.weights, state.config, state.cache
+    cache = state.cache
     assert isinstance(cache.storage, Dense)
-    reads, full = read_full(weights, config, tokens)
     rows, n = tokens.shape
-    policies = [state.policy.layer(layer) for layer in range(config.layers)]
+    reading = cache.reading(tokens, jnp.broadcast_to(jnp.arange(n), tokens.shape), jnp.full(rows, n))
+    texts, attended = read_full(state.weights, state.config, reading)
+    policies = [state.policy.layer(layer) for layer in range(state.config.layers)]
 
-    def step(
-        storage: Dense, inputs: tuple[Int[Array, ""], Int[Array, " b"], list[_Read]]
-    ) -> tuple[Dense, tuple[Replayed, ...]]:
-        t, token, read = inputs
-        position = jnp.broadcast_to(t, (rows, 1))
-        reading = cache.reading(token[:, None], position, position[:, 0] + 1)
+    def step(storage: Dense, t: Int[Array, ""]) -> tuple[Dense, tuple[Replayed, ...]]:
         pending, seen = [], []
-        for layer, (shape, of) in enumerate(zip(config.layer_configs, read, strict=True)):
-            sink_logits = sink_logits_of(weights.layers[layer], shape)
-            new = reading.of_layer(shape, layer, of.hidden, of.q, of.k, of.v, sink_logits).rotated()
-            storage, told, found = replay(policies[layer], mask, storage, new, of.lse)
+        for policy, text, full in zip(policies, texts, attended, strict=True):
+            lse = jax.lax.dynamic_slice_in_dim(full.lse, t, 1, axis=3)
+            storage, told, found = replay(policy, mask, storage, text.part(t, 1).rotated(), lse)
             pending.append(told)
             seen.append(found.replace(probs=None))
         for layer, told in enumerate(sum_over_layers(pending)):
             storage = update_score(policies[layer], storage, layer, told.asks, told.answers, told.new)
         return storage, tuple(seen)
 
-    inputs = [jax.tree.map(by_steps, read, _AXES) for read in reads]
-    _, seen = jax.lax.scan(step, cache.storage, (jnp.arange(n), tokens.T, inputs))
+    _, seen = jax.lax.scan(step, cache.storage, jnp.arange(n))
     features, evicted = [], []
-    for shape, read, out, found in zip(config.layer_configs, reads, full, seen, strict=True):
+    for text, full, found in zip(texts, attended, seen, strict=True):
         left = jnp.moveaxis(found.left, 0, -1)
         k, v = (jnp.where(left[..., None] >= 0, join_steps(x, 2), 0) for x in (found.k, found.v))
         features.append(
             Features(
-                q=rotate(shape.rope, read.q, jnp.arange(n), n),
+                q=rotate(text.config.rope, text.q, jnp.arange(n), n),
                 k=k,
                 v=v,
                 leaving=(left >= 0).astype(found.partial.lse.dtype),
                 sparse=join_steps(found.partial.out, 3),
                 lse=join_steps(found.partial.lse, 3),
-                full=out,
+                full=with_sink(full, text.sink_logits).out,
             )
         )
         evicted.append(left)
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers).astype(wide(layers[0].dtype)), *features)
     return stacked, jnp.stack(evicted)
-
-
-_AXES = _Read(hidden=1, q=3, k=2, v=2, lse=3)  # type: ignore[arg-type]
 
 
 def by_steps(x: Array, axis: int) -> Float[Array, "n ..."]:
@@ -169,14 +151,7 @@ def join_steps(x: Float[Array, "n ..."], axis: int) -> Array:
 def replay(
     policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
 ) -> tuple[Dense, Pending, Replayed]:
-    """Replay one layer of a decode step on given queries, keys and values.
-
-    Args:
-        full_lse: log-sum-exp of the token's attention in the full text.
-
-    Returns:
-        The storage after the step, the pending statistics for the score, and the result of the step.
-    """
+    """Replay one layer of a decode step on given queries, keys and values; `full_lse` is that of the full text."""
     layer = int(new.layer)
     storage, evicted = exchange(policy, storage, layer, new, pairs=True)
     view = storage.layers[layer]
@@ -206,21 +181,17 @@ def replay(
     return storage, told, Replayed(evicted.k, evicted.v, evicted.position[..., 0], partial, probs)
 
 
-def read_full(
-    weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"]
-) -> tuple[list[_Read], list[Float[Array, "b h g n e"]]]:
-    """Run the model with full attention, and return the inputs and outputs of each layer's attention."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    reads: list[_Read] = []
-    outputs: list[Array] = []
-    x = embed(weights, config, tokens, positions)
-    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        normed, q, k, v = project(layer, config, shape, x, positions)
-        found = attend_fully(shape, q, k, v, positions)
-        reads.append(_Read(x, q, k, v, found.lse))
-        outputs.append(with_sink(found, sink_logits_of(layer, shape)).out)
-        x = finish_block(layer, config, shape, x, normed, outputs[-1])
-    return reads, outputs
+def read_full(weights: Weights, config: ModelConfig, reading: Reading) -> tuple[list[New], list[Partial]]:
+    """Run the model with full attention; return each layer's tokens, not rotated yet, and their attention to all."""
+    texts: list[New] = []
+    attended: list[Partial] = []
+    x = embed(weights, config, reading.token, reading.position)
+    for number, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
+        normed, q, k, v = project(layer, config, shape, x, reading.position)
+        texts.append(reading.of_layer(shape, number, x, q, k, v, sink_logits_of(layer, shape)))
+        attended.append(attend_fully(shape, q, k, v, reading.position))
+        x = finish_block(layer, config, shape, x, normed, with_sink(attended[-1], texts[-1].sink_logits).out)
+    return texts, attended
 
 
 def attend_fully(

@@ -129,10 +129,10 @@ def _step(
 
 @functools.partial(jax.jit, static_argnames=("recipe", "mesh"))
 def _errors(
-    params: Params, seen: Features, projection: Projections, *, recipe: Recipe | None, mesh: Mesh
+    params: Params | None, seen: Features, projection: Projections, *, recipe: Recipe, mesh: Mesh
 ) -> tuple[Float[Array, " L"], Int[Array, " L"]]:
-    def layer(params: Params, seen: Features, projection: Projection) -> tuple[Float[Array, ""], Int[Array, ""]]:
-        out = seen.sparse if recipe is None else memory_attention(params, recipe, seen)
+    def layer(params: Params | None, seen: Features, projection: Projection) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        out = seen.sparse if params is None else memory_attention(params, recipe, seen)
         return jax.lax.psum(squared_error(out, seen, projection), DATA)
 
     return _over_layers(mesh, layer, (OF_LAYERS, OF_TEXTS, OF_LAYERS), params, seen, projection)
@@ -142,21 +142,15 @@ def mean_error(
     params: Params | None, features: Features, texts: range, projection: Projections, recipe: Recipe, mesh: Mesh
 ) -> Float[np.ndarray, " L"]:
     """Return the mean squared error of each layer on some of the texts; `params` is None for the policy alone."""
-    total = np.zeros(len(projection))
-    numbers = np.zeros(len(projection))
+    total, numbers = np.zeros((2, len(projection)))
     for seen in batches(features, np.asarray(texts), recipe.batch, mesh, whole=False):
-        shape = None if params is None else recipe
-        error, count = _errors({} if params is None else params, seen, projection, recipe=shape, mesh=mesh)
+        error, count = _errors(params, seen, projection, recipe=recipe, mesh=mesh)
         total, numbers = total + np.asarray(error, np.float64), numbers + np.asarray(count)
     return total / np.maximum(numbers, 1)
 
 
 def batches(features: Features, order: np.ndarray, batch: int, mesh: Mesh, whole: bool) -> Iterator[Features]:
-    """Yield batches of features in the given order of texts; `whole` drops a smaller last batch.
-
-    Otherwise, the last batch is filled with texts of zeros and without evictions, up to a multiple of the mesh's
-    `data`.
-    """
+    """Yield batches of texts in an order; a smaller last one is dropped if `whole`, or else padded for the mesh."""
     stop = len(order) - len(order) % batch if whole else len(order)
     for first in range(0, stop, batch):
         chosen = np.sort(order[first : first + batch])

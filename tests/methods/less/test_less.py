@@ -21,7 +21,7 @@ from kvjax.cli import options
 from kvjax.methods.less import checkpoint
 from kvjax.methods.less.feature_maps import Psi, init_kernels, performer_kernels, unstack
 from kvjax.methods.less.memory import LowRankMemory
-from kvjax.methods.registry import REGISTRY
+from kvjax.methods.register import REGISTRY
 from kvjax.models import ModelConfig
 from kvjax.types import Evicted, New, Partial
 from pallas_kernels.attention import merge, share_of_evicted

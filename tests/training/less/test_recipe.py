@@ -17,10 +17,10 @@ from kvjax.inference.prepare import ready
 from kvjax.inference.shapes import empty_state
 from kvjax.methods.less.feature_maps import Phi, Psi, init_kernels
 from kvjax.model import Model
-from kvjax.training.less.errors import held_out_errors
 from kvjax.training.less.loss import output_projections
 from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features, record
+from kvjax.training.less.run import held_out_errors
 from kvjax.training.less.train import mean_error, split_texts, train, training_mesh
 from tests.methods.less.test_less import HIDDEN, kernels_for
 from tests.oracles import less, less_training

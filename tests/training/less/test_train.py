@@ -29,10 +29,10 @@ from kvjax.methods.less.feature_maps import unstack
 from kvjax.methods.less.memory import LowRankMemory, Memory
 from kvjax.model import Model
 from kvjax.models.sharding import parse_mesh
-from kvjax.training.less.errors import write_losses
 from kvjax.training.less.loss import memory_attention
 from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features, record
+from kvjax.training.less.run import write_losses
 from kvjax.types import Evicted, New, Partial, Reading
 from pallas_kernels.attention import merge, share_of_evicted
 from pallas_kernels.operands import values
