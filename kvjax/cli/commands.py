@@ -238,6 +238,18 @@ def finish_with_model(command: str, run: Callable[[], object], distributed: str 
     return finish(command, run, distributed)
 
 
+def command(
+    name: str, parser: Callable[[], argparse.ArgumentParser], run: Callable[[argparse.Namespace], object]
+) -> Callable[[list[str] | None], int]:
+    """Return the `main` of a command that loads a model: it parses the words, runs them and returns the exit code."""
+
+    def main(argv: list[str] | None = None) -> int:
+        options = parser().parse_args(argv)
+        return finish_with_model(name, lambda: run(options), vars(options).get("distributed"))
+
+    return main
+
+
 def exit_on_interrupt() -> None:
     """Exit immediately on an interruption, even where Python cannot raise it.
 

@@ -9,7 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, load_model
+from kvjax.cli.commands import Parser, add_model_options, command, load_model
 from kvjax.cli.options import add_policy, named, print_policy_help
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import read_text
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     options = Parser(prog="kvjax serve", description=__doc__)
     add_model_options(options, processes=False)
-    options.add_argument("--distributed", nargs="?", const="", help=argparse.SUPPRESS)
+    options.add_argument("--distributed", dest="processes", nargs="?", const="", help=argparse.SUPPRESS)
     options.add_argument("--name", help="name of the model in the API (default: that of --model)")
     add_policy(options, POLICY)
     options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
@@ -78,7 +78,7 @@ def _origin(text: str) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Run the server until a signal ends it; an interruption is raised again once running requests have ended."""
-    if options.distributed is not None:
+    if options.processes is not None:
         raise ValueError(
             "requests reach only one of several processes, so the others could not join its programs; leave "
             "--distributed out, and start a server on each host, or one with a --mesh of its host's devices."
@@ -182,7 +182,5 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = parser().parse_args(argv)
-    return finish_with_model("serve", lambda: run(options))
+main = command("serve", parser, run)
+"""Run the command line and return its exit code."""

@@ -186,27 +186,30 @@ def insert(
     return on_mesh(put, mesh, (specs, whole_rows(specs), WHOLE), specs)(rows, one, jnp.asarray(row))
 
 
-@functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
-def free(rows: Rows, kept: Bool[Array, " b"], *, mesh: Mesh | None) -> Rows:
-    """End the rows that are not kept."""
-    active = constrain(rows.cache.active & kept, OF_ROWS, mesh)
-    return rows.replace(cache=rows.cache.replace(active=active))
-
-
 @functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=1)
 def generate(
-    decoder: Decoder, rows: Rows, steps: ArrayLike, leave: ArrayLike, *, most: int, logprobs: int
+    decoder: Decoder,
+    rows: Rows,
+    kept: Bool[Array, " b"],
+    steps: ArrayLike,
+    leave: ArrayLike,
+    *,
+    most: int,
+    logprobs: int,
 ) -> tuple[Rows, Written, Drawn]:
     """Generate tokens for all active rows; a row ends at one of its end ids or at its maximal number of tokens.
 
     Args:
         rows: the batch; it is consumed.
+        kept: False for rows to free, which generate nothing more.
         steps: maximal tokens per row, 1 to `most`.
         leave: True to stop as soon as a row has ended.
         most: size of the token buffers.
         logprobs: number of likeliest tokens to return; log-probabilities are valid only if a row requests them.
     """
-    began, each = rows.cache.active.sum(), len(rows.logits)
+    active = constrain(rows.cache.active & kept, OF_ROWS, decoder.mesh)
+    rows = rows.replace(cache=rows.cache.replace(active=active))
+    began, each = active.sum(), len(rows.logits)
 
     def more(carry: Any) -> Bool[Array, ""]:
         i, rows, _, _ = carry

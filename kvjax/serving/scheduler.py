@@ -1,4 +1,4 @@
-"""Device side of the engine: plans, prefills, inserts, generates and frees rows, one call at a time."""
+"""Device side of the engine: plans, prefills and inserts rows and generates their tokens, one call at a time."""
 
 from __future__ import annotations
 
@@ -25,21 +25,8 @@ from kvjax.inference.sharding import placed_policy
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
-from kvjax.serving.batch import (
-    Planned,
-    Rows,
-    Sizes,
-    Text,
-    Wishes,
-    Written,
-    begin,
-    empty_rows,
-    free,
-    generate,
-    insert,
-    read,
-    reading_mesh,
-)
+from kvjax.serving import batch
+from kvjax.serving.batch import Planned, Rows, Sizes, Text, Wishes, Written
 from kvjax.serving.prefix_cache import Key, beginnings, dependencies
 from kvjax.serving.requests import SIZES, Request
 from kvjax.types import Kernels
@@ -88,7 +75,7 @@ class Device:
         )
         placed = placed_policy(self.policy, model.mesh)
         self.decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh)
-        self.reader = self.decoder.replace(mesh=reading_mesh(model.mesh))
+        self.reader = self.decoder.replace(mesh=batch.reading_mesh(model.mesh))
         self._one = _planned(limits[0])
         rows_made = self._emptied()
         self.state: Rows | None = rows_made
@@ -145,7 +132,7 @@ class Device:
 
     def begin(self, planned: Planned, held: Text | None = None) -> Text:
         """Create a text with an empty cache, or with the cache of a stored prefix."""
-        text = begin(self.decoder.policy, planned, sizes=self._sizes)
+        text = batch.begin(self.decoder.policy, planned, sizes=self._sizes)
         if held is None:
             return text
         read = {name: getattr(held.cache, name) for name in ("storage", "position", "prompt_length")}
@@ -153,39 +140,39 @@ class Device:
 
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
         """Read the next chunk of a text, and return the logits for the token after it."""
-        return read(*self._reading(text, chunk))
+        return batch.read(*self._reading(text, chunk))
 
     def put(self, row: int, text: Text, logits: Float[Array, "1 vocab"], request: Request) -> None:
         """Put a prefilled text into a row."""
         rows = self._emptied() if self.state is None else self.state
-        self.state = insert(rows, np.int32(row), text, logits, self._wishes(request), sizes=self._sizes)
+        self.state = batch.insert(rows, np.int32(row), text, logits, self._wishes(request), sizes=self._sizes)
 
-    def write(self, steps: int, leave: bool, logprobs: bool = False) -> tuple[Written, Drawn | None]:
-        """Generate tokens and return them on the host, with log-probabilities if `logprobs`; see `generate`."""
+    def write(
+        self, rows: Collection[int], steps: int, leave: bool = False, logprobs: bool = False
+    ) -> tuple[Written, Drawn | None]:
+        """Generate tokens for some rows and free the others; return the tokens on the host, see `batch.generate`.
+
+        Args:
+            logprobs: True to return log-probabilities, too.
+        """
         assert self.state is not None
+        kept = np.isin(np.arange(self.rows), list(rows))
         numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
-        self.state, written, drawn = generate(self.decoder, self.state, *numbers, **sizes)
+        self.state, written, drawn = batch.generate(self.decoder, self.state, kept, *numbers, **sizes)
         return jax.device_get((written, drawn if logprobs else None))
 
-    def free(self, rows: Collection[int]) -> None:
-        """End some rows."""
-        if self.state is not None:
-            kept: Any = np.asarray([row not in rows for row in range(self.rows)])
-            self.state = free(self.state, kept, mesh=self.model.mesh)
-
     def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile all programs in parallel, as `Engine.warm_up` does; this overwrites and frees the first row."""
+        """Compile all programs in parallel, as `Engine.warm_up` does; this overwrites the first row."""
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
         self._settle(sizes)
         text = self.begin(self._one)
 
         def compiles(size: int) -> None:
-            read.lower(*self._reading(text, [0] * size)).compile()
+            batch.read.lower(*self._reading(text, [0] * size)).compile()
 
         def writes() -> None:
             self.put(0, *self.read(text, [0] * sizes[0]), Request((0,), max_tokens=1))
-            self.write(1, leave=False)
-            self.free({0})
+            self.write({0}, 1)
             jax.block_until_ready(self.state)
 
         # On a mesh, programs started by two threads can deadlock; only the first job runs any, the others compile.
@@ -218,7 +205,7 @@ class Device:
 
     def _emptied(self) -> Rows:
         planned = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), self._one)
-        return empty_rows(self.decoder.policy, planned, ends=ENDS, sizes=self._sizes)
+        return batch.empty_rows(self.decoder.policy, planned, ends=ENDS, sizes=self._sizes)
 
     def _padded(self, length: int) -> int:
         return min(bucket(length), self.chunk)

@@ -18,36 +18,41 @@ Check = Callable[[str, Any], Any]
 """Function of a field's name and value; it returns the parsed value, or raises `Refused` if it is invalid."""
 
 
-def _of(kind: type, what: str) -> Check:
+def _where(fits: Callable[[Any], bool], what: str, parse: Callable[[Any], Any] = lambda value: value) -> Check:
+    """Return a check that parses the values that fit, and refuses others as not being `what`."""
+
     def check(name: str, value: Any) -> Any:
-        if not isinstance(value, kind):
+        if not fits(value):
             raise invalid(name, value, what)
-        return value
+        return parse(value)
 
     return check
 
 
-_flag, _text, _object = _of(bool, "true or false"), _of(str, "a text"), _of(dict, "an object")
+def _of(kind: type, what: str) -> Check:
+    return _where(lambda value: isinstance(value, kind), what)
 
 
 def _whole(least: int, most: int) -> Check:
-    def check(name: str, value: Any) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise invalid(name, value, f"a whole number from {least} to {most}")
-        return value
-
-    return check
+    return _where(lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}")
 
 
 def _real(least: float, most: float, above: bool = False) -> Check:
     """Return a check for numbers in a range; `above` excludes the lower end."""
+    what = f"a number above {least} up to {most}" if above else f"a number from {least} to {most}"
+    return _where(
+        lambda value: type(value) in (int, float) and least <= value <= most and not (above and value == least),
+        what,
+        float,
+    )
 
-    def check(name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not least <= value <= most or (above and value == least):
-            raise invalid(name, value, f"a number {'above' if above else 'from'} {least} {'up ' * above}to {most}")
-        return float(value)
 
-    return check
+_flag, _text, _object = _of(bool, "true or false"), _of(str, "a text"), _of(dict, "an object")
+_ids = _where(
+    lambda value: isinstance(value, list) and len(value) <= MOST_CHOICES and all(type(each) is int for each in value),
+    f"a list of at most {MOST_CHOICES} token ids",
+    tuple,
+)
 
 
 def _only(*values: Any) -> Check:
@@ -75,12 +80,6 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
         raise Refused(f"{name} takes {MOST_STOPS} texts of {LONGEST_STOP} characters at most.", name)
     return tuple(stops)
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MOST_CHOICES or not all(type(each) is int for each in value):
-        raise invalid(name, value, f"a list of at most {MOST_CHOICES} token ids")
-    return tuple(value)
 
 
 def _stream_options(name: str, value: Any) -> bool:
