@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.generation.generate import Begun, begin, check_room
+from kvjax.generation.generate import begin, check_room
+from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import extend

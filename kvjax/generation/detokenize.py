@@ -91,29 +91,6 @@ class Pieces:
         return "".join(character for character, shown in held[:end] if shown)
 
 
-class Stops:
-    """Finder of stop strings in blocks of tokens; a text includes the token that completes its stop string.
-
-    Args:
-        contexts: ids that each row's text follows; rows beyond them are not changed.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str], contexts: Sequence[Sequence[int]]) -> None:
-        self.pieces = [Pieces(tokenizer, stop, context) for context in contexts]
-
-    def __call__(
-        self, tokens: Int[np.ndarray, "b n"], belongs: Bool[np.ndarray, "b n"]
-    ) -> tuple[Bool[np.ndarray, "b n"], Bool[np.ndarray, " b"]]:
-        """Return masks of the tokens that belong to their text and of the rows that have ended."""
-        left, ended = belongs.copy(), ~belongs[:, -1]
-        for row, pieces in enumerate(self.pieces):
-            places, before = np.flatnonzero(belongs[row]), pieces.used
-            pieces.add(tokens[row, places].tolist())
-            left[row, places[pieces.used - before :]] = False
-            ended[row] |= pieces.stopped
-        return left, ended
-
-
 class Stream:
     """Writer of the text of each block's first row as its tokens arrive; `write` gets each piece of `Pieces`."""
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from kvjax.generation.beam import beam_search
-from kvjax.generation.detokenize import Pieces, Stops, stop_strings
+from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.detokenize import Stream as Stream
-from kvjax.generation.loop import STEPS_PER_DISPATCH, Block, Drawn, generate_tokens
+from kvjax.generation.loop import Begun, Drawn
 from kvjax.generation.prompts import encode, end_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.inference.cache import policy_seeds
@@ -81,45 +81,6 @@ class Generation:
     def decode_tokens_per_second(self) -> float | None:
         """Generated tokens of all rows per second; None if none were timed."""
         return self.timed_tokens / self.decode_seconds if self.timed_tokens else None
-
-
-@dataclasses.dataclass
-class Begun:
-    """Prefilled prompts, with the settings for their continuation."""
-
-    model: LanguageModel
-    prompts: list[list[int]]
-    """Prompt ids of each active row."""
-    state: State
-    logits: Float[Array, "b vocab"]
-    held: list[np.ndarray]
-    max_new_tokens: int
-    sampling: Sampling
-    eos: tuple[int, ...]
-    stop: tuple[str, ...]
-    logprobs: int | None
-    compile_seconds: float
-    seconds: float
-    """Time of prefill, without compilation."""
-
-    def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
-        """Yield blocks of new tokens; this consumes the caches, so call it only once."""
-        rows = len(self.prompts)
-        stops = Stops(self.model.tokenizer, self.stop, self.prompts) if self.stop else None
-        arguments = self.state, self.logits, self.max_new_tokens, self.sampling, self.eos, steps
-        for block in generate_tokens(*arguments, texts=self.prompts, logprobs=self.logprobs, stops=stops):
-            drawn = jax.tree.map(lambda leaf: leaf[:rows], block.drawn)
-            yield Block(block.tokens[:rows], block.belongs[:rows], block.state, drawn)
-
-    def pieces(self, context: Sequence[int]) -> Iterator[tuple[Block | None, str]]:
-        """Yield each new token of one text with the piece of text that becomes certain, and None with the last piece.
-
-        This consumes the caches. `context` are the ids that the text follows.
-        """
-        pieces = Pieces(self.model.tokenizer, self.stop, context)
-        for block in self.blocks(steps=1):
-            yield block, pieces.add(block.tokens[0][block.belongs[0]].tolist())
-        yield None, pieces.finish()
 
 
 def check_room(longest: int, max_new_tokens: int, policy: Policy, model: LanguageModel) -> None:

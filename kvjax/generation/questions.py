@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.generation.generate import Begun, Generation, begin, check_beams, go_on
+from kvjax.generation.generate import Generation, begin, check_beams, go_on
+from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, encode, render, token_ids, with_system
 from kvjax.inference.extend import extend
 from kvjax.inference.padding import bucket, bucket_rows
