@@ -196,10 +196,8 @@ def configure_streams() -> None:
 def finish(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
     """Run a command and return its exit code.
 
-    A user's mistake prints one sentence on standard error and returns 2; an interruption returns 130.
-
-    Args:
-        distributed: the processes of this run, as `kvjax.utils.processes.join` takes them; None for a single process.
+    A user's mistake prints one sentence on standard error and returns 2; an interruption returns 130, a broken pipe
+    141. `distributed` are the processes of this run, for `kvjax.utils.processes.join`; None for a single one.
     """
     configure_streams()
     errors = sys.stderr

@@ -41,8 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: the words after `kvjax`; None for those of the process, which then exits.
 
     Returns:
-        The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name, 130 after an
-        interruption, 141 after a broken pipe.
+        The exit code: the subcommand's own, or one of `finish`.
     """
     configure_streams()
     if argv is None:

@@ -48,11 +48,7 @@ def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
 
 
 def add_policies(options: argparse.ArgumentParser, policies: str, also: str = "") -> None:
-    """Add the options of several policies, for a command that compares them.
-
-    Args:
-        also: help text for a word that stands for several policies, such as `all`.
-    """
+    """Add the options of several policies; `also` tells of a word that stands for several, such as `all`."""
     options.add_argument(
         "--policies",
         "--policy",

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from kvjax.cli.commands import Parser, add_model_options, command, load_model
 from kvjax.cli.options import add_policy, named, print_policy_help
-from kvjax.policies.policy import Policy
 from kvjax.utils.files import read_text
 from kvjax.utils.settings import whole_number
 
@@ -78,23 +77,12 @@ def _origin(text: str) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Run the server until a signal ends it; an interruption is raised again once running requests have ended."""
-    if options.processes is not None:
-        raise ValueError(
-            "requests reach only one of several processes, so the others could not join its programs; leave "
-            "--distributed out, and start a server on each host, or one with a --mesh of its host's devices."
-        )
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the server needs {', '.join(missing)}; install it with pip install 'kvjax[serve]'.")
     if print_policy_help(options, parser):
         return
-    for name in ("rows", "queue", "chat_tokens", "max_body"):
-        whole_number(name, getattr(options, name))
-    whole_number("port", options.port, 0, 65_535)
-    for name, least in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
-        if not least <= getattr(options, name) <= 86_400:
-            raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
-    from kvjax.serving.app import is_loopback
+    _check(options)
+    from kvjax.serving.app import Service, is_loopback
+    from kvjax.serving.engine import Engine
+    from kvjax.serving.http import Server
     from kvjax.serving.requests import SIZES
 
     policy, config = named(options, POLICY)
@@ -107,51 +95,52 @@ def run(options: argparse.Namespace) -> None:
     whole_number("budget", budget)
     if options.chunk is None:
         options.chunk = config.get("prefill_chunk")
-    for name, bounds in SIZES.items():
-        if getattr(options, name) is not None:
-            whole_number(name, getattr(options, name), *bounds)
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    for name, size in sizes.items():
+        whole_number(name, size, *SIZES[name])
     keys = [] if options.api_key_file is None else _keys(options.api_key_file)
     with _bound(options.host, options.port) as listener:  # before a model is loaded, in case the port is taken
-        public = not is_loopback(listener.getsockname()[0])
+        host, port = listener.getsockname()[:2]
+        public = not is_loopback(host)
         if public and not keys and not options.no_key:
             raise ValueError(
                 f"{options.host} is not a loopback address; give --api-key-file FILE, or --no-key to accept all."
             )
-        _serve(options, policy, budget, listener, keys, hosts=None if public or keys else [options.host])
+        hosts = None if public or keys else [options.host]
+        _say(f"loading {options.model}")
+        model = load_model(options)
+        model.name = options.name or model.name
+        with Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **sizes) as engine:
+            if options.warmup:
+                getattr(model.tokenizer, "chat_template", None)  # imports transformers now, before the first chat
+                engine.warm_up(lambda done, total: _say(f"compiling {done} of {total}"))
+            settings = options.max_body, options.chat_tokens, options.read_timeout
+            service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            on = "" if model.mesh is None else f" on {model.mesh.size} devices"
+            what = f"{model.name} under {engine.policy_name} with {engine.budget} slots{on}"
+            server = Server(service, options.grace, options.write_timeout, lambda: _say(f"{what} is ready at {url}"))
+            server.run([listener])
+        if server.interrupted:
+            raise KeyboardInterrupt
 
 
-def _serve(
-    options: argparse.Namespace,
-    policy: Policy,
-    budget: int,
-    listener: socket.socket,
-    keys: list[str],
-    hosts: list[str] | None,
-) -> None:
-    from kvjax.serving.app import Service
-    from kvjax.serving.engine import Engine
-    from kvjax.serving.http import Server
-    from kvjax.serving.requests import SIZES
-
-    _say(f"loading {options.model}")
-    model = load_model(options)
-    model.name = options.name or model.name
-    given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    engine = Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **given)
-    with engine:
-        if options.warmup:
-            getattr(model.tokenizer, "chat_template", None)  # imports transformers now, before the first chat
-            engine.warm_up(lambda done, total: _say(f"compiling {done} of {total}"))
-        settings = options.max_body, options.chat_tokens, options.read_timeout
-        service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
-        host, port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        on = "" if model.mesh is None else f" on {model.mesh.size} devices"
-        what = f"{model.name} under {engine.policy_name} with {engine.budget} slots{on}"
-        server = Server(service, options.grace, options.write_timeout, lambda: _say(f"{what} is ready at {url}"))
-        server.run([listener])
-    if server.interrupted:
-        raise KeyboardInterrupt
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that no server can have, and name the packages that are missing."""
+    if options.processes is not None:
+        raise ValueError(
+            "requests reach only one of several processes, so the others could not join its programs; leave "
+            "--distributed out, and start a server on each host, or one with a --mesh of its host's devices."
+        )
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the server needs {', '.join(missing)}; install it with pip install 'kvjax[serve]'.")
+    for name in ("rows", "queue", "chat_tokens", "max_body"):
+        whole_number(name, getattr(options, name))
+    whole_number("port", options.port, 0, 65_535)
+    for name, least in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
+        if not least <= getattr(options, name) <= 86_400:
+            raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
 
 
 def _say(line: str) -> None:

@@ -116,12 +116,9 @@ def begin(
     chat: bool = False,
     logprobs: int | None = None,
 ) -> Begun:
-    """Prefill prompts for generation; see `generate_texts` for the settings.
+    """Prefill prompts for generation; see `generate_texts` for the settings and errors.
 
     With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer.
-
-    Raises:
-        ValueError: a prompt is empty or too long, or a setting is out of range.
     """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)

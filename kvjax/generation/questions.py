@@ -33,8 +33,6 @@ def encode_questions(
     Args:
         prompt: a text or a conversation. Each question continues a text; with `chat`, text and question form one user
             turn with an empty line between them. In a conversation, each question is the next user turn.
-        chat: True if a text is part of a user turn.
-        system: the system turn of a chat, before all others.
     """
     if isinstance(prompt, str) and not chat:
         return encode(model, prompt, system=system), [token_ids(model, text, begins=False) for text in questions]

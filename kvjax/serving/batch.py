@@ -124,18 +124,16 @@ def _begun(policy: Policy, planned: Planned, sizes: Sizes) -> Text:
     return Text(cache, jnp.zeros((rows, sizes.config.vocab_size), bool))
 
 
-@functools.partial(jax.jit, static_argnames=("ends", "sizes"))
-def empty_rows(policy: Policy, planned: Planned, *, ends: int, sizes: Sizes) -> Rows:
-    """Create free rows, with room for `ends` end ids each."""
-    text, rows = _begun(policy, planned, sizes), len(planned.seed)
-    none, whole, real = (jnp.zeros(rows, dtype) for dtype in (bool, jnp.int32, jnp.float32))
-    sampling = Sampling.tree_unflatten(None, (real, whole, real, real, real))
+@functools.partial(jax.jit, static_argnames="sizes")
+def empty_rows(policy: Policy, planned: Planned, wishes: Wishes, *, sizes: Sizes) -> Rows:
+    """Create free rows."""
+    text = _begun(policy, planned, sizes)
     made = Rows(
-        cache=text.cache.replace(active=none),
+        cache=text.cache.replace(active=jnp.zeros(len(planned.seed), bool)),
         logits=jnp.zeros(text.seen.shape, wide(sizes.dtype)),
         seen=text.seen,
         written=jnp.zeros(text.seen.shape, jnp.int32),
-        wishes=Wishes(sampling, real, real, jnp.full((rows, ends), -1, jnp.int32), whole, none),
+        wishes=wishes,
     )
     return constrain(made, _rows_specs(made, sizes.config, sizes.mesh), sizes.mesh)
 

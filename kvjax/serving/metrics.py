@@ -56,11 +56,7 @@ class Metrics:
 
 
 class Latency:
-    """Times of one text's tokens, for metrics.
-
-    Args:
-        arrived: `time.perf_counter()` at the last byte of the request.
-    """
+    """Times of one text's tokens, for metrics; `arrived` is the `perf_counter()` at the last byte of the request."""
 
     def __init__(self, metrics: Metrics, arrived: float) -> None:
         self._metrics, self._before, self._first = metrics, arrived, True

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.memory import allocated_bytes, device_bytes
 from kvjax.generation.loop import Drawn
 from kvjax.generation.prompts import end_ids
+from kvjax.generation.sampling import Sampling
 from kvjax.inference.budget import lines_of, plan_slots
 from kvjax.inference.decoder import Decoder, read_more, step_shapes
 from kvjax.inference.padding import among_devices, bucket, check_rows
@@ -150,18 +151,14 @@ class Device:
     def write(
         self, rows: Collection[int], steps: int, leave: bool = False, logprobs: bool = False
     ) -> tuple[Written, Drawn | None]:
-        """Generate tokens for some rows and free the others; return the tokens on the host, see `batch.generate`.
-
-        Args:
-            logprobs: True to return log-probabilities, too.
-        """
+        """Generate tokens for some rows, free the others, and return the tokens on the host; see `batch.generate`."""
         assert self.state is not None
         kept = np.isin(np.arange(self.rows), list(rows))
         numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
         self.state, written, drawn = batch.generate(self.decoder, self.state, kept, *numbers, **sizes)
         return jax.device_get((written, drawn if logprobs else None))
 
-    def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def warm_up(self, told: Callable[[int, int], None]) -> None:
         """Compile all programs in parallel, as `Engine.warm_up` does; this overwrites the first row."""
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
         self._settle(sizes)
@@ -204,8 +201,9 @@ class Device:
         return self.reader, text, tokens, np.asarray([len(chunk)], np.int32)
 
     def _emptied(self) -> Rows:
-        planned = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), self._one)
-        return batch.empty_rows(self.decoder.policy, planned, ends=ENDS, sizes=self._sizes)
+        one = self._one, self._wishes(Request((0,), sampling=Sampling(0.0), ignore_eos=True))
+        planned, wishes = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), one)
+        return batch.empty_rows(self.decoder.policy, planned, wishes, sizes=self._sizes)
 
     def _padded(self, length: int) -> int:
         return min(bucket(length), self.chunk)

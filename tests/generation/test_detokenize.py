@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.generation.detokenize import Pieces, before_stop, stop_strings
-from kvjax.generation.token_bytes import Spelling
+from kvjax.generation.detokenize import Pieces, Spelling, before_stop, stop_strings
 from tests import tokenizing
 
 
