@@ -30,7 +30,6 @@ class Line(NamedTuple):
     """A line of a file of prompts or questions."""
 
     number: int
-    """Line number, from 1."""
     prompt: str | Messages
     given: dict[str, Any]
     """Fields that the result repeats: the `id`, if there is one, or the question."""

@@ -98,7 +98,10 @@ def run(options: argparse.Namespace) -> None:
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     for name, size in sizes.items():
         whole_number(name, size, *SIZES[name])
-    keys = [] if options.api_key_file is None else _keys(options.api_key_file)
+    file = options.api_key_file
+    keys = [] if file is None else [line.strip() for line in read_text(file).splitlines() if line.strip()]
+    if file is not None and not keys:
+        raise ValueError(f"{file} has no key; write one, or several on a line each.")
     with _bound(options.host, options.port) as listener:  # before a model is loaded, in case the port is taken
         host, port = listener.getsockname()[:2]
         public = not is_loopback(host)
@@ -146,13 +149,6 @@ def _check(options: argparse.Namespace) -> None:
 def _say(line: str) -> None:
     """Print a progress line to standard error."""
     print(f"kvjax serve: {line}", file=sys.stderr, flush=True)
-
-
-def _keys(file: Path) -> list[str]:
-    keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    if not keys:
-        raise ValueError(f"{file} has no key; write one, or several on a line each.")
-    return keys
 
 
 def _bound(host: str, port: int) -> socket.socket:

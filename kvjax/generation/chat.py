@@ -233,20 +233,19 @@ class Conversation:
         planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1), "chat": True}
         like = begin(self.model, [first], **planned)
         written = kept = _stored(like.state.cache)
-        if told.get("form") != FORM:
+        fits = self._fits(like.state) == told["fits"]
+        if earlier := told.get("form") != FORM:
             said = f"{directory} was saved by an older kvjax, so its model and policy cannot be checked."
             warnings.warn(said, stacklevel=2)
-            earlier = jax.tree.map(_joined_words, kept, is_leaf=_is_words)
-            written = next((form for form in (kept, earlier) if _kinds(form) == _kinds(told["leaves"])), None)
-        elif self._fits(like.state) != told["fits"]:
-            written = None
-        if written is None:
+            written = jax.tree.map(_joined_words, kept, is_leaf=_is_words)
+            fits = _kinds(written) == _kinds(told["leaves"])
+        if not fits:
             raise ValueError(another)
         empty = [np.empty(leaf.shape, leaf.dtype) for leaf in told["leaves"]]
         with ocp.StandardCheckpointer() as checkpointer:
             leaves = checkpointer.restore(directory / "state", empty)
         found = jax.tree.unflatten(jax.tree.structure(written), map(jnp.asarray, leaves))
-        if written is not kept:
+        if earlier:
             found = jax.tree.map(_as_words, kept, found, is_leaf=_is_words)
         cache = found.replace(key=jax.random.wrap_key_data(found.key))
         self.begun, self.text = dataclasses.replace(like, state=State(like.state.decoder, cache)), told["text"]

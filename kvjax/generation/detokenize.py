@@ -6,7 +6,7 @@ import codecs
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from kvjax.models.tokenizer import LazyTokenizer
 
 _CONTEXT, _WINDOW, _CHARACTER = (4, 5, 6, 7, 16, 64), 16, 4
-"""Context tokens that the text may depend on; tokens decoded together in incomplete text; bytes of a character."""
+"""Context tokens that the text may depend on; most tokens decoded together; bytes of a character."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -142,7 +142,8 @@ class Spelling:
         self.special = special_tokens(tokenizer)
         self._fast = _backend(tokenizer)
         known = self._fast is not None and not _cleans_up(tokenizer, self._fast)
-        decoders = {each["type"]: each for each in _decoders(self._fast)} if known else {}
+        outer = json.loads(self._fast.decoder.__getstate__()) if known and self._fast.decoder is not None else {}
+        decoders = {each["type"]: each for each in outer.get("decoders", [outer] if outer else [])}
         self._of_bytes = set(decoders) == {"ByteLevel"}
         self._space = None if self._of_bytes else _space(decoders)
         self._falls_back = "ByteFallback" in decoders
@@ -203,12 +204,6 @@ def _cleans_up(tokenizer: Any, fast: Any) -> bool:
     return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
 
 
-def _decoders(fast: Any) -> Iterator[Mapping[str, Any]]:
-    if fast.decoder is not None:
-        decoder = json.loads(fast.decoder.__getstate__())
-        yield from decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-
-
 def _space(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
     """Return the character that SentencePiece's decoders replace by spaces; None if there are other decoders."""
     if not set(decoders) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
@@ -250,45 +245,34 @@ class _Decoded:
     """Decoder of each token together with a few tokens before it."""
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._context: list[int] | None = list(context[-max(_CONTEXT) :])
-        self._ids: list[int] = []
-        # Characters of the decoded ids that have been returned, and the number of ids when all had been.
-        self._told, self._whole = 0, 0
+        self._tokenizer, self._ids = tokenizer, list(context[-max(_CONTEXT) :])
+        self._told: int | None = None
+        """Characters of the decoded ids that have been returned; None before the first token."""
 
     def add(self, token: int) -> str:
-        if self._context is not None:  # decoded with the first token, so an error reaches the caller who added it
-            self._ids = next(filter(self._begins, (self._context[-size:] for size in _CONTEXT)), [])
-            self._told, self._whole, self._context = len(self._decode(self._ids)), len(self._ids), None
-        self._ids.append(token)
-        text, told = self._decode(self._ids), self._told
-        # Hold back a character until all its bytes have arrived. Invalid bytes at the end are held back, too.
-        broken = min(len(text) - len(text.rstrip("\ufffd")), _CHARACTER - 1)
-        self._told = max(told, len(text) - broken)
-        if not broken:
-            self._move(len(text) > told)
+        if self._told is None:  # decoded with the first token, so an error reaches the caller who added it
+            self._ids = self._last_words([])
+            self._told = len(self._decode())
         elif len(self._ids) > _WINDOW:
-            untold = len(text) - self._told
-            self._ids, self._whole = self._ids[-_WINDOW // 2 :], 0
-            self._told = len(self._decode(self._ids)) - untold
-        return text[told : len(text) - broken]
+            untold = len(self._decode()) - self._told
+            self._ids = self._last_words(self._ids[-_WINDOW // 2 :])
+            self._told = len(self._decode()) - untold
+        self._ids.append(token)
+        text, told = self._decode(), self._told
+        # Hold back a character until all its bytes have arrived. Invalid bytes at the end are held back, too.
+        end = len(text) - min(len(text) - len(text.rstrip("\ufffd")), _CHARACTER - 1)
+        self._told = max(told, end)
+        return text[told:end]
 
     def finish(self) -> str:
-        text, told = self._decode(self._ids), self._told
-        self._told = len(text)
-        return text[told:]
+        text = self._decode()
+        told, self._told = self._told, len(text)
+        return "" if told is None else text[told:]
 
-    def _move(self, grown: bool) -> None:
-        """Drop returned tokens from the window, except its end, which the next text depends on."""
-        rest = self._ids[self._whole :]
-        if told := len(self._decode(rest)):
-            self._ids, self._told, self._whole = rest, told, len(rest)
-        elif not grown:  # a special token
-            del self._ids[self._whole :]
+    def _last_words(self, otherwise: list[int]) -> list[int]:
+        """Return the fewest last ids whose text begins with a whole character."""
+        texts = ((self._ids[-size:], self._decode(self._ids[-size:])) for size in _CONTEXT)
+        return next((ids for ids, text in texts if text and not text.startswith("\ufffd")), otherwise)
 
-    def _begins(self, ids: list[int]) -> bool:
-        text = self._decode(ids)
-        return bool(text) and not text.startswith("\ufffd")
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def _decode(self, ids: list[int] | None = None) -> str:
+        return self._tokenizer.decode(self._ids if ids is None else ids, skip_special_tokens=True)

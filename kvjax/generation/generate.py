@@ -61,7 +61,6 @@ class Generation:
     compile_seconds: float
     """Time to trace, lower, compile or load programs; zero if all were ready."""
     prefill_seconds: float
-    """Time to read the prompts."""
     decode_seconds: float
     """Time to generate `timed_tokens`."""
     timed_tokens: int
@@ -125,7 +124,10 @@ def begin(
     num_samples = whole_number("num_samples", num_samples)
     logprobs = None if logprobs is None else whole_number("logprobs", logprobs, 0, model.config.vocab_size)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    stop, ends = stop_strings(stop), stop_ids(stop_token_ids, model)
+    stop, several = stop_strings(stop), isinstance(stop_token_ids, (list, tuple, np.ndarray))
+    if not several or any(isinstance(id, bool) or not isinstance(id, (int, np.integer)) for id in stop_token_ids):
+        raise TypeError(f"stop_token_ids={stop_token_ids!r} is not a list of token ids.")
+    check_vocabulary(np.asarray(stop_token_ids, object), model.config)
     check_room(max((len(prompt) for prompt in prompts), default=0), max_new_tokens, chosen, model)
     given = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
     if not len(prompts):
@@ -167,21 +169,12 @@ def begin(
         held=[positions[:rows] for positions in held_positions(state)],
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        eos=(*(end_ids(model, chat) if stop_at_eos else ()), *ends),
+        eos=(*(end_ids(model, chat) if stop_at_eos else ()), *map(int, stop_token_ids)),
         stop=stop,
         logprobs=logprobs,
         compile_seconds=compiling.seconds,
         seconds=seconds,
     )
-
-
-def stop_ids(given: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
-    """Check and return the ids that end a text in addition to the model's own."""
-    several = isinstance(given, (list, tuple, np.ndarray))
-    if not several or any(isinstance(each, bool) or not isinstance(each, (int, np.integer)) for each in given):
-        raise TypeError(f"stop_token_ids={given!r} is not a list of token ids.")
-    check_vocabulary(np.asarray(given, object), model.config)
-    return tuple(map(int, given))
 
 
 def lower_begin(
@@ -273,19 +266,14 @@ def _search(begun: Begun, beams: int, length_penalty: float) -> Generation:
     with Compiling() as compiling:
         found = beam_search(begun.state, begun.logits, beams, begun.max_new_tokens, begun.eos, length_penalty)
         seconds = compiling.lap()
-    texts = zip(begun.prompts, found.tokens, strict=False)
-    made = begun.prompts, [_to_stop(begun, *text) for text in texts], found.state, begun.held
+    tokens = found.tokens[: len(begun.prompts)]
+    for prompt, ids in zip(begun.prompts, tokens if begun.stop else [], strict=False):
+        pieces = Pieces(begun.model.tokenizer, begun.stop, prompt)
+        pieces.add(ids)
+        del ids[pieces.used :]  # the text ends with the token that completes a stop string
+    made = begun.prompts, tokens, found.state, begun.held
     times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, found.steps * len(begun.prompts)
     return Generation(*made, *times, beams=beams)
-
-
-def _to_stop(begun: Begun, prompt: list[int], ids: list[int]) -> list[int]:
-    """Return ids up to the one that completes a stop string."""
-    if not begun.stop:
-        return ids
-    pieces = Pieces(begun.model.tokenizer, begun.stop, prompt)
-    pieces.add(ids)
-    return ids[: pieces.used]
 
 
 @jax.jit

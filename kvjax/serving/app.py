@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from kvjax.serving.metrics import Metrics, Outcomes
 from kvjax.serving.openai import bodies
-from kvjax.serving.openai.errors import Refused
+from kvjax.serving.openai.fields import Refused
 from kvjax.serving.requests import Serving
 from kvjax.serving.responses import GONE, EngineResponse, JsonResponse, stopping_error
 

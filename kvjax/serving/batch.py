@@ -46,7 +46,6 @@ class Planned(NamedTuple):
     limits: tuple[Int[Array, "b h"], ...]
     """Slots that each head may use, for each layer."""
     seed: UInt32[Array, " b"]
-    """Seed of all randomness."""
     horizon: Int[Array, " b"]
     end: Int[Array, " b"]
 
@@ -64,7 +63,6 @@ class Wishes(NamedTuple):
     """Sampling parameters of each row."""
 
     sampling: Sampling
-    """Sampling settings as arrays [b]."""
     presence_penalty: Float[Array, " b"]
     frequency_penalty: Float[Array, " b"]
     ends: Int[Array, "b e"]
@@ -80,7 +78,6 @@ class Rows(struct.PyTreeNode):
 
     cache: Cache
     logits: Float[Array, "b vocab"]
-    """Logits for the next token of each row."""
     seen: Bool[Array, "b vocab"]
     """True for tokens in each text, for the repetition penalty."""
     written: Int[Array, "b vocab"]

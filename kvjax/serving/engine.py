@@ -169,7 +169,7 @@ class Engine:
         self._listening.close()
 
     def numbers(self) -> Mapping[str, float]:
-        """Return the numbers of `Serving`, and `longest_gap_seconds`, the longest time between two dispatches' ends."""
+        """Return the numbers of `Serving`; `longest_gap_seconds` is the longest time between two dispatches' ends."""
         with self.changed:
             return {
                 "rows": self.device.rows,

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from kvjax.serving.metrics import OUTCOME, Latency, Metrics
 from kvjax.serving.openai.answer import Answer
 from kvjax.serving.openai.bodies import Asked
-from kvjax.serving.openai.errors import Refused
+from kvjax.serving.openai.fields import Refused
 from kvjax.serving.requests import Finished, FullError, Piece, Serving, StoppingError, Tell, Ticket
 
 GONE = 499
@@ -123,17 +123,21 @@ class EngineResponse(Response):
             raise Refused(" ".join((event[1].error or "the engine failed").split()), status=500)
         return event
 
-    def _note(self, index: int, event: Piece | Finished) -> dict[str, Any] | None:
-        if isinstance(event, Piece):
-            self.written += len(event.tokens)
-            return self.answer.piece(index, event)
-        return self.answer.finish(index, event)
+    def _note(self, index: int, event: Piece | Finished) -> list[dict[str, Any]]:
+        """Record an event and return its chunk, if it has one."""
+        if isinstance(event, Finished):
+            return [self.answer.finish(index, event)]
+        self.written += len(event.tokens)
+        chunk = self.answer.piece(index, event)
+        return [] if chunk is None else [chunk]
 
     async def _stream(self, send: Send, outcome: dict[str, Any]) -> None:
         """Send server-sent events, one `data:` line per chunk."""
 
-        async def write(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+        async def write(*chunks: dict[str, Any], last: bytes | None = None) -> None:
+            lines = [*map(json_bytes, chunks), *([] if last is None else [last])]
+            body = b"".join(b"data: " + line + b"\n\n" for line in lines)
+            await send({"type": "http.response.body", "body": body, "more_body": last is None})
 
         event = await self._next()  # wait before sending the status, since this may raise an error
         headers = [
@@ -142,20 +146,12 @@ class EngineResponse(Response):
             (b"x-accel-buffering", b"no"),  # prevents buffering in proxies such as nginx
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for chunk in self.answer.begin():
-            await write(json_bytes(chunk))
         try:
-            while True:
-                chunk = self._note(*event)
-                if chunk is not None:
-                    await write(json_bytes(chunk))
-                if not self.answer.unfinished:
-                    break
-                event = await self._next()
+            await write(*self.answer.begin(), *self._note(*event))
+            while self.answer.unfinished:
+                await write(*self._note(*await self._next()))
         except Refused as refused:
             outcome["status"] = refused.status
-            await write(json_bytes(refused.body()), more=False)
-            return
-        for chunk in self.answer.end():
-            await write(json_bytes(chunk))
-        await write(b"[DONE]", more=False)
+            await write(last=json_bytes(refused.body()))
+        else:
+            await write(*self.answer.end(), last=b"[DONE]")

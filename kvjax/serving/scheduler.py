@@ -84,7 +84,6 @@ class Device:
         self.bytes = allocated_bytes(rows_made.cache.storage)
         """Bytes of the caches of all rows."""
         self.device_bytes = device_bytes(rows_made.cache.storage)
-        """Bytes of the caches on one device."""
         self._depends = dependencies(self.reader, self.begin(self._one), self.chunk)
 
     @property
