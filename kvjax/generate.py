@@ -209,4 +209,4 @@ main = command("generate", parser, run)
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main(None))

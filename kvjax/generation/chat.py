@@ -137,7 +137,7 @@ class Conversation:
         text = before + turn + after
         ids = chat_ids(self.model, text) if first and self.templated else token_ids(self.model, text, begins=first)
         begun = self._read(ids)
-        for block, piece in begun.pieces(list(self.text)):
+        for block, piece in begun.pieces():
             if block is not None:
                 self.begun = dataclasses.replace(begun, state=block.state)
                 self.text += block.tokens[0][block.belongs[0]].tolist()

@@ -120,15 +120,6 @@ class Stream:
             self.write(text)
 
 
-def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of the special tokens by id; decoded text excludes them."""
-    fast = _backend(tokenizer)
-    if fast is not None:
-        return {token: added.content for token, added in fast.get_added_tokens_decoder().items() if added.special}
-    ids, texts = getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ())
-    return dict(zip(ids, texts, strict=False))
-
-
 class Spelling:
     """Names and bytes of single tokens that follow other text.
 
@@ -139,11 +130,18 @@ class Spelling:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.special = special_tokens(tokenizer)
         self._fast = _backend(tokenizer)
-        known = self._fast is not None and not _cleans_up(tokenizer, self._fast)
-        outer = json.loads(self._fast.decoder.__getstate__()) if known and self._fast.decoder is not None else {}
-        decoders = {each["type"]: each for each in outer.get("decoders", [outer] if outer else [])}
+        self.special: dict[int, str]
+        """Texts of the special tokens by id; decoded text excludes them."""
+        if self._fast is None:
+            ids, texts = getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ())
+            self.special = dict(zip(ids, texts, strict=False))
+        else:
+            added = self._fast.get_added_tokens_decoder()
+            self.special = {token: each.content for token, each in added.items() if each.special}
+        unknown = self._fast is None or _cleans_up(tokenizer, self._fast) or self._fast.decoder is None
+        outer = {"decoders": []} if unknown else json.loads(self._fast.decoder.__getstate__())
+        decoders = {each["type"]: each for each in outer.get("decoders", [outer])}
         self._of_bytes = set(decoders) == {"ByteLevel"}
         self._space = None if self._of_bytes else _space(decoders)
         self._falls_back = "ByteFallback" in decoders

@@ -347,4 +347,4 @@ def stream_text(
         raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
     turn = chat or not isinstance(prompt, str)
     begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
-    return (piece for _, piece in begun.pieces(begun.prompts[0]) if piece)
+    return (piece for _, piece in begun.pieces() if piece)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -171,12 +171,9 @@ class Begun:
             found = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], drawn)
             token, after = jnp.asarray(found.token[:, -1]), State(decoder, cache.replace(key=state.key))
 
-    def pieces(self, context: Sequence[int]) -> Iterator[tuple[Block | None, str]]:
-        """Yield each new token of one text with the piece of text that becomes certain, and None with the last piece.
-
-        This consumes the caches. `context` are the ids that the text follows.
-        """
-        pieces = Pieces(self.model.tokenizer, self.stop, context)
+    def pieces(self) -> Iterator[tuple[Block | None, str]]:
+        """Yield each new token of one text with the text that becomes certain, and None with the last piece."""
+        pieces = Pieces(self.model.tokenizer, self.stop, self.prompts[0])
         for block in self.blocks(steps=1):
             yield block, pieces.add(block.tokens[0][block.belongs[0]].tolist())
         yield None, pieces.finish()

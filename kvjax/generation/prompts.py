@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.generation.detokenize import special_tokens
+from kvjax.generation.detokenize import Spelling
 from kvjax.models.tokenizer import adds_bos
 from kvjax.utils.settings import Messages
 
@@ -88,7 +88,7 @@ def _template_end(model: LanguageModel) -> int | None:
     except ValueError:  # the template requires other turns
         return None
     ids = token_ids(model, after, begins=False)[:1]
-    return ids[0] if ids and ids[0] in special_tokens(model.tokenizer) else None
+    return ids[0] if ids and ids[0] in Spelling(model.tokenizer).special else None
 
 
 def with_system(messages: Messages, system: str | None) -> Messages:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ class Service:
         origins: Sequence[str] = (),
         log: bool = False,
     ) -> None:
-        self.serving, self.max_body, self.chat_tokens, self.read_timeout = serving, max_body, chat_tokens, read_timeout
+        self.serving, self.max_body, self.read_timeout = serving, max_body, read_timeout
         self.keys = [key.encode() for key in keys]
         self.hosts = None if hosts is None else [host.strip("[]").lower() for host in hosts]
         self.metrics = Metrics(serving)
@@ -81,6 +82,7 @@ class Service:
         if origins:
             allowed: dict[str, Any] = dict(allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"])
             middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **allowed))
+        chat = functools.partial(bodies.chat, usual_tokens=chat_tokens)
         self.app = Starlette(
             middleware=middleware,
             routes=[
@@ -89,8 +91,8 @@ class Service:
                 self._route("/metrics", self._metrics),
                 self._route("/v1/models", self._models),
                 self._route("/v1/models/{name:path}", self._model),
-                self._route("/v1/completions", self._completions, "POST"),
-                self._route("/v1/chat/completions", self._chat, "POST"),
+                self._route("/v1/completions", lambda asked: self._answer(asked, bodies.completion), "POST"),
+                self._route("/v1/chat/completions", lambda asked: self._answer(asked, chat), "POST"),
             ],
             exception_handlers=dict.fromkeys((Refused, ClientDisconnect, HTTPException, Exception), self._error),
         )
@@ -163,13 +165,7 @@ class Service:
         bodies.check_model(self.serving, request.path_params["name"])
         return JsonResponse(self._described())
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: bodies.completion(self.serving, body))
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: bodies.chat(self.serving, body, self.chat_tokens))
-
-    async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], bodies.Asked]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[Serving, dict[str, Any]], bodies.Asked]) -> Response:
         if self.stopping:
             raise stopping_error()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -177,7 +173,7 @@ class Service:
             raise Refused("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
         body = await self._body(request)
         told = EngineResponse(self.serving, self.metrics)
-        await told.loop.run_in_executor(self.reader, lambda: told.submit(read(bodies.parse(body))))
+        await told.loop.run_in_executor(self.reader, lambda: told.submit(read(self.serving, bodies.parse(body))))
         return told
 
     async def _body(self, request: Request) -> bytes:

@@ -57,6 +57,7 @@ class Device:
         check_rows(self.rows, model.mesh)
         self.chunk = whole_number("chunk", chunk, *SIZES["chunk"])
         self.steps = whole_number("steps", steps, *SIZES["steps"])
+        self.logprobs = min(LOGPROBS, config.vocab_size)
         self.policy = _served(ready(model, policy, budget, None), model, self.chunk)
         self.context = config.max_positions if context is None else whole_number("context", context, *SIZES["context"])
         if self.context > longest_text(self.policy, config):
@@ -85,11 +86,6 @@ class Device:
         """Bytes of the caches of all rows."""
         self.device_bytes = device_bytes(rows_made.cache.storage)
         self._depends = dependencies(self.reader, self.begin(self._one), self.chunk)
-
-    @property
-    def logprobs(self) -> int:
-        """Maximal number of likeliest tokens per request."""
-        return min(LOGPROBS, self.model.config.vocab_size)
 
     def plan(self, request: Request) -> Planned:
         """Check a request and plan the limits of its text."""
