@@ -139,8 +139,8 @@ class Spelling:
         else:
             added = self._fast.get_added_tokens_decoder()
             self.special = {token: each.content for token, each in added.items() if each.special}
-        unknown = self._fast is None or _cleans_up(tokenizer, self._fast) or self._fast.decoder is None
-        outer = {"decoders": []} if unknown else json.loads(self._fast.decoder.__getstate__())
+        decoder: Any = None if self._fast is None or _cleans_up(tokenizer, self._fast) else self._fast.decoder
+        outer: dict[str, Any] = {"decoders": []} if decoder is None else json.loads(decoder.__getstate__())
         decoders = {each["type"]: each for each in outer.get("decoders", [outer])}
         self._of_bytes = set(decoders) == {"ByteLevel"}
         self._space = None if self._of_bytes else _space(decoders)
