@@ -109,14 +109,12 @@ class Stream:
         self.pieces, self.write = Pieces(tokenizer, stop, context), write
 
     def __call__(self, block: Int[np.ndarray, "b n"], belongs: Bool[np.ndarray, "b n"]) -> None:
-        self._write(self.pieces.add(block[0][belongs[0]].tolist()))
+        if text := self.pieces.add(block[0][belongs[0]].tolist()):
+            self.write(text)
 
     def flush(self) -> None:
         """Write the text held back so far."""
-        self._write(self.pieces.finish())
-
-    def _write(self, text: str) -> None:
-        if text:
+        if text := self.pieces.finish():
             self.write(text)
 
 
