@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Column, Table
 
-from kvjax.cli.commands import Parser, add_model_options, finish, load_model
+from kvjax.cli.commands import Parser, add_model_options, command, load_model
 from kvjax.cli.options import add_policy_options, console, policy_and_budget
 from kvjax.inference.decoder import step_shapes
 from kvjax.inference.extend import prefill
@@ -131,7 +131,5 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = parser().parse_args(argv)
-    return finish("tune", lambda: run(options))
+main = command("tune", parser, run)
+"""Run the command line and return its exit code."""
