@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.cli.batch_files import answer_lines, continue_lines
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, leave, load_model, unreadable_input
+from kvjax.cli.commands import Parser, add_model_options, command, leave, load_model, unreadable_input
 from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
@@ -204,11 +204,9 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
         trace.save(found, options.trace, {name: facts[name] for name in ("policy", "budget")})
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = parser().parse_args(argv)
-    return finish_with_model("generate", lambda: run(options), options.distributed)
+main = command("generate", parser, run)
+"""Run the command line and return its exit code."""
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(main(None))

@@ -30,7 +30,6 @@ class Line(NamedTuple):
     """A line of a file of prompts or questions."""
 
     number: int
-    """Line number, from 1."""
     prompt: str | Messages
     given: dict[str, Any]
     """Fields that the result repeats: the `id`, if there is one, or the question."""
@@ -74,7 +73,7 @@ class Results:
     """
 
     def __init__(self, file: Path | None, run: Any, numbers: Sequence[int]) -> None:
-        self.file, self.numbers, self.total = file, numbers, len(numbers)
+        self.file, self.numbers = file, sorted(numbers)
         self.done: dict[int, str] = {}
         """Finished lines by their number."""
         self._printed = 0
@@ -82,40 +81,36 @@ class Results:
             return
         check_writable(file, JSON_LINES)
         self._run = hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()
-        self._aside = file.with_name(f".{file.name}.begun")
-        self._told = file.with_name(f".{file.name}.run")
+        self._aside, self._told = (file.with_name(f".{file.name}.{word}") for word in ("begun", "run"))
         if file.exists():
-            self._check_finished(file)
+            content = file.read_bytes()
+            if not self._told.exists() or self._told.read_text(encoding="utf-8") != self._note(content):
+                raise ValueError(f"{file} exists and is not of this run; name another file, or delete it.")
+            lines, count = content.decode().splitlines(), "all"
         elif self._aside.exists():
-            self._resume()
-
-    def _check_finished(self, file: Path) -> None:
-        content = file.read_bytes()
-        if not self._told.exists() or self._told.read_text(encoding="utf-8") != self._note(content):
-            raise ValueError(f"{file} exists and is not of this run; name another file, or delete it.")
-        self.done = {json.loads(line)["line"]: line for line in content.decode().splitlines()}
-        print(f"{file}: all of {self.total} lines are already done.", file=sys.stderr)
+            # The last line is truncated or empty.
+            begun, *lines = self._aside.read_text(encoding="utf-8").split("\n")[:-1] or [""]
+            if begun != json.dumps({"run": self._run}):
+                raise ValueError(
+                    f"{self._aside} has the beginning of a run with other prompts or settings; go on with those, or "
+                    "delete it to begin anew."
+                )
+            count = len(lines)
+        else:
+            return
+        self.done = {json.loads(line)["line"]: line for line in lines}
+        print(f"{file}: {count} of {len(numbers)} lines are already done.", file=sys.stderr)
 
     def _note(self, content: bytes) -> str:
         """Return a record that identifies a finished file and its run."""
         return json.dumps({"run": self._run, "file": hashlib.sha256(content).hexdigest()})
-
-    def _resume(self) -> None:
-        run, *lines = self._aside.read_text(encoding="utf-8").split("\n")[:-1] or [""]  # the last is truncated or empty
-        if run != json.dumps({"run": self._run}):
-            raise ValueError(
-                f"{self._aside} has the beginning of a run with other prompts or settings; go on with those, or delete "
-                "it to begin anew."
-            )
-        self.done = {json.loads(line)["line"]: line for line in lines}
-        print(f"{self.file}: {len(self.done)} of {self.total} lines are already done.", file=sys.stderr)
 
     def __enter__(self) -> Results:
         if self.file is not None:
             # Rewrite the file: its last line may be truncated.
             begun = [json.dumps({"run": self._run}), *self.done.values()]
             write_text(self._aside, "".join(f"{line}\n" for line in begun))
-        self._bar = Bar("lines", self.total, len(self.done)).__enter__()
+        self._bar = Bar("lines", len(self.numbers), len(self.done)).__enter__()
         return self
 
     def write(self, number: int, result: dict[str, Any]) -> None:
@@ -129,7 +124,7 @@ class Results:
 
     def _print(self, rest: bool = False) -> None:
         """Print finished lines in file order up to the first unfinished one, or with `rest` all that are left."""
-        for number in sorted(self.numbers)[self._printed :]:
+        for number in self.numbers[self._printed :]:
             if number not in self.done and not rest:
                 return
             self._printed += 1

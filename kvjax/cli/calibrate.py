@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, load_model
+from kvjax.cli.commands import Parser, add_model_options, command, load_model
 from kvjax.evaluation.texts import first_tokens
 from kvjax.utils.files import check_not_empty, output_directory, read_text
 from kvjax.utils.progress import Bar
@@ -64,7 +64,5 @@ def run(options: argparse.Namespace) -> None:
     print(f"{options.out}: mean queries over {tokens} tokens; use them with: {shlex.join(line)}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = parser().parse_args(argv)
-    return finish_with_model("calibrate", lambda: run(options))
+main = command("calibrate", parser, run)
+"""Run the command line and return its exit code."""

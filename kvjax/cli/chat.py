@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvjax.cli.commands import Help, Parser, add_model_options, finish_with_model, load_model, unreadable_input
+from kvjax.cli.commands import Help, Parser, add_model_options, command, load_model, unreadable_input
 from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
@@ -183,7 +183,5 @@ def run(options: argparse.Namespace) -> None:
             print(" ".join(str(error).split()), file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = parser().parse_args(argv)
-    return finish_with_model("chat", lambda: run(options), options.distributed)
+main = command("chat", parser, run)
+"""Run the command line and return its exit code."""

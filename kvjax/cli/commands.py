@@ -196,10 +196,8 @@ def configure_streams() -> None:
 def finish(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
     """Run a command and return its exit code.
 
-    A user's mistake prints one sentence on standard error and returns 2; an interruption returns 130.
-
-    Args:
-        distributed: the processes of this run, as `kvjax.utils.processes.join` takes them; None for a single process.
+    A user's mistake prints one sentence on standard error and returns 2; an interruption returns 130, a broken pipe
+    141. `distributed` are the processes of this run, for `kvjax.utils.processes.join`; None for a single one.
     """
     configure_streams()
     errors = sys.stderr
@@ -236,6 +234,18 @@ def finish_with_model(command: str, run: Callable[[], object], distributed: str 
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
     enable_compilation_cache()
     return finish(command, run, distributed)
+
+
+def command(
+    name: str, parser: Callable[[], argparse.ArgumentParser], run: Callable[[argparse.Namespace], object]
+) -> Callable[[list[str] | None], int]:
+    """Return the `main` of a command that loads a model: it parses the words, runs them and returns the exit code."""
+
+    def main(argv: list[str] | None = None) -> int:
+        options = parser().parse_args(argv)
+        return finish_with_model(name, lambda: run(options), vars(options).get("distributed"))
+
+    return main
 
 
 def exit_on_interrupt() -> None:

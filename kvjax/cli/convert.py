@@ -20,11 +20,7 @@ _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
 
 
 def convert(checkpoint: Checkpoint, out: Path) -> None:
-    """Write a checkpoint's weights with Orbax, with its config and tokenizer beside them.
-
-    Args:
-        out: a new directory, which appears once it is complete.
-    """
+    """Write a checkpoint's weights with Orbax, and its config and tokenizer, to a new directory, once complete."""
     with directory_aside(out) as aside:
         if checkpoint.metadata is not None:
             lazy_tokenizer(*gguf_tokenizer(checkpoint.metadata)).whole.save_pretrained(aside)

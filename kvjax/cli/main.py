@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import NamedTuple
 
 from kvjax.cli.commands import BROKEN_PIPE, INTERRUPTED, configure_streams, exit_on_interrupt, leave, module_exists
 from kvjax.utils.compilation import version
 from kvjax.utils.suggest import choices
 
-
-class Command(NamedTuple):
-    """A subcommand: the module whose `main(argv) -> int` it runs, and one line for the listing."""
-
-    name: str
-    module: str
-    summary: str
-
-
-COMMANDS = (
-    Command("generate", "kvjax.generate", "continue prompts on a KV cache of fixed budget"),
-    Command("chat", "kvjax.cli.chat", "chat, with a cache that never grows"),
-    Command("serve", "kvjax.cli.serve", "serve OpenAI's API over HTTP"),
-    Command("bench", "kvjax.cli.bench", "measure speed and memory of policies and budgets"),
-    Command("evaluate", "kvjax.cli.evaluate", "measure the loss of quality under policies and budgets"),
-    Command("tune", "kvjax.cli.tune", "benchmark kernels on this machine's GPU and cache the fastest"),
-    Command("convert", "kvjax.cli.convert", "write a model as an Orbax checkpoint"),
-    Command("train_less", "kvjax.cli.train_less", "train LESS kernels for a model and a policy"),
-    Command("calibrate", "kvjax.cli.calibrate", "average a model's queries over a text, for triattention"),
-    Command("env", "kvjax.cli.env", "print versions, devices and caches, for an issue"),
-    Command("train_tiny", "experiments.tiny.train", "train the embedded model"),
-)
+COMMANDS = {
+    "generate": ("kvjax.generate", "continue prompts on a KV cache of fixed budget"),
+    "chat": ("kvjax.cli.chat", "chat, with a cache that never grows"),
+    "serve": ("kvjax.cli.serve", "serve OpenAI's API over HTTP"),
+    "bench": ("kvjax.cli.bench", "measure speed and memory of policies and budgets"),
+    "evaluate": ("kvjax.cli.evaluate", "measure the loss of quality under policies and budgets"),
+    "tune": ("kvjax.cli.tune", "benchmark kernels on this machine's GPU and cache the fastest"),
+    "convert": ("kvjax.cli.convert", "write a model as an Orbax checkpoint"),
+    "train_less": ("kvjax.cli.train_less", "train LESS kernels for a model and a policy"),
+    "calibrate": ("kvjax.cli.calibrate", "average a model's queries over a text, for triattention"),
+    "env": ("kvjax.cli.env", "print versions, devices and caches, for an issue"),
+    "train_tiny": ("experiments.tiny.train", "train the embedded model"),
+}
+"""Module whose `main(argv) -> int` a subcommand runs, and its line in the listing, by name."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,8 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         argv: the words after `kvjax`; None for those of the process, which then exits.
 
     Returns:
-        The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name, 130 after an
-        interruption, 141 after a broken pipe.
+        The exit code: the subcommand's own, or one of `finish`.
     """
     configure_streams()
     if argv is None:
@@ -60,27 +50,20 @@ def main(argv: list[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     commands = available()
     if not words or words[0] in ("-h", "--help"):
-        print(listing(commands))
+        lines = "\n".join(f"  {name:<{max(map(len, commands))}}  {summary}" for name, (_, summary) in commands.items())
+        rest = "kvjax COMMAND --help lists the settings of one command, kvjax --version says which kvjax this is."
+        print(f"usage: kvjax COMMAND ...\n\n{lines}\n\n{rest}")
         return 0
     if words[0] == "--version":
         print(f"kvjax {version()}")
         return 0
-    for command in commands:
-        if command.name == words[0].replace("-", "_"):
-            return importlib.import_module(command.module).main(words[1:])
-    names = [command.name for command in commands]
-    print(f"kvjax has no command {words[0]!r}: {choices(words[0], names)}", file=sys.stderr)
+    name = words[0].replace("-", "_")
+    if name in commands:
+        return importlib.import_module(commands[name][0]).main(words[1:])
+    print(f"kvjax has no command {words[0]!r}: {choices(words[0], commands)}", file=sys.stderr)
     return 2
 
 
-def available() -> tuple[Command, ...]:
+def available() -> dict[str, tuple[str, str]]:
     """Return the commands whose modules exist, without importing them."""
-    return tuple(command for command in COMMANDS if module_exists(command.module))
-
-
-def listing(commands: tuple[Command, ...]) -> str:
-    """Return the usage and one line per command."""
-    width = max((len(command.name) for command in commands), default=0)
-    lines = "\n".join(f"  {command.name:<{width}}  {command.summary}" for command in commands)
-    rest = "kvjax COMMAND --help lists the settings of one command, kvjax --version says which kvjax this is."
-    return f"usage: kvjax COMMAND ...\n\n{lines}\n\n{rest}"
+    return {name: command for name, command in COMMANDS.items() if module_exists(command[0])}

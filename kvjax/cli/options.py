@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvjax import methods
@@ -48,11 +48,7 @@ def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
 
 
 def add_policies(options: argparse.ArgumentParser, policies: str, also: str = "") -> None:
-    """Add the options of several policies, for a command that compares them.
-
-    Args:
-        also: help text for a word that stands for several policies, such as `all`.
-    """
+    """Add the options of several policies; `also` tells of a word that stands for several, such as `all`."""
     options.add_argument(
         "--policies",
         "--policy",
@@ -119,60 +115,55 @@ def print_policy_help(options: argparse.Namespace, parser: Callable[[], argparse
     """Print help or the list of policies if a command line asks for it; return whether it did."""
     helps = vars(options).get("help", False)
     if helps and options.policy is not None:
-        explain_policy(options.policy, sys.stdout)
+        explain_policy(options.policy)
     elif helps:
         parser().print_help()
     elif options.policy == "list":
-        list_policies(sys.stdout)
+        list_policies()
     else:
         return False
     return True
 
 
-def list_policies(file: TextIO) -> None:
+def list_policies() -> None:
     """Print the policies in groups and the choices of the other parts, with their settings."""
     groups = [(f"policies (--policy): {group}", entries) for group, entries in describe.policies().items()]
     groups += [(f"{part}s (--{part})", entries) for part, entries in describe.parts().items()]
-    tables: list[Any] = []
+    shown = console(110)
     for title, entries in groups:
-        table = _table(title, show_header=False)
-        table.add_column(no_wrap=True, min_width=15)
-        table.add_column(ratio=1)
-        table.add_column(width=24)
+        columns = Column(no_wrap=True, min_width=15), Column(ratio=1), Column(width=24)
+        table = _table(title, *columns, show_header=False)
         for entry in entries:
             settings = "  ".join(f"{setting.name}={setting.default!r}" for setting in entry.settings)
             text = Text(entry.summary)
             table.add_row(entry.name, text.append(f"\n{settings}", "dim") if settings else text, entry.paper)
-        tables += [table, ""]
-    console = _console(file)
-    console.print(*tables, sep="\n")
+        shown.print(table, "")
     usual = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
-    console.print(f"Nearly every policy also takes {usual}. --policy NAME --help explains the settings.")
+    shown.print(f"Nearly every policy also takes {usual}. --policy NAME --help explains the settings.")
 
 
-def explain_policy(name: str, file: TextIO) -> None:
+def explain_policy(name: str) -> None:
     """Print a description of a policy, and a table of its settings, their defaults and meanings."""
     if name not in methods.REGISTRY:
         raise ValueError(f"there is no policy {name!r}; {choices(name, methods.REGISTRY)}")
-    entry = describe.describe_policy(name)
-    console = _console(file)
-    console.print(f"{entry.name}: {entry.summary} From: {entry.paper}.")
-    console.print(f"When: {entry.when}\n")
-    table = _table("settings (--set key=value)")
-    for heading in ("setting", "default"):
-        table.add_column(heading, no_wrap=True, justify="left")
-    table.add_column("meaning", ratio=1)
+    entry, shown = describe.describe_policy(name), console(110)
+    shown.print(f"{entry.name}: {entry.summary} From: {entry.paper}.")
+    shown.print(f"When: {entry.when}\n")
+    columns = Column("setting", no_wrap=True), Column("default", no_wrap=True), Column("meaning", ratio=1)
+    table = _table("settings (--set key=value)", *columns)
     for setting in entry.settings:
         table.add_row(setting.name, Text(repr(setting.default)), Text(setting.meaning))
-    console.print(table)
+    shown.print(table)
 
 
-def _table(title: str, **settings: Any) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), **settings)
+def _table(title: str, *columns: Column, **settings: Any) -> Table:
+    style: dict[str, Any] = dict(title_justify="left", title_style="bold", box=None, padding=(0, 1))
+    return Table(*columns, title=title, **style, **settings)
 
 
-def _console(file: TextIO) -> Console:
-    return Console(file=file, width=None if file.isatty() else 110, highlight=False, markup=False)
+def console(width: int) -> Console:
+    """Return a console as wide as the terminal, or `width` if the output is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False, markup=False)
 
 
 def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[str, Any]]:

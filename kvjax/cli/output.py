@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvjax import methods
+from kvjax.generation.detokenize import Spelling
 from kvjax.generation.generate import Generation, texts_of
-from kvjax.generation.token_bytes import Spelling
 from kvjax.inference.state import allocated_slots, cache_bytes, full_cache_bytes, slot_limits
 from kvjax.methods.fastgen import PUNCTUATION, SPECIAL, Profiled, TokenClasses
 from kvjax.policies.policy import Policy

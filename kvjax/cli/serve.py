@@ -9,9 +9,8 @@ import socket
 import sys
 from pathlib import Path
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, load_model
+from kvjax.cli.commands import Parser, add_model_options, command, load_model
 from kvjax.cli.options import add_policy, named, print_policy_help
-from kvjax.policies.policy import Policy
 from kvjax.utils.files import read_text
 from kvjax.utils.settings import whole_number
 
@@ -25,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     options = Parser(prog="kvjax serve", description=__doc__)
     add_model_options(options, processes=False)
-    options.add_argument("--distributed", nargs="?", const="", help=argparse.SUPPRESS)
+    options.add_argument("--distributed", dest="processes", nargs="?", const="", help=argparse.SUPPRESS)
     options.add_argument("--name", help="name of the model in the API (default: that of --model)")
     add_policy(options, POLICY)
     options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
@@ -78,23 +77,12 @@ def _origin(text: str) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Run the server until a signal ends it; an interruption is raised again once running requests have ended."""
-    if options.distributed is not None:
-        raise ValueError(
-            "requests reach only one of several processes, so the others could not join its programs; leave "
-            "--distributed out, and start a server on each host, or one with a --mesh of its host's devices."
-        )
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ValueError(f"the server needs {', '.join(missing)}; install it with pip install 'kvjax[serve]'.")
     if print_policy_help(options, parser):
         return
-    for name in ("rows", "queue", "chat_tokens", "max_body"):
-        whole_number(name, getattr(options, name))
-    whole_number("port", options.port, 0, 65_535)
-    for name, least in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
-        if not least <= getattr(options, name) <= 86_400:
-            raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
-    from kvjax.serving.app import is_loopback
+    _check(options)
+    from kvjax.serving.app import Service, is_loopback
+    from kvjax.serving.engine import Engine
+    from kvjax.serving.http import Server
     from kvjax.serving.requests import SIZES
 
     policy, config = named(options, POLICY)
@@ -107,63 +95,60 @@ def run(options: argparse.Namespace) -> None:
     whole_number("budget", budget)
     if options.chunk is None:
         options.chunk = config.get("prefill_chunk")
-    for name, bounds in SIZES.items():
-        if getattr(options, name) is not None:
-            whole_number(name, getattr(options, name), *bounds)
-    keys = [] if options.api_key_file is None else _keys(options.api_key_file)
+    sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
+    for name, size in sizes.items():
+        whole_number(name, size, *SIZES[name])
+    file = options.api_key_file
+    keys = [] if file is None else [line.strip() for line in read_text(file).splitlines() if line.strip()]
+    if file is not None and not keys:
+        raise ValueError(f"{file} has no key; write one, or several on a line each.")
     with _bound(options.host, options.port) as listener:  # before a model is loaded, in case the port is taken
-        public = not is_loopback(listener.getsockname()[0])
+        host, port = listener.getsockname()[:2]
+        public = not is_loopback(host)
         if public and not keys and not options.no_key:
             raise ValueError(
                 f"{options.host} is not a loopback address; give --api-key-file FILE, or --no-key to accept all."
             )
-        _serve(options, policy, budget, listener, keys, hosts=None if public or keys else [options.host])
+        hosts = None if public or keys else [options.host]
+        _say(f"loading {options.model}")
+        model = load_model(options)
+        model.name = options.name or model.name
+        with Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **sizes) as engine:
+            if options.warmup:
+                getattr(model.tokenizer, "chat_template", None)  # imports transformers now, before the first chat
+                engine.warm_up(lambda done, total: _say(f"compiling {done} of {total}"))
+            settings = options.max_body, options.chat_tokens, options.read_timeout
+            service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            on = "" if model.mesh is None else f" on {model.mesh.size} devices"
+            what = f"{model.name} under {engine.policy_name} with {engine.budget} slots{on}"
+            server = Server(service, options.grace, options.write_timeout, lambda: _say(f"{what} is ready at {url}"))
+            server.run([listener])
+        if server.interrupted:
+            raise KeyboardInterrupt
 
 
-def _serve(
-    options: argparse.Namespace,
-    policy: Policy,
-    budget: int,
-    listener: socket.socket,
-    keys: list[str],
-    hosts: list[str] | None,
-) -> None:
-    from kvjax.serving.app import Service
-    from kvjax.serving.engine import Engine
-    from kvjax.serving.http import Server
-    from kvjax.serving.requests import SIZES
-
-    _say(f"loading {options.model}")
-    model = load_model(options)
-    model.name = options.name or model.name
-    given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
-    engine = Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **given)
-    with engine:
-        if options.warmup:
-            getattr(model.tokenizer, "chat_template", None)  # imports transformers now, before the first chat
-            engine.warm_up(lambda done, total: _say(f"compiling {done} of {total}"))
-        settings = options.max_body, options.chat_tokens, options.read_timeout
-        service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
-        host, port = listener.getsockname()[:2]
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        on = "" if model.mesh is None else f" on {model.mesh.size} devices"
-        what = f"{model.name} under {engine.policy_name} with {engine.budget} slots{on}"
-        server = Server(service, options.grace, options.write_timeout, lambda: _say(f"{what} is ready at {url}"))
-        server.run([listener])
-    if server.interrupted:
-        raise KeyboardInterrupt
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that no server can have, and name the packages that are missing."""
+    if options.processes is not None:
+        raise ValueError(
+            "requests reach only one of several processes, so the others could not join its programs; leave "
+            "--distributed out, and start a server on each host, or one with a --mesh of its host's devices."
+        )
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the server needs {', '.join(missing)}; install it with pip install 'kvjax[serve]'.")
+    for name in ("rows", "queue", "chat_tokens", "max_body"):
+        whole_number(name, getattr(options, name))
+    whole_number("port", options.port, 0, 65_535)
+    for name, least in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
+        if not least <= getattr(options, name) <= 86_400:
+            raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
 
 
 def _say(line: str) -> None:
     """Print a progress line to standard error."""
     print(f"kvjax serve: {line}", file=sys.stderr, flush=True)
-
-
-def _keys(file: Path) -> list[str]:
-    keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
-    if not keys:
-        raise ValueError(f"{file} has no key; write one, or several on a line each.")
-    return keys
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -182,7 +167,5 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = parser().parse_args(argv)
-    return finish_with_model("serve", lambda: run(options))
+main = command("serve", parser, run)
+"""Run the command line and return its exit code."""

@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model
+from kvjax.cli.commands import Parser, add_model_options, command
 from kvjax.cli.options import add_policy, named, parts_of
 from kvjax.methods.notation import both, parse_policy
 from kvjax.utils.files import check_not_empty, output_directory
@@ -126,7 +126,5 @@ def serving_line(options: argparse.Namespace) -> str:
     return shlex.join(["kvjax", "generate", *words])
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = parser().parse_args(argv)
-    return finish_with_model("train_less", lambda: run(options))
+main = command("train_less", parser, run)
+"""Run the command line and return its exit code."""

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from kvjax.cli.commands import Parser, add_model_options, finish, load_model
-from kvjax.cli.options import add_policy_options, policy_and_budget
+from kvjax.cli.commands import Parser, add_model_options, command, load_model
+from kvjax.cli.options import add_policy_options, console, policy_and_budget
 from kvjax.inference.decoder import step_shapes
 from kvjax.inference.extend import prefill
 from kvjax.inference.prepare import ready
@@ -48,11 +47,10 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
 
 def results_table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
     """Build a table of tuning results by bucket; None marks a workload that only one implementation supports."""
-    shown = Table(title=title, title_justify="left")
-    for heading in ("operation", "shape"):
-        shown.add_column(heading, overflow="fold")
-    for heading in (*(f"{name} µs" for name in NAMES), "error", "winner"):
-        shown.add_column(heading, justify="right", no_wrap=True)
+    folded = (Column(heading, overflow="fold") for heading in ("operation", "shape"))
+    headings = *(f"{name} µs" for name in NAMES), "error", "winner"
+    numbers = (Column(heading, justify="right", no_wrap=True) for heading in headings)
+    shown = Table(*folded, *numbers, title=title, title_justify="left")
     for bucket, verdict in verdicts.items():
         op, _, shape = bucket.partition(" ")
         if verdict is None:
@@ -75,7 +73,7 @@ def print_results(file: Path | None) -> None:
         return
     print(file)
     for kind, verdicts in devices.items():
-        _console().print(results_table(kind, dict(verdicts)))
+        console(160).print(results_table(kind, dict(verdicts)))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -99,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
         asked |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
     raced = Autotuner(device).settle(asked.values(), again=options.again)
     held = ({} if file is None else autotune.read(file).get(device, {})) | raced
-    _console().print(results_table(f"{model.name} on {device}", {bucket: held.get(bucket) for bucket in asked}))
+    console(160).print(results_table(f"{model.name} on {device}", {bucket: held.get(bucket) for bucket in asked}))
     if file is not None:
         print(f"stored in {file}", file=sys.stderr)
 
@@ -120,10 +118,6 @@ def _why_not() -> str:
     return f"{autotune.VARIABLE}=off disables benchmarks; unset it."
 
 
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
-
-
 def parser() -> argparse.ArgumentParser:
     """Build the command line's parser."""
     options = Parser(prog="kvjax tune", description=__doc__)
@@ -137,7 +131,5 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    options = parser().parse_args(argv)
-    return finish("tune", lambda: run(options))
+main = command("tune", parser, run)
+"""Run the command line and return its exit code."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvjax.evaluation.figures import check_matplotlib, new_figure, save_figure
-from kvjax.generation.token_bytes import Spelling
+from kvjax.generation.detokenize import Spelling
 from kvjax.utils.files import check_writable
 
 PLAIN_MARKS = " .:-=+*#"

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.generation.generate import Begun, begin, check_room
+from kvjax.generation.generate import begin, check_room
+from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import extend
@@ -136,7 +137,7 @@ class Conversation:
         text = before + turn + after
         ids = chat_ids(self.model, text) if first and self.templated else token_ids(self.model, text, begins=first)
         begun = self._read(ids)
-        for block, piece in begun.pieces(list(self.text)):
+        for block, piece in begun.pieces():
             if block is not None:
                 self.begun = dataclasses.replace(begun, state=block.state)
                 self.text += block.tokens[0][block.belongs[0]].tolist()
@@ -232,20 +233,19 @@ class Conversation:
         planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1), "chat": True}
         like = begin(self.model, [first], **planned)
         written = kept = _stored(like.state.cache)
-        if told.get("form") != FORM:
+        fits = self._fits(like.state) == told["fits"]
+        if earlier := told.get("form") != FORM:
             said = f"{directory} was saved by an older kvjax, so its model and policy cannot be checked."
             warnings.warn(said, stacklevel=2)
-            earlier = jax.tree.map(_joined_words, kept, is_leaf=_is_words)
-            written = next((form for form in (kept, earlier) if _kinds(form) == _kinds(told["leaves"])), None)
-        elif self._fits(like.state) != told["fits"]:
-            written = None
-        if written is None:
+            written = jax.tree.map(_joined_words, kept, is_leaf=_is_words)
+            fits = _kinds(written) == _kinds(told["leaves"])
+        if not fits:
             raise ValueError(another)
         empty = [np.empty(leaf.shape, leaf.dtype) for leaf in told["leaves"]]
         with ocp.StandardCheckpointer() as checkpointer:
             leaves = checkpointer.restore(directory / "state", empty)
         found = jax.tree.unflatten(jax.tree.structure(written), map(jnp.asarray, leaves))
-        if written is not kept:
+        if earlier:
             found = jax.tree.map(_as_words, kept, found, is_leaf=_is_words)
         cache = found.replace(key=jax.random.wrap_key_data(found.key))
         self.begun, self.text = dataclasses.replace(like, state=State(like.state.decoder, cache)), told["text"]

@@ -1,14 +1,22 @@
-"""Incremental detokenization, which holds back incomplete characters and possible beginnings of stop strings."""
+"""Incremental detokenization that holds back incomplete characters and stop strings, and the bytes of each token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import codecs
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.generation.token_bytes import characters, special_tokens
+from kvjax.models.tokenizer import LazyTokenizer
+
+_CONTEXT, _WINDOW, _CHARACTER = (4, 5, 6, 7, 16, 64), 16, 4
+"""Context tokens that the text may depend on; most tokens decoded together; bytes of a character."""
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -39,15 +47,16 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self.stop = tuple(stop)
         self.stopped = False
         """True after a stop string; no text follows it."""
         self.used = 0
         """Number of tokens of the text so far; the last one may complete a stop string."""
-        named = special_tokens(tokenizer) if self.stop else {}
-        self._special = {token: text for token, text in named.items() if any(text in stop for stop in self.stop)}
+        spelling = Spelling(tokenizer)
+        named = spelling.special.items()
+        self._special = {token: text for token, text in named if any(text in stop for stop in self.stop)}
         self._with_special = [stop for stop in self.stop if any(text in stop for text in self._special.values())]
-        self._characters = characters(tokenizer, context)
+        self._characters = _OfBytes(spelling, context) if spelling.known else _Decoded(tokenizer, context)
         self._held: list[tuple[str, bool]] = []
         """Characters that may begin a stop string, and True for those of the text, not of a special token."""
 
@@ -91,29 +100,6 @@ class Pieces:
         return "".join(character for character, shown in held[:end] if shown)
 
 
-class Stops:
-    """Finder of stop strings in blocks of tokens; a text includes the token that completes its stop string.
-
-    Args:
-        contexts: ids that each row's text follows; rows beyond them are not changed.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str], contexts: Sequence[Sequence[int]]) -> None:
-        self.pieces = [Pieces(tokenizer, stop, context) for context in contexts]
-
-    def __call__(
-        self, tokens: Int[np.ndarray, "b n"], belongs: Bool[np.ndarray, "b n"]
-    ) -> tuple[Bool[np.ndarray, "b n"], Bool[np.ndarray, " b"]]:
-        """Return masks of the tokens that belong to their text and of the rows that have ended."""
-        left, ended = belongs.copy(), ~belongs[:, -1]
-        for row, pieces in enumerate(self.pieces):
-            places, before = np.flatnonzero(belongs[row]), pieces.used
-            pieces.add(tokens[row, places].tolist())
-            left[row, places[pieces.used - before :]] = False
-            ended[row] |= pieces.stopped
-        return left, ended
-
-
 class Stream:
     """Writer of the text of each block's first row as its tokens arrive; `write` gets each piece of `Pieces`."""
 
@@ -123,12 +109,166 @@ class Stream:
         self.pieces, self.write = Pieces(tokenizer, stop, context), write
 
     def __call__(self, block: Int[np.ndarray, "b n"], belongs: Bool[np.ndarray, "b n"]) -> None:
-        self._write(self.pieces.add(block[0][belongs[0]].tolist()))
+        if text := self.pieces.add(block[0][belongs[0]].tolist()):
+            self.write(text)
 
     def flush(self) -> None:
         """Write the text held back so far."""
-        self._write(self.pieces.finish())
-
-    def _write(self, text: str) -> None:
-        if text:
+        if text := self.pieces.finish():
             self.write(text)
+
+
+class Spelling:
+    """Names and bytes of single tokens that follow other text.
+
+    Args:
+        tokenizer: tokenizer of the ids. Bytes of byte-level BPE and SentencePiece tokens are read from the vocabulary.
+            A token of any other tokenizer is decoded after a copy of itself.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._fast = _backend(tokenizer)
+        self.special: dict[int, str]
+        """Texts of the special tokens by id; decoded text excludes them."""
+        if self._fast is None:
+            ids, texts = getattr(tokenizer, "all_special_ids", ()), getattr(tokenizer, "all_special_tokens", ())
+            self.special = dict(zip(ids, texts, strict=False))
+        else:
+            added = self._fast.get_added_tokens_decoder()
+            self.special = {token: each.content for token, each in added.items() if each.special}
+        decoder: Any = None if self._fast is None or _cleans_up(tokenizer, self._fast) else self._fast.decoder
+        outer: dict[str, Any] = {"decoders": []} if decoder is None else json.loads(decoder.__getstate__())
+        decoders = {each["type"]: each for each in outer.get("decoders", [outer])}
+        self._of_bytes = set(decoders) == {"ByteLevel"}
+        self._space = None if self._of_bytes else _space(decoders)
+        self._falls_back = "ByteFallback" in decoders
+        self.known = self._of_bytes or self._space is not None
+        """True if the bytes of all tokens are known and a text is their concatenation."""
+        self.strips = self._space is not None and not {"Strip", "Metaspace"}.isdisjoint(decoders)
+        """True if decoding drops the space before the first word of a text."""
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the token's bytes, which may be a part of a character; None if they are unknown."""
+        if token in self.special:
+            return self.special[token].encode()
+        if not self.known:
+            text = self._after_itself(token)
+            return None if "\ufffd" in text else text.encode()
+        assert self._fast is not None
+        name = self._fast.id_to_token(token)
+        if name is None:  # the model has more rows than the tokenizer has tokens
+            return b""
+        if self._of_bytes:
+            known = _byte_letters()
+            return bytes(known[each] for each in name) if all(each in known for each in name) else name.encode()
+        byte = _BYTE.fullmatch(name) if self._falls_back else None
+        return bytes([int(byte[1], 16)]) if byte else name.replace(self._space or " ", " ").encode()
+
+    def byte_list(self, token: int) -> list[int] | None:
+        """Return `bytes_of` a token in JSON's types."""
+        known = self.bytes_of(token)
+        return None if known is None else list(known)
+
+    def name(self, token: int) -> str:
+        r"""Return the token's text, or `bytes:\xe2\x80` if its bytes are not whole characters."""
+        known = self.bytes_of(token)
+        if known is None:
+            return self._after_itself(token)
+        try:
+            return known.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in known)
+
+    def _after_itself(self, token: int) -> str:
+        alone = self.tokenizer.decode([token])
+        return self.tokenizer.decode([token, token])[len(alone) :]
+
+
+def _backend(tokenizer: Any) -> Any:
+    """Return the `tokenizers.Tokenizer` behind a tokenizer; None if there is none."""
+    from tokenizers import Tokenizer
+
+    kinds = (getattr(tokenizer, name, None) for name in ("fast", "backend_tokenizer"))
+    return next((each for each in kinds if isinstance(each, Tokenizer)), None)
+
+
+def _cleans_up(tokenizer: Any, fast: Any) -> bool:
+    """Return whether decoding drops spaces before punctuation, as transformers does except for BPE."""
+    if isinstance(tokenizer, LazyTokenizer) or type(fast.model).__name__ == "BPE":
+        return False
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+
+
+def _space(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the character that SentencePiece's decoders replace by spaces; None if there are other decoders."""
+    if not set(decoders) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        return None
+    if "Metaspace" in decoders:
+        return decoders["Metaspace"]["replacement"]
+    replaced = decoders.get("Replace", {})
+    return replaced["pattern"].get("String") if replaced.get("content") == " " else None
+
+
+@functools.cache
+def _byte_letters() -> dict[str, int]:
+    """Return the byte of each letter of GPT-2: printable bytes are themselves, others map to the next free letters."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class _OfBytes:
+    def __init__(self, spelling: Spelling, context: Sequence[int]) -> None:
+        self._spelling = spelling
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strips = spelling.strips and not any(self._bytes(token) for token in reversed(context))
+
+    def add(self, token: int) -> str:
+        found = self._bytes(token)
+        if found and self._strips:
+            found, self._strips = found.removeprefix(b" "), False
+        return self._decoder.decode(found)
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+    def _bytes(self, token: int) -> bytes:
+        return b"" if token in self._spelling.special else self._spelling.bytes_of(token) or b""
+
+
+class _Decoded:
+    """Decoder of each token together with a few tokens before it."""
+
+    def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
+        self._tokenizer, self._ids = tokenizer, list(context[-max(_CONTEXT) :])
+        self._told: int | None = None
+        """Characters of the decoded ids that have been returned; None before the first token."""
+
+    def add(self, token: int) -> str:
+        if self._told is None:  # decoded with the first token, so an error reaches the caller who added it
+            self._ids = self._last_words([])
+            self._told = len(self._decode())
+        elif len(self._ids) > _WINDOW:
+            untold = len(self._decode()) - self._told
+            self._ids = self._last_words(self._ids[-_WINDOW // 2 :])
+            self._told = len(self._decode()) - untold
+        self._ids.append(token)
+        text, told = self._decode(), self._told
+        # Hold back a character until all its bytes have arrived. Invalid bytes at the end are held back, too.
+        end = len(text) - min(len(text) - len(text.rstrip("\ufffd")), _CHARACTER - 1)
+        self._told = max(told, end)
+        return text[told:end]
+
+    def finish(self) -> str:
+        text = self._decode()
+        told, self._told = self._told, len(text)
+        return "" if told is None else text[told:]
+
+    def _last_words(self, otherwise: list[int]) -> list[int]:
+        """Return the fewest last ids whose text begins with a whole character."""
+        texts = ((self._ids[-size:], self._decode(self._ids[-size:])) for size in _CONTEXT)
+        return next((ids for ids, text in texts if text and not text.startswith("\ufffd")), otherwise)
+
+    def _decode(self, ids: list[int] | None = None) -> str:
+        return self._tokenizer.decode(self._ids if ids is None else ids, skip_special_tokens=True)

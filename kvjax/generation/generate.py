@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from kvjax.generation.beam import beam_search
-from kvjax.generation.detokenize import Pieces, Stops, stop_strings
+from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.detokenize import Stream as Stream
-from kvjax.generation.loop import STEPS_PER_DISPATCH, Block, Drawn, generate_tokens
+from kvjax.generation.loop import Begun, Drawn
 from kvjax.generation.prompts import encode, end_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.inference.cache import policy_seeds
@@ -61,7 +61,6 @@ class Generation:
     compile_seconds: float
     """Time to trace, lower, compile or load programs; zero if all were ready."""
     prefill_seconds: float
-    """Time to read the prompts."""
     decode_seconds: float
     """Time to generate `timed_tokens`."""
     timed_tokens: int
@@ -81,45 +80,6 @@ class Generation:
     def decode_tokens_per_second(self) -> float | None:
         """Generated tokens of all rows per second; None if none were timed."""
         return self.timed_tokens / self.decode_seconds if self.timed_tokens else None
-
-
-@dataclasses.dataclass
-class Begun:
-    """Prefilled prompts, with the settings for their continuation."""
-
-    model: LanguageModel
-    prompts: list[list[int]]
-    """Prompt ids of each active row."""
-    state: State
-    logits: Float[Array, "b vocab"]
-    held: list[np.ndarray]
-    max_new_tokens: int
-    sampling: Sampling
-    eos: tuple[int, ...]
-    stop: tuple[str, ...]
-    logprobs: int | None
-    compile_seconds: float
-    seconds: float
-    """Time of prefill, without compilation."""
-
-    def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
-        """Yield blocks of new tokens; this consumes the caches, so call it only once."""
-        rows = len(self.prompts)
-        stops = Stops(self.model.tokenizer, self.stop, self.prompts) if self.stop else None
-        arguments = self.state, self.logits, self.max_new_tokens, self.sampling, self.eos, steps
-        for block in generate_tokens(*arguments, texts=self.prompts, logprobs=self.logprobs, stops=stops):
-            drawn = jax.tree.map(lambda leaf: leaf[:rows], block.drawn)
-            yield Block(block.tokens[:rows], block.belongs[:rows], block.state, drawn)
-
-    def pieces(self, context: Sequence[int]) -> Iterator[tuple[Block | None, str]]:
-        """Yield each new token of one text with the piece of text that becomes certain, and None with the last piece.
-
-        This consumes the caches. `context` are the ids that the text follows.
-        """
-        pieces = Pieces(self.model.tokenizer, self.stop, context)
-        for block in self.blocks(steps=1):
-            yield block, pieces.add(block.tokens[0][block.belongs[0]].tolist())
-        yield None, pieces.finish()
 
 
 def check_room(longest: int, max_new_tokens: int, policy: Policy, model: LanguageModel) -> None:
@@ -155,19 +115,19 @@ def begin(
     chat: bool = False,
     logprobs: int | None = None,
 ) -> Begun:
-    """Prefill prompts for generation; see `generate_texts` for the settings.
+    """Prefill prompts for generation; see `generate_texts` for the settings and errors.
 
     With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer.
-
-    Raises:
-        ValueError: a prompt is empty or too long, or a setting is out of range.
     """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     num_samples = whole_number("num_samples", num_samples)
     logprobs = None if logprobs is None else whole_number("logprobs", logprobs, 0, model.config.vocab_size)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    stop, ends = stop_strings(stop), stop_ids(stop_token_ids, model)
+    stop, several = stop_strings(stop), isinstance(stop_token_ids, (list, tuple, np.ndarray))
+    if not several or any(isinstance(id, bool) or not isinstance(id, (int, np.integer)) for id in stop_token_ids):
+        raise TypeError(f"stop_token_ids={stop_token_ids!r} is not a list of token ids.")
+    check_vocabulary(np.asarray(stop_token_ids, object), model.config)
     check_room(max((len(prompt) for prompt in prompts), default=0), max_new_tokens, chosen, model)
     given = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
     if not len(prompts):
@@ -209,21 +169,12 @@ def begin(
         held=[positions[:rows] for positions in held_positions(state)],
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        eos=(*(end_ids(model, chat) if stop_at_eos else ()), *ends),
+        eos=(*(end_ids(model, chat) if stop_at_eos else ()), *map(int, stop_token_ids)),
         stop=stop,
         logprobs=logprobs,
         compile_seconds=compiling.seconds,
         seconds=seconds,
     )
-
-
-def stop_ids(given: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
-    """Check and return the ids that end a text in addition to the model's own."""
-    several = isinstance(given, (list, tuple, np.ndarray))
-    if not several or any(isinstance(each, bool) or not isinstance(each, (int, np.integer)) for each in given):
-        raise TypeError(f"stop_token_ids={given!r} is not a list of token ids.")
-    check_vocabulary(np.asarray(given, object), model.config)
-    return tuple(map(int, given))
 
 
 def lower_begin(
@@ -315,19 +266,14 @@ def _search(begun: Begun, beams: int, length_penalty: float) -> Generation:
     with Compiling() as compiling:
         found = beam_search(begun.state, begun.logits, beams, begun.max_new_tokens, begun.eos, length_penalty)
         seconds = compiling.lap()
-    texts = zip(begun.prompts, found.tokens, strict=False)
-    made = begun.prompts, [_to_stop(begun, *text) for text in texts], found.state, begun.held
+    tokens = found.tokens[: len(begun.prompts)]
+    for prompt, ids in zip(begun.prompts, tokens if begun.stop else [], strict=False):
+        pieces = Pieces(begun.model.tokenizer, begun.stop, prompt)
+        pieces.add(ids)
+        del ids[pieces.used :]  # the text ends with the token that completes a stop string
+    made = begun.prompts, tokens, found.state, begun.held
     times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, found.steps * len(begun.prompts)
     return Generation(*made, *times, beams=beams)
-
-
-def _to_stop(begun: Begun, prompt: list[int], ids: list[int]) -> list[int]:
-    """Return ids up to the one that completes a stop string."""
-    if not begun.stop:
-        return ids
-    pieces = Pieces(begun.model.tokenizer, begun.stop, prompt)
-    pieces.add(ids)
-    return ids[: pieces.used]
 
 
 @jax.jit
@@ -401,4 +347,4 @@ def stream_text(
         raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
     turn = chat or not isinstance(prompt, str)
     begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
-    return (piece for _, piece in begun.pieces(begun.prompts[0]) if piece)
+    return (piece for _, piece in begun.pieces() if piece)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,15 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.generation.detokenize import Stops
+from kvjax.generation.detokenize import Pieces
 from kvjax.generation.sampling import Sampling, sample
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder, settle_step
 from kvjax.inference.state import State
 from kvjax.utils.processes import on_host
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
 
 STEPS_PER_DISPATCH = 16
 
@@ -83,7 +87,7 @@ def token_buffers(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None
     )
 
 
-@functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=(1, 4))
+@functools.partial(jax.jit, static_argnames="logprobs", donate_argnums=(1, 4))
 def draw_many(
     decoder: Decoder,
     cache: Cache,
@@ -94,12 +98,11 @@ def draw_many(
     ends: Bool[Array, " vocab"],
     sampling: Sampling,
     steps: int,
-    most: int,
     logprobs: int | None,
 ) -> tuple[Array, Cache, Bool[Array, "b vocab"], Drawn]:
     """Draw up to `steps` tokens per row in one program, or fewer if all rows end."""
 
-    # The buffers have room for `most` tokens and `steps` is an argument, so all numbers of steps share one program.
+    # The buffers have room for the most steps and `steps` is an argument, so all numbers of steps share one program.
     # Rows that have ended read no more tokens, so a conversation can continue from its answer.
     def more(carry: Any) -> Bool[Array, ""]:
         i, _, _, _, ended, _ = carry
@@ -113,55 +116,64 @@ def draw_many(
         after = after.replace(active=cache.active)
         return i + 1, after, drawn.token, seen, ended | ends[drawn.token], made
 
-    made = token_buffers((token.shape[0], most), decoder.weights.dtype, logprobs)
+    made = token_buffers((token.shape[0], STEPS_PER_DISPATCH), decoder.weights.dtype, logprobs)
     i, cache, _, seen, _, made = jax.lax.while_loop(more, one, (jnp.int32(0), cache, token, seen, ended, made))
     return i, cache, seen, made
 
 
-def generate_tokens(
-    state: State,
-    logits: Float[Array, "b vocab"],
-    max_new_tokens: int,
-    sampling: Sampling,
-    eos: tuple[int, ...] = (),
-    steps: int = STEPS_PER_DISPATCH,
-    *,
-    texts: Sequence[Sequence[int]] = (),
-    logprobs: int | None = None,
-    stops: Stops | None = None,
-) -> Iterator[Block]:
-    """Continue prompts and yield blocks of up to `steps` tokens.
+@dataclasses.dataclass
+class Begun:
+    """Prefilled prompts, with the settings for their continuation."""
 
-    Args:
-        state: from `prefill`, as `logits`; its caches are consumed.
-        sampling: the sampling settings; all of them use the same program.
-        eos: ids that end a row; the row reads no more tokens, and the rest of it is masked.
-        steps: decode steps per dispatch, at most 16; all numbers of steps use the same program.
-        texts: ids of each row so far, for the repetition penalty; rows beyond them have none.
-        logprobs: number of likeliest tokens to return with each one, 0 for the token alone; None for no
-            log-probabilities.
-        stops: called with each block before it is yielded; it may end rows.
-    """
-    seen, ends = np.zeros(logits.shape, bool), np.isin(np.arange(logits.shape[1]), eos)
-    for row, ids in zip(seen, texts, strict=False):
-        row[list(ids)] = True
-    decoder, cache = state.decoder, state.cache.with_own_rows()
-    settle_step(decoder, cache)
-    drawn, held = draw(state.key, state.position, logits, sampling, jnp.asarray(seen), logprobs)
-    ended, made = ~on_host(state.active), 0
-    token, after = drawn.token, state
-    found: Drawn = jax.tree.map(lambda leaf: on_host(leaf)[:, None], drawn)
-    while True:
-        tokens = np.asarray(found.token)
-        belongs = ~(np.logical_or.accumulate(ends[tokens], axis=1) | ended[:, None])
-        made, ended = made + tokens.shape[1], ~belongs[:, -1]
-        if stops is not None:
-            belongs, ended = stops(tokens, belongs)
-        yield Block(tokens, belongs, after, found)
-        if made >= max_new_tokens or ended.all():
-            return
-        count = min(steps, STEPS_PER_DISPATCH, max_new_tokens - made)
-        arguments = token, held, jnp.asarray(ended), jnp.asarray(ends), sampling, count, STEPS_PER_DISPATCH, logprobs
-        done, cache, held, drawn = draw_many(decoder, cache.replace(key=None), state.key, *arguments)
-        found = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], drawn)
-        token, after = jnp.asarray(found.token[:, -1]), State(decoder, cache.replace(key=state.key))
+    model: LanguageModel
+    prompts: list[list[int]]
+    """Prompt ids of each active row."""
+    state: State
+    logits: Float[Array, "b vocab"]
+    held: list[np.ndarray]
+    max_new_tokens: int
+    sampling: Sampling
+    eos: tuple[int, ...]
+    stop: tuple[str, ...]
+    logprobs: int | None
+    compile_seconds: float
+    seconds: float
+    """Time of prefill, without compilation."""
+
+    def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
+        """Yield blocks of up to `steps` new tokens, at most 16; this consumes the caches, so call it only once."""
+        state, logits, rows, most = self.state, self.logits, len(self.prompts), self.max_new_tokens
+        seen, ends = np.zeros(logits.shape, bool), np.isin(np.arange(logits.shape[1]), self.eos)
+        for row, ids in zip(seen, self.prompts, strict=False):  # rows beyond them only fill the batch
+            row[ids] = True
+        pieces = [Pieces(self.model.tokenizer, self.stop, prompt) for prompt in self.prompts] if self.stop else []
+        decoder, cache = state.decoder, state.cache.with_own_rows()
+        settle_step(decoder, cache)
+        drawn, held = draw(state.key, state.position, logits, self.sampling, jnp.asarray(seen), self.logprobs)
+        ended, made = ~on_host(state.active), 0
+        token, after = drawn.token, state
+        found: Drawn = jax.tree.map(lambda leaf: on_host(leaf)[:, None], drawn)
+        while True:
+            tokens = np.asarray(found.token)
+            belongs = ~(np.logical_or.accumulate(ends[tokens], axis=1) | ended[:, None])
+            made, ended = made + tokens.shape[1], ~belongs[:, -1]
+            for row, each in enumerate(pieces):  # a text includes the token that completes its stop string
+                places, used = np.flatnonzero(belongs[row]), each.used
+                each.add(tokens[row, places].tolist())
+                belongs[row, places[each.used - used :]] = False
+                ended[row] |= each.stopped
+            yield Block(tokens[:rows], belongs[:rows], after, jax.tree.map(lambda leaf: leaf[:rows], found))
+            if made >= most or ended.all():
+                return
+            count = min(steps, STEPS_PER_DISPATCH, most - made)
+            arguments = token, held, jnp.asarray(ended), jnp.asarray(ends), self.sampling, count, self.logprobs
+            done, cache, held, drawn = draw_many(decoder, cache.replace(key=None), state.key, *arguments)
+            found = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], drawn)
+            token, after = jnp.asarray(found.token[:, -1]), State(decoder, cache.replace(key=state.key))
+
+    def pieces(self) -> Iterator[tuple[Block | None, str]]:
+        """Yield each new token of one text with the text that becomes certain, and None with the last piece."""
+        pieces = Pieces(self.model.tokenizer, self.stop, self.prompts[0])
+        for block in self.blocks(steps=1):
+            yield block, pieces.add(block.tokens[0][block.belongs[0]].tolist())
+        yield None, pieces.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.generation.token_bytes import special_tokens
+from kvjax.generation.detokenize import Spelling
 from kvjax.models.tokenizer import adds_bos
 from kvjax.utils.settings import Messages
 
@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 def encode(model: LanguageModel, prompt: str | Messages, chat: bool = False, system: str | None = None) -> list[int]:
-    """Return the token ids of a prompt, including those that the tokenizer puts before all texts.
-
-    Args:
-        chat: True if a text is a user turn; the chat template is applied to it.
-        system: the system turn, before all others; None for the template's default.
-    """
+    """Return the ids of a prompt, with those that the tokenizer puts before all texts; see `generate_texts`."""
     if not isinstance(prompt, str):
         return chat_ids(model, render(model, with_system(prompt, system)))
     if not prompt.strip():
@@ -93,7 +88,7 @@ def _template_end(model: LanguageModel) -> int | None:
     except ValueError:  # the template requires other turns
         return None
     ids = token_ids(model, after, begins=False)[:1]
-    return ids[0] if ids and ids[0] in special_tokens(model.tokenizer) else None
+    return ids[0] if ids and ids[0] in Spelling(model.tokenizer).special else None
 
 
 def with_system(messages: Messages, system: str | None) -> Messages:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.generation.generate import Begun, Generation, begin, check_beams, go_on
+from kvjax.generation.generate import Generation, begin, check_beams, go_on
+from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, encode, render, token_ids, with_system
 from kvjax.inference.extend import extend
 from kvjax.inference.padding import bucket, bucket_rows
@@ -32,8 +33,6 @@ def encode_questions(
     Args:
         prompt: a text or a conversation. Each question continues a text; with `chat`, text and question form one user
             turn with an empty line between them. In a conversation, each question is the next user turn.
-        chat: True if a text is part of a user turn.
-        system: the system turn of a chat, before all others.
     """
     if isinstance(prompt, str) and not chat:
         return encode(model, prompt, system=system), [token_ids(model, text, begins=False) for text in questions]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvjax.serving.access_log import OUTCOME, AccessLog
-from kvjax.serving.metrics import Metrics
+from kvjax.serving.metrics import Metrics, Outcomes
 from kvjax.serving.openai import bodies
-from kvjax.serving.openai.errors import Refused
+from kvjax.serving.openai.fields import Refused
 from kvjax.serving.requests import Serving
-from kvjax.serving.responses import GONE, EngineResponse, JsonResponse, error_response, stopping_error
+from kvjax.serving.responses import GONE, EngineResponse, JsonResponse, stopping_error
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -68,7 +68,7 @@ class Service:
         origins: Sequence[str] = (),
         log: bool = False,
     ) -> None:
-        self.serving, self.max_body, self.chat_tokens, self.read_timeout = serving, max_body, chat_tokens, read_timeout
+        self.serving, self.max_body, self.read_timeout = serving, max_body, read_timeout
         self.keys = [key.encode() for key in keys]
         self.hosts = None if hosts is None else [host.strip("[]").lower() for host in hosts]
         self.metrics = Metrics(serving)
@@ -78,48 +78,38 @@ class Service:
         self.reader = ThreadPoolExecutor(1, "kvjax-reader")
         self.created = int(time.time())
         self.page_html = Path(__file__).with_name("page.html").read_bytes()
-        get, post = ["GET"], ["POST"]
-        middleware = [Middleware(AccessLog)] if log else []
+        middleware = [Middleware(Outcomes, metrics=self.metrics, log=log)]
         if origins:
-            allowed: dict[str, Any] = dict(allow_methods=[*get, *post], allow_headers=["*"], expose_headers=["*"])
+            allowed: dict[str, Any] = dict(allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"])
             middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **allowed))
+        chat = functools.partial(bodies.chat, usual_tokens=chat_tokens)
         self.app = Starlette(
             middleware=middleware,
             routes=[
-                Route("/", self._guarded(self._page, needs_key=False), methods=get),
-                Route("/health", self._guarded(self._health, needs_key=False), methods=get),
-                Route("/metrics", self._guarded(self._metrics), methods=get),
-                Route("/v1/models", self._guarded(self._models), methods=get),
-                Route("/v1/models/{name:path}", self._guarded(self._model), methods=get),
-                Route("/v1/completions", self._guarded(self._completions), methods=post),
-                Route("/v1/chat/completions", self._guarded(self._chat), methods=post),
+                self._route("/", self._page, needs_key=False),
+                self._route("/health", self._health, needs_key=False),
+                self._route("/metrics", self._metrics),
+                self._route("/v1/models", self._models),
+                self._route("/v1/models/{name:path}", self._model),
+                self._route("/v1/completions", lambda asked: self._answer(asked, bodies.completion), "POST"),
+                self._route("/v1/chat/completions", lambda asked: self._answer(asked, chat), "POST"),
             ],
-            exception_handlers={HTTPException: self._no_route, Exception: self._broken},
+            exception_handlers=dict.fromkeys((Refused, ClientDisconnect, HTTPException, Exception), self._error),
         )
         self.app.router.redirect_slashes = False
 
-    def _guarded(
-        self, answer: Callable[[Request], Awaitable[Response]], needs_key: bool = True
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a route with the checks of host and key, and turn refusals into responses."""
+    def _route(
+        self, path: str, answer: Callable[[Request], Awaitable[Response]], method: str = "GET", needs_key: bool = True
+    ) -> Route:
+        """Return a route that checks the host and the key before it answers."""
 
         async def guarded(request: Request) -> Response:
-            try:
-                self._check_host(request)
-                if needs_key:
-                    self._check_key(request)
-                response = await answer(request)
-            except Refused as refused:
-                response = error_response(refused)
-            except ClientDisconnect:
-                self.metrics.responses.labels(GONE).inc()
-                request.scope[OUTCOME] = {"status": GONE}
-                return Response()  # never received
-            if not isinstance(response, EngineResponse):
-                self.metrics.responses.labels(response.status_code).inc()
-            return response
+            self._check_host(request)
+            if needs_key:
+                self._check_key(request)
+            return await answer(request)
 
-        return guarded
+        return Route(path, guarded, methods=[method])
 
     def _check_host(self, request: Request) -> None:
         if self.hosts is None:
@@ -159,8 +149,11 @@ class Service:
 
     def _described(self) -> dict[str, Any]:
         serving = self.serving
-        about = {"id": serving.model.name, "object": "model", "created": self.created, "owned_by": "kvjax"}
-        return about | {
+        return {
+            "id": serving.model.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "kvjax",
             "max_model_len": serving.context,
             "kv": {"policy": serving.policy_name, "budget": serving.budget},
         }
@@ -172,13 +165,7 @@ class Service:
         bodies.check_model(self.serving, request.path_params["name"])
         return JsonResponse(self._described())
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: bodies.completion(self.serving, body))
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, lambda body: bodies.chat(self.serving, body, self.chat_tokens))
-
-    async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], bodies.Asked]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[Serving, dict[str, Any]], bodies.Asked]) -> Response:
         if self.stopping:
             raise stopping_error()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -186,11 +173,7 @@ class Service:
             raise Refused("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
         body = await self._body(request)
         told = EngineResponse(self.serving, self.metrics)
-
-        def begin() -> None:
-            told.submit(read(bodies.parse(body)))
-
-        await asyncio.get_running_loop().run_in_executor(self.reader, begin)
+        await told.loop.run_in_executor(self.reader, lambda: told.submit(read(self.serving, bodies.parse(body))))
         return told
 
     async def _body(self, request: Request) -> bytes:
@@ -211,16 +194,14 @@ class Service:
             raise Refused(text, status=408, headers={"connection": "close"}) from None
         return bytes(found)
 
-    async def _no_route(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        words = {404: "there is nothing at", 405: f"{request.method} is not for"}
-        said = words.get(error.status_code, error.detail)
-        response = error_response(Refused(f"{said} {request.scope['path'][:200]}.", status=error.status_code))
-        response.headers.update(error.headers or {})
-        self.metrics.responses.labels(error.status_code).inc()
-        return response
-
-    async def _broken(self, request: Request, error: Exception) -> Response:
-        # Uvicorn logs the error; the client gets no details.
-        self.metrics.responses.labels(500).inc()
-        return error_response(Refused("the server failed; its log says why.", status=500))
+    async def _error(self, request: Request, error: Exception) -> Response:
+        """Return the response for an error."""
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=GONE)  # never received
+        if isinstance(error, HTTPException):
+            words = {404: "there is nothing at", 405: f"{request.method} is not for"}
+            said = f"{words.get(error.status_code, error.detail)} {request.scope['path'][:200]}."
+            error = Refused(said, status=error.status_code, headers=error.headers)
+        if not isinstance(error, Refused):  # Uvicorn logs the error; the client gets no details.
+            error = Refused("the server failed; its log says why.", status=500)
+        return JsonResponse(error.body(), error.status, error.headers)

@@ -46,7 +46,6 @@ class Planned(NamedTuple):
     limits: tuple[Int[Array, "b h"], ...]
     """Slots that each head may use, for each layer."""
     seed: UInt32[Array, " b"]
-    """Seed of all randomness."""
     horizon: Int[Array, " b"]
     end: Int[Array, " b"]
 
@@ -64,7 +63,6 @@ class Wishes(NamedTuple):
     """Sampling parameters of each row."""
 
     sampling: Sampling
-    """Sampling settings as arrays [b]."""
     presence_penalty: Float[Array, " b"]
     frequency_penalty: Float[Array, " b"]
     ends: Int[Array, "b e"]
@@ -80,7 +78,6 @@ class Rows(struct.PyTreeNode):
 
     cache: Cache
     logits: Float[Array, "b vocab"]
-    """Logits for the next token of each row."""
     seen: Bool[Array, "b vocab"]
     """True for tokens in each text, for the repetition penalty."""
     written: Int[Array, "b vocab"]
@@ -124,18 +121,16 @@ def _begun(policy: Policy, planned: Planned, sizes: Sizes) -> Text:
     return Text(cache, jnp.zeros((rows, sizes.config.vocab_size), bool))
 
 
-@functools.partial(jax.jit, static_argnames=("ends", "sizes"))
-def empty_rows(policy: Policy, planned: Planned, *, ends: int, sizes: Sizes) -> Rows:
-    """Create free rows, with room for `ends` end ids each."""
-    text, rows = _begun(policy, planned, sizes), len(planned.seed)
-    none, whole, real = (jnp.zeros(rows, dtype) for dtype in (bool, jnp.int32, jnp.float32))
-    sampling = Sampling.tree_unflatten(None, (real, whole, real, real, real))
+@functools.partial(jax.jit, static_argnames="sizes")
+def empty_rows(policy: Policy, planned: Planned, wishes: Wishes, *, sizes: Sizes) -> Rows:
+    """Create free rows."""
+    text = _begun(policy, planned, sizes)
     made = Rows(
-        cache=text.cache.replace(active=none),
+        cache=text.cache.replace(active=jnp.zeros(len(planned.seed), bool)),
         logits=jnp.zeros(text.seen.shape, wide(sizes.dtype)),
         seen=text.seen,
         written=jnp.zeros(text.seen.shape, jnp.int32),
-        wishes=Wishes(sampling, real, real, jnp.full((rows, ends), -1, jnp.int32), whole, none),
+        wishes=wishes,
     )
     return constrain(made, _rows_specs(made, sizes.config, sizes.mesh), sizes.mesh)
 
@@ -186,27 +181,30 @@ def insert(
     return on_mesh(put, mesh, (specs, whole_rows(specs), WHOLE), specs)(rows, one, jnp.asarray(row))
 
 
-@functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
-def free(rows: Rows, kept: Bool[Array, " b"], *, mesh: Mesh | None) -> Rows:
-    """End the rows that are not kept."""
-    active = constrain(rows.cache.active & kept, OF_ROWS, mesh)
-    return rows.replace(cache=rows.cache.replace(active=active))
-
-
 @functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=1)
 def generate(
-    decoder: Decoder, rows: Rows, steps: ArrayLike, leave: ArrayLike, *, most: int, logprobs: int
+    decoder: Decoder,
+    rows: Rows,
+    kept: Bool[Array, " b"],
+    steps: ArrayLike,
+    leave: ArrayLike,
+    *,
+    most: int,
+    logprobs: int,
 ) -> tuple[Rows, Written, Drawn]:
     """Generate tokens for all active rows; a row ends at one of its end ids or at its maximal number of tokens.
 
     Args:
         rows: the batch; it is consumed.
+        kept: False for rows to free, which generate nothing more.
         steps: maximal tokens per row, 1 to `most`.
         leave: True to stop as soon as a row has ended.
         most: size of the token buffers.
         logprobs: number of likeliest tokens to return; log-probabilities are valid only if a row requests them.
     """
-    began, each = rows.cache.active.sum(), len(rows.logits)
+    active = constrain(rows.cache.active & kept, OF_ROWS, decoder.mesh)
+    rows = rows.replace(cache=rows.cache.replace(active=active))
+    began, each = active.sum(), len(rows.logits)
 
     def more(carry: Any) -> Bool[Array, ""]:
         i, rows, _, _ = carry

@@ -108,8 +108,6 @@ class Engine:
         self._reading: _Work | None = None
         self._busy: dict[int, _Work] = {}
         """Requests by row."""
-        self._leaving: set[int] = set()
-        """Rows that have ended on the host but not yet on the device."""
         self._seconds = 1.0
         """Running average of the seconds from the start of a text's prefill to its end."""
         self._wrote = 0.0
@@ -171,7 +169,7 @@ class Engine:
         self._listening.close()
 
     def numbers(self) -> Mapping[str, float]:
-        """Return the numbers of `Serving`, and `longest_gap_seconds`, the longest time between two dispatches' ends."""
+        """Return the numbers of `Serving`; `longest_gap_seconds` is the longest time between two dispatches' ends."""
         with self.changed:
             return {
                 "rows": self.device.rows,
@@ -195,25 +193,14 @@ class Engine:
                 self.changed.wait_for(lambda: self._all_work() or self._stopping)
                 if not self._all_work():
                     return
-            self._drop_cancelled()
+                cancelled = [work for work in self._all_work() if work.cancelled]
+            for work in cancelled:
+                self._finish(work, "cancelled")
             has_read = self._read_chunk()
             if self._busy:
                 self._write(has_read)
             else:
                 self._wrote = 0.0
-
-    def _drop_cancelled(self) -> None:
-        with self.changed:
-            gone = [work for work in self._all_work() if work.cancelled]
-        for work in gone:
-            self._leaving |= {row for row, other in self._busy.items() if other is work}
-            self._finish(work, "cancelled")
-        if self._leaving:
-            leaving, self._leaving = self._leaving, set()
-            try:
-                self.device.free(leaving)
-            except Exception as error:
-                self._fail(error)
 
     def _read_chunk(self) -> bool:
         """Read one chunk of the current prompt, or of the next one if a row is free; return whether there is one."""
@@ -273,7 +260,8 @@ class Engine:
         asked = any(work.request.logprobs is not None for work in self._busy.values())
         began = time.perf_counter()
         try:
-            written, drawn = self.device.write(max(1, steps // 8 if hurried else steps), leave, asked)
+            steps = max(1, steps // 8 if hurried else steps)
+            written, drawn = self.device.write(self._busy, steps, leave, asked)
         except Exception as error:
             self._fail(error)
             return
@@ -289,7 +277,6 @@ class Engine:
                 self._tell_written(row, work, written, drawn)
             except Exception as error:
                 _log.exception("what was written could not be told")
-                self._leaving.add(row)
                 self._finish(work, "failed", _sentence("making text of tokens", error))
         self._wrote = now if self._busy else 0.0
 
@@ -314,7 +301,6 @@ class Engine:
         if written.left[row] == UNDEFINED:
             self._finish(work, "failed", "the model's logits are not numbers (NaN), so no token can be drawn.")
         elif work.pieces.stopped:
-            self._leaving |= set() if ends else {row}
             self._finish(work, "stop")
         elif ends:
             self._finish(work, "stop" if written.left[row] else "length")
@@ -346,7 +332,6 @@ class Engine:
             failed = list(self._busy.values())
         for work in failed:
             self._finish(work, "failed", _sentence("a step of the model", error))
-        self._leaving = set()
         self.device.state = None
         self.snapshots.clear()
 

@@ -18,13 +18,7 @@ from kvjax.serving.app import Service
 
 
 def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
-    """Return a class of connections that close if the client is too slow.
-
-    Args:
-        read_timeout: seconds for a request to arrive, from the opening of the connection or the first byte of a later
-            request.
-        write_timeout: seconds for the client to accept written data.
-    """
+    """Return a class of connections that close if the client is too slow, with the timeouts of `Server`."""
 
     class Connection(H11Protocol):
         reading: asyncio.TimerHandle | None = None
@@ -74,7 +68,8 @@ class Server(uvicorn.Server):
 
     Args:
         grace: seconds for running requests to finish.
-        write_timeout: seconds after which a client that reads nothing is disconnected.
+        write_timeout: seconds for a client to accept written data. The service's `read_timeout` counts from the opening
+            of a connection, or the first byte of a later request.
         ready: called once the server answers requests.
     """
 

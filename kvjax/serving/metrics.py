@@ -1,16 +1,21 @@
-"""Prometheus metrics of the server."""
+"""Prometheus metrics and access log of the server."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvjax.serving.requests import Serving
 
+OUTCOME = "kvjax.outcome"
+"""Scope key of a mapping with the `status`, and the tokens `read` and `written` of an answer."""
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
@@ -51,11 +56,7 @@ class Metrics:
 
 
 class Latency:
-    """Times of one text's tokens, for metrics.
-
-    Args:
-        arrived: `time.perf_counter()` at the last byte of the request.
-    """
+    """Times of one text's tokens, for metrics; `arrived` is the `perf_counter()` at the last byte of the request."""
 
     def __init__(self, metrics: Metrics, arrived: float) -> None:
         self._metrics, self._before, self._first = metrics, arrived, True
@@ -70,3 +71,36 @@ class Latency:
             return
         for _ in range(tokens):
             self._metrics.between.observe(passed / tokens)
+
+
+class Outcomes:
+    """Middleware that counts each answered request, and with `log` writes a line to standard error."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: bool) -> None:
+        self.app, self.metrics, self.log = app, metrics, log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, then count it and write the line."""
+        began = time.perf_counter()
+        outcome: dict[str, Any] = {"status": 500}
+        scope[OUTCOME] = outcome
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                outcome["status"] = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        finally:
+            self.metrics.responses.labels(outcome["status"]).inc()
+            if self.log:
+                print(_line(scope, outcome, time.perf_counter() - began), file=sys.stderr, flush=True)
+
+
+def _line(scope: Scope, outcome: dict[str, Any], seconds: float) -> str:
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    client = (scope.get("client") or ("-",))[0]
+    path = scope["raw_path"].decode("ascii", "backslashreplace")[:200]  # the raw path has no line breaks
+    tokens = f"{outcome['read']} tokens in, {outcome['written']} out, " if "read" in outcome else ""
+    return f"{now} {client} {scope['method']} {path} {outcome['status']} {tokens}{seconds:.3f} s"

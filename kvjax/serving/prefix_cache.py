@@ -66,8 +66,7 @@ class Snapshots:
 def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
     """Return the key of a text after each whole chunk, except a chunk with the last token.
 
-    Args:
-        depends: bytes of all other inputs that the state depends on.
+    `depends` are the bytes of all other inputs that the state depends on.
     """
     known, keys = hashlib.sha256(depends), list[Key]()
     ids = np.asarray(tokens, np.int32)

@@ -78,7 +78,6 @@ class Finished(NamedTuple):
     reason: Literal["stop", "length", "cancelled", "failed"]
     prompt_tokens: int
     tokens: int
-    """Generated tokens."""
     reused: int
     """Prompt tokens taken from the prefix cache."""
     held: Held | None
@@ -112,16 +111,13 @@ class StoppingError(Exception):
 
 
 class Serving(Protocol):
-    """Interface of an engine for the HTTP server."""
+    """Interface of an engine for the HTTP server; `context` is the maximal length of a text, in tokens."""
 
     model: Model
-    """Model that generates the texts."""
     policy_name: str
-    """Name of the cache policy."""
     budget: int
     """Slots per head that a request may use."""
     context: int
-    """Maximal length of a text, in tokens."""
 
     def submit(self, request: Request, tell: Tell) -> Ticket:
         """Accept a request, from any thread.
@@ -138,10 +134,5 @@ class Serving(Protocol):
         ...
 
     def numbers(self) -> Mapping[str, float]:
-        """Return gauges and counters by name.
-
-        The names are `rows`, `rows_busy`, `waiting`, `cache_bytes`, `cache_device_bytes`, `snapshot_bytes`,
-        `snapshot_device_bytes`, `compilations`, `requests_total`, `prompt_tokens_total`, `tokens_total`,
-        `reused_tokens_total`, `dispatches_total`, `failed_dispatches_total`.
-        """
+        """Return gauges and counters by name, without the `kvjax_` of the metrics in docs/serving.md."""
         ...

@@ -9,14 +9,14 @@ import math
 import time
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from kvjax.serving.access_log import OUTCOME
-from kvjax.serving.metrics import Latency, Metrics
+from kvjax.serving.metrics import OUTCOME, Latency, Metrics
 from kvjax.serving.openai.answer import Answer
 from kvjax.serving.openai.bodies import Asked
-from kvjax.serving.openai.errors import Refused
+from kvjax.serving.openai.fields import Refused
 from kvjax.serving.requests import Finished, FullError, Piece, Serving, StoppingError, Tell, Ticket
 
 GONE = 499
@@ -35,18 +35,9 @@ def json_bytes(content: Any) -> bytes:
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-def error_response(refused: Refused) -> Response:
-    """Return the response for an error."""
-    return JsonResponse(refused.body(), refused.status, refused.headers)
-
-
 def stopping_error() -> Refused:
     """Return the error for requests during the shutdown."""
     return Refused("the server is stopping; use another one or retry later.", status=503, headers={"retry-after": "5"})
-
-
-class _Gone(Exception):
-    """The client disconnected."""
 
 
 class EngineResponse(Response):
@@ -98,20 +89,22 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; the rows are freed in all cases."""
-        watch = asyncio.create_task(self._watch(receive))
-        status = GONE
+        watch, outcome = asyncio.create_task(self._watch(receive)), scope[OUTCOME]
         try:
-            status = await self._respond(scope, receive, send)
-        except _Gone:
-            pass
-        except Refused as refused:
-            status = refused.status
-            await error_response(refused)(scope, receive, send)
+            if self.answer.asked.stream:
+                await self._stream(send, outcome)
+            else:
+                while self.answer.unfinished:
+                    self._note(*await self._next())
+                await JsonResponse(self.answer.whole())(scope, receive, send)
+        except (ClientDisconnect, asyncio.CancelledError) as error:
+            outcome["status"] = GONE
+            if isinstance(error, asyncio.CancelledError):
+                raise
         finally:
             self._cancel()
             watch.cancel()
-            self.metrics.responses.labels(status).inc()
-            scope[OUTCOME] = {"status": status, "read": self.answer.asked.read, "written": self.written}
+            outcome |= {"read": self.answer.asked.read, "written": self.written}
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -122,7 +115,7 @@ class EngineResponse(Response):
         """Return the next event."""
         event = await self.events.get()
         if event is None:
-            raise _Gone
+            raise ClientDisconnect
         if isinstance(event[1], Finished) and event[1].reason in ("failed", "cancelled"):
             self._cancel()  # the other texts end now, however slowly the client reads the error
             if event[1].reason == "cancelled":
@@ -130,45 +123,35 @@ class EngineResponse(Response):
             raise Refused(" ".join((event[1].error or "the engine failed").split()), status=500)
         return event
 
-    def _note(self, index: int, event: Piece | Finished) -> dict[str, Any] | None:
-        if isinstance(event, Piece):
-            self.written += len(event.tokens)
-            return self.answer.piece(index, event)
-        return self.answer.finish(index, event)
+    def _note(self, index: int, event: Piece | Finished) -> list[dict[str, Any]]:
+        """Record an event and return its chunk, if it has one."""
+        if isinstance(event, Finished):
+            return [self.answer.finish(index, event)]
+        self.written += len(event.tokens)
+        chunk = self.answer.piece(index, event)
+        return [] if chunk is None else [chunk]
 
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
-        if self.answer.asked.stream:
-            return await self._stream(send)
-        while self.answer.unfinished:
-            self._note(*await self._next())
-        await JsonResponse(self.answer.whole())(scope, receive, send)
-        return 200
-
-    async def _stream(self, send: Send) -> int:
+    async def _stream(self, send: Send, outcome: dict[str, Any]) -> None:
         """Send server-sent events, one `data:` line per chunk."""
 
-        async def write(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+        async def write(*chunks: dict[str, Any], last: bytes | None = None) -> None:
+            lines = [*map(json_bytes, chunks), *([] if last is None else [last])]
+            body = b"".join(b"data: " + line + b"\n\n" for line in lines)
+            await send({"type": "http.response.body", "body": body, "more_body": last is None})
 
         event = await self._next()  # wait before sending the status, since this may raise an error
-        kinds = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        # Prevents buffering in proxies such as nginx.
-        headers = [*kinds, (b"x-accel-buffering", b"no")]
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # prevents buffering in proxies such as nginx
+        ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for chunk in self.answer.begin():
-            await write(json_bytes(chunk))
         try:
-            while True:
-                chunk = self._note(*event)
-                if chunk is not None:
-                    await write(json_bytes(chunk))
-                if not self.answer.unfinished:
-                    break
-                event = await self._next()
+            await write(*self.answer.begin(), *self._note(*event))
+            while self.answer.unfinished:
+                await write(*self._note(*await self._next()))
         except Refused as refused:
-            await write(json_bytes(refused.body()), more=False)
-            return refused.status
-        for chunk in self.answer.end():
-            await write(json_bytes(chunk))
-        await write(b"[DONE]", more=False)
-        return 200
+            outcome["status"] = refused.status
+            await write(last=json_bytes(refused.body()))
+        else:
+            await write(*self.answer.end(), last=b"[DONE]")

@@ -1,4 +1,4 @@
-"""Device side of the engine: plans, prefills, inserts, generates and frees rows, one call at a time."""
+"""Device side of the engine: plans, prefills and inserts rows and generates their tokens, one call at a time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.buffers import allocated_bytes, device_bytes
 from kvjax.generation.loop import Drawn
 from kvjax.generation.prompts import end_ids
+from kvjax.generation.sampling import Sampling
 from kvjax.inference.budget import lines_of, plan_slots
 from kvjax.inference.decoder import Decoder, read_more, step_shapes
 from kvjax.inference.padding import among_devices, bucket, check_rows
@@ -25,21 +26,8 @@ from kvjax.inference.sharding import placed_policy
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
-from kvjax.serving.batch import (
-    Planned,
-    Rows,
-    Sizes,
-    Text,
-    Wishes,
-    Written,
-    begin,
-    empty_rows,
-    free,
-    generate,
-    insert,
-    read,
-    reading_mesh,
-)
+from kvjax.serving import batch
+from kvjax.serving.batch import Planned, Rows, Sizes, Text, Wishes, Written
 from kvjax.serving.prefix_cache import Key, beginnings, dependencies
 from kvjax.serving.requests import SIZES, Request
 from kvjax.types import Kernels
@@ -69,6 +57,7 @@ class Device:
         check_rows(self.rows, model.mesh)
         self.chunk = whole_number("chunk", chunk, *SIZES["chunk"])
         self.steps = whole_number("steps", steps, *SIZES["steps"])
+        self.logprobs = min(LOGPROBS, config.vocab_size)
         self.policy = _served(ready(model, policy, budget, None), model, self.chunk)
         self.context = config.max_positions if context is None else whole_number("context", context, *SIZES["context"])
         if self.context > longest_text(self.policy, config):
@@ -88,7 +77,7 @@ class Device:
         )
         placed = placed_policy(self.policy, model.mesh)
         self.decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh)
-        self.reader = self.decoder.replace(mesh=reading_mesh(model.mesh))
+        self.reader = self.decoder.replace(mesh=batch.reading_mesh(model.mesh))
         self._one = _planned(limits[0])
         rows_made = self._emptied()
         self.state: Rows | None = rows_made
@@ -96,13 +85,7 @@ class Device:
         self.bytes = allocated_bytes(rows_made.cache.storage)
         """Bytes of the caches of all rows."""
         self.device_bytes = device_bytes(rows_made.cache.storage)
-        """Bytes of the caches on one device."""
         self._depends = dependencies(self.reader, self.begin(self._one), self.chunk)
-
-    @property
-    def logprobs(self) -> int:
-        """Maximal number of likeliest tokens per request."""
-        return min(LOGPROBS, self.model.config.vocab_size)
 
     def plan(self, request: Request) -> Planned:
         """Check a request and plan the limits of its text."""
@@ -145,7 +128,7 @@ class Device:
 
     def begin(self, planned: Planned, held: Text | None = None) -> Text:
         """Create a text with an empty cache, or with the cache of a stored prefix."""
-        text = begin(self.decoder.policy, planned, sizes=self._sizes)
+        text = batch.begin(self.decoder.policy, planned, sizes=self._sizes)
         if held is None:
             return text
         read = {name: getattr(held.cache, name) for name in ("storage", "position", "prompt_length")}
@@ -153,39 +136,35 @@ class Device:
 
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
         """Read the next chunk of a text, and return the logits for the token after it."""
-        return read(*self._reading(text, chunk))
+        return batch.read(*self._reading(text, chunk))
 
     def put(self, row: int, text: Text, logits: Float[Array, "1 vocab"], request: Request) -> None:
         """Put a prefilled text into a row."""
         rows = self._emptied() if self.state is None else self.state
-        self.state = insert(rows, np.int32(row), text, logits, self._wishes(request), sizes=self._sizes)
+        self.state = batch.insert(rows, np.int32(row), text, logits, self._wishes(request), sizes=self._sizes)
 
-    def write(self, steps: int, leave: bool, logprobs: bool = False) -> tuple[Written, Drawn | None]:
-        """Generate tokens and return them on the host, with log-probabilities if `logprobs`; see `generate`."""
+    def write(
+        self, rows: Collection[int], steps: int, leave: bool = False, logprobs: bool = False
+    ) -> tuple[Written, Drawn | None]:
+        """Generate tokens for some rows, free the others, and return the tokens on the host; see `batch.generate`."""
         assert self.state is not None
+        kept = np.isin(np.arange(self.rows), list(rows))
         numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
-        self.state, written, drawn = generate(self.decoder, self.state, *numbers, **sizes)
+        self.state, written, drawn = batch.generate(self.decoder, self.state, kept, *numbers, **sizes)
         return jax.device_get((written, drawn if logprobs else None))
 
-    def free(self, rows: Collection[int]) -> None:
-        """End some rows."""
-        if self.state is not None:
-            kept: Any = np.asarray([row not in rows for row in range(self.rows)])
-            self.state = free(self.state, kept, mesh=self.model.mesh)
-
-    def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile all programs in parallel, as `Engine.warm_up` does; this overwrites and frees the first row."""
+    def warm_up(self, told: Callable[[int, int], None]) -> None:
+        """Compile all programs in parallel, as `Engine.warm_up` does; this overwrites the first row."""
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
         self._settle(sizes)
         text = self.begin(self._one)
 
         def compiles(size: int) -> None:
-            read.lower(*self._reading(text, [0] * size)).compile()
+            batch.read.lower(*self._reading(text, [0] * size)).compile()
 
         def writes() -> None:
             self.put(0, *self.read(text, [0] * sizes[0]), Request((0,), max_tokens=1))
-            self.write(1, leave=False)
-            self.free({0})
+            self.write({0}, 1)
             jax.block_until_ready(self.state)
 
         # On a mesh, programs started by two threads can deadlock; only the first job runs any, the others compile.
@@ -217,8 +196,9 @@ class Device:
         return self.reader, text, tokens, np.asarray([len(chunk)], np.int32)
 
     def _emptied(self) -> Rows:
-        planned = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), self._one)
-        return empty_rows(self.decoder.policy, planned, ends=ENDS, sizes=self._sizes)
+        one = self._one, self._wishes(Request((0,), sampling=Sampling(0.0), ignore_eos=True))
+        planned, wishes = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), one)
+        return batch.empty_rows(self.decoder.policy, planned, wishes, sizes=self._sizes)
 
     def _padded(self, length: int) -> int:
         return min(bucket(length), self.chunk)

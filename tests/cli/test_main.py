@@ -32,12 +32,12 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "echo_command.py").write_text(ECHO)
     (tmp_path / "bare_directory").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    table = (
-        main.Command("echo", "echo_command", "say it again"),
-        main.Command("missing", "kvjax.no_such_module", "not there"),
-        main.Command("orphan", "kvjax.no_such_package.module", "not there either"),
-        main.Command("bare", "bare_directory", "a directory without a module"),
-    )
+    table = {
+        "echo": ("echo_command", "say it again"),
+        "missing": ("kvjax.no_such_module", "not there"),
+        "orphan": ("kvjax.no_such_package.module", "not there either"),
+        "bare": ("bare_directory", "a directory without a module"),
+    }
     monkeypatch.setattr(main, "COMMANDS", table)
 
 
@@ -79,7 +79,7 @@ def test_an_import_that_is_interrupted_ends_without_a_word(
 ) -> None:
     (tmp_path / f"slow_{code}.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(main, "available", lambda: (main.Command("slow", f"slow_{code}", ""),))
+    monkeypatch.setattr(main, "available", lambda: {"slow": (f"slow_{code}", "")})
     if code == 3:
         with pytest.raises(SystemExit):
             main.main(["slow"])
@@ -166,8 +166,8 @@ def test_shows_public_names_alone() -> None:
 def test_every_listed_command_has_a_main() -> None:
     import importlib
 
-    for command in main.available():
-        assert callable(importlib.import_module(command.module).main), command.module
+    for module, _ in main.available().values():
+        assert callable(importlib.import_module(module).main), module
 
 
 def test_runs_as_a_module_and_imports_nothing_heavy() -> None:

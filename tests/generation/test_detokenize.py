@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.generation.detokenize import Pieces, Stops, before_stop, stop_strings
-from kvjax.generation.token_bytes import Spelling
+from kvjax.generation.detokenize import Pieces, Spelling, before_stop, stop_strings
 from tests import tokenizing
 
 
@@ -42,17 +40,6 @@ def test_what_is_certain_is_told_at_once() -> None:
     pieces = Pieces(Bytes(), ["abc"])
     assert [pieces.add(list(text)) for text in (b"xa", b"b", b"d", b"\xc3", b"\xa9a")] == ["x", "", "abd", "", "é"]
     assert pieces.finish() == "a"
-
-
-def test_rows_end_with_the_token_that_completes_a_stop() -> None:
-    stops = Stops(Bytes(), ["ab"], [[], []])
-    tokens, belongs = np.array([list(b"xabx"), list(b"xaxx"), list(b"abab")]), np.ones((3, 4), bool)
-    belongs[1, 3] = False
-    left, ended = stops(tokens, belongs)
-    assert left.tolist() == [[True, True, True, False], [True, True, True, False], [True] * 4]
-    assert ended.tolist() == [True, True, False]
-    left, ended = stops(tokens, np.ones((3, 4), bool))
-    assert left.sum(1).tolist() == [0, 4, 4] and ended.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(

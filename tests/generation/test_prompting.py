@@ -34,6 +34,12 @@ def test_a_text_ends_before_its_stop_string(model: kvjax.Model) -> None:
     made = generate_ids(model, [encode(model, STORY)], stop=stops, **GREEDY)
     assert texts_of(model, made, stops) == [cut] == model.generate([STORY], stop=stops, **GREEDY)
     assert 0 < len(made.tokens[0]) < 20
+    # The token that completes the stop string is the last one, and other rows go on.
+    assert stops[0] in model.tokenizer.decode(made.tokens[0])
+    assert stops[0] not in model.tokenizer.decode(made.tokens[0][:-1])
+    prompts = [encode(model, text) for text in ("The dog", STORY)]
+    alone = generate_ids(model, prompts[:1], stop=stops, **GREEDY).tokens
+    assert generate_ids(model, prompts, stop=stops, **GREEDY).tokens == [*alone, *made.tokens] and len(alone[0]) == 20
     pieces = list(model.stream(STORY, stop=stops, **GREEDY))
     assert "".join(pieces) == cut and len(pieces) > 2
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvjax.generation.detokenize import Pieces, Spelling
 from kvjax.generation.generate import Logprob
-from kvjax.generation.token_bytes import Characters, Spelling, characters
 from kvjax.serving.openai.bodies import Asked
 from kvjax.serving.requests import Finished, Held, Piece, Serving
 
@@ -19,11 +19,11 @@ from kvjax.serving.requests import Finished, Held, Piece, Serving
 class _Choice:
     """Output sent so far for one text."""
 
-    characters: Characters
+    pieces: Pieces
     """Decoder of the tokens with log-probabilities, for text offsets."""
     text: str = ""
     offset: int = 0
-    """Number of characters decoded by `characters`."""
+    """Number of characters decoded by `pieces`."""
     logprobs: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
     finished: Finished | None = None
 
@@ -34,7 +34,7 @@ class Answer:
     def __init__(self, serving: Serving, asked: Asked) -> None:
         self.serving, self.asked = serving, asked
         tokenizer = serving.model.tokenizer
-        self.choices = [_Choice(characters(tokenizer, each.prompt)) for each in asked.requests]
+        self.choices = [_Choice(Pieces(tokenizer, context=each.prompt)) for each in asked.requests]
         self._spelling = Spelling(tokenizer)
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
@@ -117,7 +117,7 @@ class Answer:
         offsets: list[int] = []
         for each in told:
             offsets.append(choice.offset)
-            choice.offset += len(choice.characters.add(each.token))
+            choice.offset += len(choice.pieces.add([each.token]))
         tables: list[dict[str, float]] = []
         for token, others in zip(tokens, likeliest, strict=True):
             tables.append({})

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from kvjax.generation.prompts import chat_ids, render, token_ids
 from kvjax.generation.sampling import Sampling
-from kvjax.serving.openai.errors import Refused, invalid, shown
-from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, checked
+from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, Refused, checked, invalid, shown
 from kvjax.serving.requests import Request, Serving
 from kvjax.utils.files import parse_json
 from kvjax.utils.settings import conversation

@@ -1,13 +1,12 @@
-"""Fields of request bodies: OpenAI's, vLLM's and kvjax's own, with a check for each."""
+"""Fields of request bodies: OpenAI's, vLLM's and kvjax's own, with a check for each, and the error of those refused."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from kvjax.serving.openai.errors import Refused, invalid, shown
 
 MOST_CHOICES = 128
 """Maximal texts per body: prompts times `n`."""
@@ -18,36 +17,78 @@ Check = Callable[[str, Any], Any]
 """Function of a field's name and value; it returns the parsed value, or raises `Refused` if it is invalid."""
 
 
-def _of(kind: type, what: str) -> Check:
+class Refused(Exception):
+    """Error that a client gets instead of an answer.
+
+    Args:
+        param: name of the invalid field, if there is one.
+        code: OpenAI's error code, if there is one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code, self.headers = message, param, status, code, headers
+
+    def body(self) -> dict[str, Any]:
+        """Return the error in OpenAI's format."""
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def shown(value: Any) -> str:
+    """Format a value for a message, in at most 100 characters."""
+    text = reprlib.repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def invalid(name: str, value: Any, what: str) -> Refused:
+    """Return the error for a field with an invalid value."""
+    return Refused(f"{name}={shown(value)} is not {what}.", name)
+
+
+def _where(fits: Callable[[Any], bool], what: str, parse: Callable[[Any], Any] = lambda value: value) -> Check:
+    """Return a check that parses the values that fit, and refuses others as not being `what`."""
+
     def check(name: str, value: Any) -> Any:
-        if not isinstance(value, kind):
+        if not fits(value):
             raise invalid(name, value, what)
-        return value
+        return parse(value)
 
     return check
 
 
-_flag, _text, _object = _of(bool, "true or false"), _of(str, "a text"), _of(dict, "an object")
+def _of(kind: type, what: str) -> Check:
+    return _where(lambda value: isinstance(value, kind), what)
 
 
 def _whole(least: int, most: int) -> Check:
-    def check(name: str, value: Any) -> int:
-        if type(value) is not int or not least <= value <= most:
-            raise invalid(name, value, f"a whole number from {least} to {most}")
-        return value
-
-    return check
+    return _where(lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}")
 
 
 def _real(least: float, most: float, above: bool = False) -> Check:
     """Return a check for numbers in a range; `above` excludes the lower end."""
+    what = f"a number above {least} up to {most}" if above else f"a number from {least} to {most}"
+    return _where(
+        lambda value: type(value) in (int, float) and least <= value <= most and not (above and value == least),
+        what,
+        float,
+    )
 
-    def check(name: str, value: Any) -> float:
-        if type(value) not in (int, float) or not least <= value <= most or (above and value == least):
-            raise invalid(name, value, f"a number {'above' if above else 'from'} {least} {'up ' * above}to {most}")
-        return float(value)
 
-    return check
+_flag, _text, _object = _of(bool, "true or false"), _of(str, "a text"), _of(dict, "an object")
+_ids = _where(
+    lambda value: isinstance(value, list) and len(value) <= MOST_CHOICES and all(type(each) is int for each in value),
+    f"a list of at most {MOST_CHOICES} token ids",
+    tuple,
+)
 
 
 def _only(*values: Any) -> Check:
@@ -75,12 +116,6 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
         raise Refused(f"{name} takes {MOST_STOPS} texts of {LONGEST_STOP} characters at most.", name)
     return tuple(stops)
-
-
-def _ids(name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MOST_CHOICES or not all(type(each) is int for each in value):
-        raise invalid(name, value, f"a list of at most {MOST_CHOICES} token ids")
-    return tuple(value)
 
 
 def _stream_options(name: str, value: Any) -> bool:
