@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.cli.bench_entries import say
+from kvjax.cli.bench import say
 from kvjax.cli.commands import Parser, add_model_options, finish
 from kvjax.cli.options import add_policy, named
 from kvjax.evaluation.bench.models import model_named

@@ -28,8 +28,8 @@ from experiments.papers.subject import (
     learned,
 )
 from experiments.store import Store
+from kvjax.evaluation import tasks
 from kvjax.evaluation.grid import Entry, RowFile
-from kvjax.evaluation.tasks import registry as tasks
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import combination

@@ -16,8 +16,7 @@ from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation import report as report_page
 from kvjax.evaluation.grid import RowFile, entries
 from kvjax.evaluation.summary import print_table
-from kvjax.evaluation.tasks import texts
-from kvjax.evaluation.tasks.registry import TASKS
+from kvjax.evaluation.tasks import TASKS, texts
 from kvjax.evaluation.texts import SAMPLE, check_texts
 from kvjax.utils.files import output_directory
 

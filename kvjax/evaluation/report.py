@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.evaluation.figures import Point, legend_beside, new_figure, plot_lines, plot_quality, save_figure
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
-from kvjax.evaluation.tasks.registry import TASKS
+from kvjax.evaluation.tasks import TASKS
 from kvjax.utils.files import file_name, output_directory, read_text, write_text
 from kvjax.utils.markdown import markdown_table
 

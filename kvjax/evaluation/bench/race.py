@@ -1,11 +1,15 @@
-"""Benchmarks of the speed and memory of policies, which are timed in turn."""
+"""Benchmarks of the speed and memory of policies, which are timed in turn, and of transformers."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +25,7 @@ from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.state import State, cache_bytes, slot_limits
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
+from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import temporary_bytes
 
@@ -92,6 +97,46 @@ def _contender(
 ) -> Contender:
     slots = float(np.mean(slot_limits(state)))
     return Contender(name_of(state.policy), str(budget), run, cache_bytes(state), slots, temporary_bytes)
+
+
+def transformers_model(model: Model) -> Any:
+    """Return the model of transformers with the same weights."""
+    try:
+        import torch
+    except ImportError:
+        raise ValueError("--against transformers needs torch; install it with: pip install 'kvjax[parity]'.") from None
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as written:
+        if model.directory is None:
+            write_checkpoint(model.weights, model.config, Path(written))
+        return AutoModelForCausalLM.from_pretrained(model.directory or written, dtype=torch.float32)
+
+
+def time_transformers(
+    peer: Any, model: Model, tokens: Int[np.ndarray, "b n"], steps: int | None, repeats: int
+) -> Contender:
+    """Time greedy decode steps after a prompt, or the prompt, of which only the last logits are computed."""
+    import torch
+    from transformers import DynamicCache
+
+    # transformers has called this argument `cache` since 5.24.
+    name = "cache" if "cache" in inspect.signature(peer.forward).parameters else "past_key_values"
+    ids, seconds, first = torch.tensor(tokens), list[float](), DynamicCache(config=peer.config)
+    with torch.inference_mode():
+        if steps is not None:
+            peer(ids[:, :-1], **{name: first})
+        for _ in range(repeats + 1):
+            cache, token = copy.deepcopy(first), ids[:, -1:]
+            began = time.perf_counter()
+            if steps is None:
+                peer(ids, logits_to_keep=1, **{name: cache})
+            for _ in range(steps or 0):
+                token = peer(token, **{name: cache}).logits[:, -1:].argmax(-1)
+            seconds.append(time.perf_counter() - began)
+    config = model.config
+    held = 2 * tokens.size * config.layers * config.kv_heads * config.head_width * 4
+    return Contender("transformers", "full", lambda: None, held, seconds=seconds[1:])
 
 
 def print_timings(contenders: list[Contender], tokens: int, title: str) -> list[dict[str, Any]]:

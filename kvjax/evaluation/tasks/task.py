@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.evaluation.grid import Cell, Entry, RowFile
-from kvjax.evaluation.refusals import Unsupported, refusals
+import numpy as np
+
+from kvjax.evaluation.grid import Cell, Entry, RowFile, Unsupported, refusals
 from kvjax.evaluation.summary import Columns, Measure, Measured, result_line
 from kvjax.model import Model
 from kvjax.utils.compilation import drop_programs
@@ -97,3 +99,13 @@ class Task(abc.ABC):
                     bar.say(result_line(self.columns_of([row]), row, full))
         rows.write_csv()
         return Measured(self.columns_of(made), cells, made)
+
+
+def mean(name: str, scores: Sequence[float]) -> dict[str, Any]:
+    """Return the mean of scores under a name, with its standard error and the scores of all cases."""
+    error = float(np.std(scores, ddof=1)) / math.sqrt(len(scores)) if len(scores) > 1 else None
+    return {
+        name: float(np.mean(scores)),
+        f"{name}_standard_error": error,
+        f"{name}_of_cases": [round(float(score), 6) for score in scores],
+    }
