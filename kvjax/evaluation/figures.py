@@ -9,13 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.utils.files import written_aside
+from kvjax.utils.files import check_writable, written_aside
 
 
 def check_matplotlib() -> None:
     """Refuse to draw without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError('drawing needs matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".')
+
+
+def check_figure(file: Path) -> None:
+    """Refuse a PNG file that could not be drawn, before its content is computed."""
+    check_writable(file, ".png")
+    check_matplotlib()
 
 
 def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6, rows: int = 1) -> tuple[Any, list[Any]]:

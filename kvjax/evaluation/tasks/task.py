@@ -75,12 +75,11 @@ class Task(abc.ABC):
         cells = self.cells(model, options)
         cells = [cell for place, cell in enumerate(cells) if cell not in cells[:place]]
         named = [(entry, entry.cell(model)) for entry in compared]
-        made: list[dict[str, Any]] = []
+        made: list[list[dict[str, Any]]] = [[] for _ in cells]
         with Bar("cells", total=len(cells) * len(named)) as bar:
-            for cell in cells:
+            for cell, of_cell in zip(cells, made, strict=True):
                 shown = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
                 bar.say(f"{rows.file.stem}: {', '.join(f'{name} {value}' for name, value in shown.items())}")
-                full: dict[str, Any] | None = None
                 for entry, ours in named:
                     row = rows.of(ours | cell)
                     new = row is None
@@ -92,13 +91,12 @@ class Task(abc.ABC):
                         except Unsupported as error:
                             found = {"refused": str(error)}
                         row = rows.add(ours | cell | found)
-                    if entry.label == "full":
-                        full = row
-                    made.append(row)
                     bar.advance(new)
+                    full = next((each for each in of_cell if each["policy"] == "full"), None)
                     bar.say(result_line(self.columns_of([row]), row, full))
+                    of_cell.append(row)
         rows.write_csv()
-        return Measured(self.columns_of(made), cells, made)
+        return Measured(self.columns_of([row for of_cell in made for row in of_cell]), cells, made)
 
 
 def mean(name: str, scores: Sequence[float]) -> dict[str, Any]:
