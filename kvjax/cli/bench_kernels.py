@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.bench import race as bench
-from kvjax.evaluation.bench.models import SHAPES, random_model
+from kvjax.evaluation import bench
 from kvjax.methods import policy
 from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.utils.files import output_file, write_text
@@ -164,8 +163,8 @@ def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, An
 
 def time_decode_steps(options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Time decode steps of a whole model on a filled cache, with and without LESS."""
-    config = SHAPES[options.step_model]
-    model, steps = random_model(config, options.dtype), 16
+    config = bench.SHAPES[options.step_model]
+    model, steps = bench.random_model(config, options.dtype), 16
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, config.vocab_size, (options.step_batch, options.step_slots))
     kernels = init_kernels(jax.random.key(1), config)
