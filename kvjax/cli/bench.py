@@ -114,16 +114,13 @@ def main(argv: list[str] | None = None) -> int:
         if not module_exists(module):
             options.error(f"{words[0]} is not installed; run `python -m {module}` from a checkout of kvjax")
         return importlib.import_module(module).main(words[1:])
-    options.add_argument(
-        "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have separate options"
-    )
+    add = options.add_argument
+    add("what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have separate options")
     add_model_options(options, "synthetic", "synthetic, ")
     add_bench_options(options)
-    options.add_argument("--batch", type=int, default=8)
-    options.add_argument("--prompt-tokens", type=int, default=4096)
-    options.add_argument("--new-tokens", type=int, default=16)
-    options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--against", choices=("transformers",), help="also time Hugging Face transformers")
-    options.add_argument("--json", type=output_file, help="also write the numbers to this file")
+    for name, usual in {"batch": 8, "prompt-tokens": 4096, "new-tokens": 16, "repeats": 5}.items():
+        add(f"--{name}", type=int, default=usual)
+    add("--against", choices=("transformers",), help="also time Hugging Face transformers")
+    add("--json", type=output_file, help="also write the numbers to this file")
     chosen = options.parse_args(words)
     return finish("bench", lambda: run(chosen), chosen.distributed)

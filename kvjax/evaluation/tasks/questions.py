@@ -96,15 +96,14 @@ class RetrievalTask(QuestionTask):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         told = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
-        parser.add_argument("--families", default=",".join(FAMILIES), help=told)
-        parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens, including the question")
-        parser.add_argument(
-            "--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="depths of needles, 0.0 to 1.0"
-        )
-        parser.add_argument("--hay", choices=HAYS, help="text around needles (default: the family's)")
-        parser.add_argument("--text", type=Path, metavar="FILE", help="text file for --hay essay")
-        parser.add_argument("--cases", type=int, default=8, help="cases per family, length and depth")
-        parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
+        add = parser.add_argument
+        add("--families", default=",".join(FAMILIES), help=told)
+        add("--lengths", type=int, nargs="+", default=[1024], help="tokens, including the question")
+        add("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="depths of needles, 0.0 to 1.0")
+        add("--hay", choices=HAYS, help="text around needles (default: the family's)")
+        add("--text", type=Path, metavar="FILE", help="text file for --hay essay")
+        add("--cases", type=int, default=8, help="cases per family, length and depth")
+        add("--seed", type=int, default=0, help="seed of the cases")
         super().add_arguments(parser)
 
     def check(self, options: argparse.Namespace) -> None:

@@ -95,9 +95,8 @@ class PerplexityTask(TextTask):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         super().add_arguments(parser)
-        parser.add_argument(
-            "--masked", choices=MASKS, help="mask evicted tokens out of whole texts, as LESS's harness does"
-        )
+        masked = "mask evicted tokens out of whole texts, as LESS's harness does"
+        parser.add_argument("--masked", choices=MASKS, help=masked)
 
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
         """Return a cell for each text and length."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 from typing import Any
 
 from kvjax.evaluation.tasks.cases import Case
@@ -44,8 +43,6 @@ def cases(
         length: maximum tokens of context, question and prefix; they take at least nine tenths of it.
         depth: place of the needle as the fraction of hay before it, 0.0 to 1.0, rounded to the end of a sentence in an
             essay; None for a family without needles or with needles at random places.
-        count: cases, at least 1.
-        seed: at least 0.
         hay: one of `HAYS`, or None for the family's default, or for an essay if a text is given.
         text: source of an essay, which begins at a random sentence and is repeated if it is too short.
         needles: keys of `multi_key`, values of `multi_value`, queries of `multi_query`, variables of
@@ -54,12 +51,11 @@ def cases(
         value_type: one of `KINDS`; None for numbers.
 
     Returns:
-        Cases with `family`, `length`, `depth`, `hay`, `needles`, `key_type`, `value_type`, `seed`, `index` (the case's
-        number), `keys` (number of keys in the context) and `tokens` (tokens used of `length`) in `Case.told`.
+        Cases whose `Case.told` has their settings and `index`, the number of `keys` in the context, and the `tokens`
+        used of `length`.
 
     Raises:
-        TypeError: a number has another type.
-        ValueError: there is no such family, it does not take a setting, or the length is too short or cannot be filled.
+        ValueError: the family does not take a setting, or the length is too short or cannot be filled.
     """
     if family not in FAMILIES:
         raise ValueError(f"family={family!r} is not one of {', '.join(FAMILIES)}.")
@@ -93,15 +89,9 @@ def cases(
         rng = random.Random(f"{family} {length} {depth} {seed} {index}")
         draft = made_of.draft(CaseRequest(rng, length, depth, words, **settings))
         case = Case("", draft.question, draft.answers, draft.prefix)
-        asked = len(tokenizer.encode(case.asked, add_special_tokens=False))
-
-        def size(units: int, draft: Draft = draft, asked: int = asked) -> int:
-            return len(tokenizer.encode(draft.context(units))) + asked
-
-        units, tokens = _fit(size, draft.least, family, length)
-        keys = draft.keys + draft.hay_keys * units
+        units, tokens = _fit(draft, case.asked, tokenizer, family, length)
         told = {"family": family, "length": length, "depth": depth, **settings, "seed": seed, "index": index}
-        told |= {"keys": keys, "tokens": tokens}
+        told |= {"keys": draft.keys + draft.hay_keys * units, "tokens": tokens}
         made.append(dataclasses.replace(case, context=draft.context(units), told=told))
     return made
 
@@ -119,9 +109,14 @@ def _hay_of(family: str, hay: str | None, text: str | None) -> str:
     return hay
 
 
-def _fit(size: Callable[[int], int], least: int, family: str, length: int) -> tuple[int, int]:
+def _fit(draft: Draft, question: str, tokenizer: Any, family: str, length: int) -> tuple[int, int]:
     """Find the units of hay that fill a length, and their tokens, with few calls of the tokenizer (secant method)."""
-    units, taken, beyond, beyond_tokens = least, size(least), None, 0
+    asked = len(tokenizer.encode(question, add_special_tokens=False))
+
+    def size(units: int) -> int:
+        return len(tokenizer.encode(draft.context(units))) + asked
+
+    units, taken, beyond, beyond_tokens = draft.least, size(draft.least), None, 0
     if taken > length:
         raise ValueError(f"length={length} is too short for {family}, which takes {taken} tokens; give more.")
     slope = (length - taken) / 16  # the first step is small: a unit may be a word or 80 tokens
