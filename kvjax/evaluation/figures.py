@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvjax.utils.files import check_writable, written_aside
 
@@ -40,19 +39,14 @@ def save_figure(figure: Any, file: Path) -> None:
         figure.savefig(aside, format="png", dpi=110, metadata={"Software": None})
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One policy at one budget.
-
-    Args:
-        label: name of the policy; a line joins points of one label.
-        cost: bytes of the cache over those of a full one, or slots.
-        quality: nats, or another measure.
-    """
+class Point(NamedTuple):
+    """One policy at one budget; a line joins points of one label."""
 
     label: str
     cost: float
+    """Bytes of the cache over those of a full one, or slots."""
     quality: float
+    """Nats, or another measure."""
 
 
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":")

@@ -20,7 +20,6 @@ from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.models.decoder import embed, finish_block, project, sink_logits_of, unembed
-from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
 from kvjax.types import New, View, wide
@@ -38,21 +37,12 @@ class Masked(NamedTuple):
 
 
 def masked_perplexity(
-    model: Model,
-    policy: Policy | str,
-    tokens: ArrayLike,
-    budget: int | float = 1.0,
-    *,
-    mask: str = "full-softmax",
-    plan: Plan | str | None = None,
-    seed: int = 0,
+    model: Model, policy: Policy | str, tokens: ArrayLike, budget: int | float = 1.0, *, mask: str = "full-softmax"
 ) -> Masked:
     """Compute negative log-likelihoods under masked attention, as the harness of LESS does (section 4.1).
 
     Each layer computes queries, keys and values of the whole text, and the policy is replayed over them. A query
     attends to the keys that are kept at its step, and to what LESS remembers of the others. This saves no memory.
-
-    The other arguments are those of `perplexity`.
 
     Args:
         mask: `full-softmax` gives the policy the kept keys' probabilities in the softmax over all keys, as the
@@ -61,7 +51,7 @@ def masked_perplexity(
     ids = np.asarray(tokens, np.int32)
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"texts of shape {ids.shape} have nothing to predict.")
-    state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
+    state = begin(model, policy, *ids.shape, budget)
     check_replay(state.policy)
     check_mask(state.policy, mask)
     return Masked(np.asarray(_nats(state, jnp.asarray(ids), mask=mask)), cache_bytes(state), full_cache_bytes(state))
@@ -86,15 +76,14 @@ class Ordering(NamedTuple):
     """Pearson correlation of scores and mean attention over positions; NaN if all scores are equal."""
 
 
-def ordering(model: Model, policy: Policy | str, tokens: ArrayLike, *, seed: int = 0) -> Ordering:
+def ordering(model: Model, policy: Policy | str, tokens: ArrayLike) -> Ordering:
     """Read whole texts with every token held, and compare scores with attention (LSH-E, equations 7 to 10, Table 10).
 
     If scores change with every query, a token's score is the mean over all queries from its own on. Its attention is
-    the sum over queries and the mean over the query heads of a KV head, divided by n (equation 8). The arguments are
-    those of `perplexity`.
+    the sum over queries and the mean over the query heads of a KV head, divided by n (equation 8).
     """
     ids = np.asarray(tokens, np.int32)
-    state = begin(model, policy, ids.shape[0], ids.shape[1], 1.0, seed=seed)
+    state = begin(model, policy, *ids.shape, 1.0)
     check_replay(state.policy)
     scores, attention = map(np.asarray, _sums(state, jnp.asarray(ids)))
     queries = ids.shape[1] - np.arange(ids.shape[1])
@@ -114,22 +103,17 @@ def compare(scores: Float[np.ndarray, "*b n"], attention: Float[np.ndarray, "*b 
 
 @jax.jit
 def _sums(state: State, tokens: Int[Array, "b n"]) -> tuple[Float[Array, "b layers h n"], Float[Array, "b layers h n"]]:
-    n = tokens.shape[1]
+    def start(view: View) -> tuple[Array, Array]:
+        return jnp.zeros(view.position.shape), jnp.zeros(view.position.shape)
 
-    def start(view: View) -> tuple[Array, Array, Array]:
-        nothing = jnp.zeros(view.position.shape)
-        return nothing, nothing, view.position
-
-    def look(
-        sums: tuple[Array, Array, Array], view: View, new: New, policy: Policy, found: Replayed
-    ) -> tuple[Array, Array, Array]:
-        scores, attention, _ = sums
+    def look(sums: tuple[Array, Array], view: View, new: New, policy: Policy, found: Replayed) -> tuple[Array, Array]:
         score = jnp.where(view.live, policy.standing(view, new)[0], 0.0)
         assert found.probs is not None
-        return scores + score, attention + found.probs.mean((2, 3)), view.position
+        return sums[0] + score, sums[1] + found.probs.mean((2, 3))
 
-    looked = replayed(state, tokens, "decode", start, look)[1]
-    scores, attention = (jnp.stack([by_position(found[i], found[2], n) for found in looked], axis=1) for i in (0, 1))
+    _, looked = replayed(state, tokens, "decode", start, look)
+    by_token = [[by_position(each, view.position, tokens.shape[1]) for each in sums] for view, sums in looked]
+    scores, attention = (jnp.stack(layers, axis=1) for layers in zip(*by_token, strict=True))
     return scores, attention
 
 
@@ -148,7 +132,7 @@ def replayed(
     mask: str,
     start: Callable[[View], Any] = lambda view: None,
     look: Callable[[Any, View, New, Policy, Replayed], Any] = lambda found, *_: found,
-) -> tuple[Float[Array, "b n width"], list[Any]]:
+) -> tuple[Float[Array, "b n width"], list[tuple[View, Any]]]:
     """Run whole texts through all layers, and replay a policy over the queries, keys and values of each.
 
     Args:
@@ -157,13 +141,13 @@ def replayed(
             and the replayed step.
 
     Returns:
-        Hidden states, and the last result of each layer.
+        Hidden states, and the last slots and result of each layer.
     """
     weights, config, policy, empty = state.weights, state.config, state.policy, state.storage
     assert isinstance(empty, Dense)
     rows, n = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(n), tokens.shape)
-    looked: list[Any] = []
+    looked: list[tuple[View, Any]] = []
 
     def read_layer(index: int, x: Float[Array, "b n width"]) -> Float[Array, "b n width"]:
         layer, shape, own = weights.layers[index], config.layer_configs[index], policy.layer(index)
@@ -184,8 +168,8 @@ def replayed(
 
         steps = (by_steps(each, axis) for each, axis in ((x, 1), (q, 3), (k, 2), (v, 2), (lse, 3)))
         begun = empty, start(empty.layers[index])
-        (_, sums), out = jax.lax.scan(one, begun, (jnp.arange(n), tokens.T, *steps))
-        looked.append(sums)
+        (storage, sums), out = jax.lax.scan(one, begun, (jnp.arange(n), tokens.T, *steps))
+        looked.append((storage.layers[index], sums))
         return finish_block(layer, config, shape, x, normed, join_steps(out, 3))
 
     x = embed(weights, config, tokens, positions)
