@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from experiments.store import Store
-from kvjax.cli.bench import say
+from kvjax.cli.bench_entries import say
 from kvjax.cli.commands import Parser, finish
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import Sampling

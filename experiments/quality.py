@@ -11,7 +11,7 @@ from experiments.store import open_store
 from kvjax import methods
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
-from kvjax.evaluation.grid import Unsupported, refusals
+from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.evaluation.texts import passages
 from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy

@@ -224,8 +224,8 @@ def _opening(verdicts: dict[str, list[list[Claim]]], subjects: Sequence[Subject]
         "processor, bytes those that are allocated. What does not show is reported so; no setting was chosen for its "
         "outcome.\n\n"
         + markdown_table(["MODEL", "parameters", "TEXT", "ROWS", "LENGTH", "KERNELS", "trained at slots"], behind)
-        + "\nThe capitals are variables of the commands below. Raw rows are in `claims/`; everything at once, in a checkout, is "
-        "`kvjax evaluate claims --model $MODEL --text $TEXT --rows $ROWS --length $LENGTH --out DIR`.\n"
+        + "\nThe capitals are variables of the commands below. Raw rows are in `claims/`; everything at "
+        "once, in a checkout, is `kvjax evaluate claims --model $MODEL --text $TEXT --rows $ROWS --length $LENGTH --out DIR`.\n"
     )
 
 

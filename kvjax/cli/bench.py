@@ -11,67 +11,29 @@ import sys
 import jax
 import numpy as np
 
-from kvjax import methods
+from kvjax.cli.bench_entries import add_bench_options, bench_entries, say
 from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
-from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation import bench
-from kvjax.evaluation.grid import Unsupported, refusals
-from kvjax.methods.notation import compared
-from kvjax.policies.policy import Policy
+from kvjax.evaluation.bench.models import model_named
+from kvjax.evaluation.bench.peers import time_transformers, transformers_model
+from kvjax.evaluation.bench.race import decoder, print_timings, race, reader
+from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.utils.files import output_file, write_text
-from kvjax.utils.settings import check_options, parse_budget
 
 OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
     name: f"benchmarks.{name}" for name in ("parts", "scale", "deployments", "serving")
 }
 """Modules of other benchmarks; those of `benchmarks` exist only in a checkout."""
-BenchEntry = tuple[str, Policy, int | float | str]
-"""Name, policy and budget, which may be `same`."""
-
-
-def bench_entries(options: argparse.Namespace) -> list[BenchEntry]:
-    """Check and return the policies and budgets that the command line names, before anything is loaded.
-
-    Callers add `full` themselves.
-    """
-    check_options(options, "batch", "prompt_tokens", "new_tokens", "repeats")
-    everyone = options.policies == "all"
-    budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
-    texts = ",".join(methods.REGISTRY) if everyone else options.policies
-    made: list[BenchEntry] = []
-    decided = False
-    for label, policy in compared(texts, *parts_of(options), left_out=say if everyone else None).items():
-        if label == "full":
-            continue
-        decided |= policy.plan.sizing.mode == "profiled"
-        if "same" in budgets and not decided:
-            raise ValueError("budget 'same' follows a policy that decides its slots; name fastgen first.")
-        made += [(label, policy, budget) for budget in ([1.0] if policy.plan.sizing.mode == "profiled" else budgets)]
-    if texts != "full" and not made:
-        raise ValueError("no policy is left to benchmark, for the reasons above.")
-    return made
-
-
-def say(line: str) -> None:
-    """Print a progress line to standard error."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def add_bench_options(options: argparse.ArgumentParser) -> None:
-    """Add the options of policies and budgets of a benchmark."""
-    add_policies(options, "streaming,h2o", ", or all")
-    options.add_argument("--budgets", default="0.25", help="slots, fractions or `same` as fastgen, separated by commas")
 
 
 def run(options: argparse.Namespace) -> None:
     """Benchmark the policies that the command line names."""
     named = bench_entries(options)
-    model = bench.model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    model = model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
     make = {
-        "decode": lambda policy, budget: bench.decoder(model, policy, budget, tokens, options.new_tokens),
-        "prefill": lambda policy, budget: bench.reader(model, policy, budget, tokens),
+        "decode": lambda policy, budget: decoder(model, policy, budget, tokens, options.new_tokens),
+        "prefill": lambda policy, budget: reader(model, policy, budget, tokens),
     }[options.what]
     say("compiling full")
     contenders, own_slots = [make("full", 1.0)], 1
@@ -89,18 +51,18 @@ def run(options: argparse.Namespace) -> None:
             contenders[-1].budget = f"own: {own_slots}"
     if named and len(contenders) == 1:
         raise ValueError("no policy is left to benchmark, for the reasons above.")
-    peer = bench.transformers_model(model) if options.against else None
+    peer = transformers_model(model) if options.against else None
     say(f"timing {len(contenders)} programs, {options.repeats} rounds")
-    bench.race(contenders, options.repeats)
+    race(contenders, options.repeats)
     steps = options.new_tokens if options.what == "decode" else None
     if peer is not None:
-        contenders.append(bench.time_transformers(peer, model, tokens, steps, options.repeats))
+        contenders.append(time_transformers(peer, model, tokens, steps, options.repeats))
     count = options.batch * (steps or options.prompt_tokens)
     title = (
         f"{options.what}: {model.name}, batch {options.batch}, {options.prompt_tokens} prompt tokens, "
         f"{jax.devices()[0].device_kind}, medians of {options.repeats}"
     )
-    rows = bench.print_timings(contenders, count, title)
+    rows = print_timings(contenders, count, title)
     if options.json:
         write_text(options.json, json.dumps({"title": title, "rows": rows}, indent=1))
 
@@ -114,13 +76,16 @@ def main(argv: list[str] | None = None) -> int:
         if not module_exists(module):
             options.error(f"{words[0]} is not installed; run `python -m {module}` from a checkout of kvjax")
         return importlib.import_module(module).main(words[1:])
-    add = options.add_argument
-    add("what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have separate options")
+    options.add_argument(
+        "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have separate options"
+    )
     add_model_options(options, "synthetic", "synthetic, ")
     add_bench_options(options)
-    for name, usual in {"batch": 8, "prompt-tokens": 4096, "new-tokens": 16, "repeats": 5}.items():
-        add(f"--{name}", type=int, default=usual)
-    add("--against", choices=("transformers",), help="also time Hugging Face transformers")
-    add("--json", type=output_file, help="also write the numbers to this file")
+    options.add_argument("--batch", type=int, default=8)
+    options.add_argument("--prompt-tokens", type=int, default=4096)
+    options.add_argument("--new-tokens", type=int, default=16)
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--against", choices=("transformers",), help="also time Hugging Face transformers")
+    options.add_argument("--json", type=output_file, help="also write the numbers to this file")
     chosen = options.parse_args(words)
     return finish("bench", lambda: run(chosen), chosen.distributed)

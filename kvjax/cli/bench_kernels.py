@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation import bench
+from kvjax.evaluation.bench import race as bench
+from kvjax.evaluation.bench.models import SHAPES, random_model
 from kvjax.methods import policy
 from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.utils.files import output_file, write_text
@@ -31,8 +32,8 @@ COPY, JAX = "copy", "jax.nn"
 PAGE = 32
 """Slots per page."""
 
-LARGE = dict(batch=32, slots=4096, kv_heads=8, groups=4, head_width=128, prompt_tokens=8192)
-SMALL = dict(batch=2, slots=1024, kv_heads=4, groups=4, head_width=64, prompt_tokens=1024)
+LARGE = dict(batch=32, slots=4096, kv_heads=8, groups=4, head_width=128, prompt_tokens=8192, dtype="bfloat16")
+SMALL = dict(batch=2, slots=1024, kv_heads=4, groups=4, head_width=64, prompt_tokens=1024, dtype="float32")
 LARGE |= dict(step_batch=64, step_slots=204)
 SMALL |= dict(step_batch=4, step_slots=64)
 """Default sizes with an accelerator (`LARGE`) and without one (`SMALL`)."""
@@ -163,8 +164,8 @@ def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, An
 
 def time_decode_steps(options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Time decode steps of a whole model on a filled cache, with and without LESS."""
-    config = bench.SHAPES[options.step_model]
-    model, steps = bench.random_model(config, options.dtype), 16
+    config = SHAPES[options.step_model]
+    model, steps = random_model(config, options.dtype), 16
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, config.vocab_size, (options.step_batch, options.step_slots))
     kernels = init_kernels(jax.random.key(1), config)
@@ -186,7 +187,7 @@ def run(options: argparse.Namespace) -> None:
     for name in options.ops.split(","):
         if name not in OPS:
             raise ValueError(f"there is no operation {name!r} to benchmark; choose from {', '.join(OPS)}.")
-    for name in ("repeats", *LARGE):
+    for name in ("repeats", *(name for name in LARGE if name != "dtype")):
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
     if options.step:
@@ -203,13 +204,17 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     sizes = SMALL if jax.default_backend() == "cpu" else LARGE
     options = Parser(prog="kvjax bench kernels", description=__doc__)
-    add, dtypes = options.add_argument, ("float32", "bfloat16", "float16")
-    add("--ops", default=",".join(OPS), help="operations, separated by commas")
-    add("--step", action="store_true", help="time whole decode steps with and without LESS")
-    add("--step-model", choices=tuple(bench.SHAPES), default="toy" if sizes is SMALL else "llama_7b")
-    add("--repeats", type=int, default=5, help="number of runs; the median is reported")
-    add("--dtype", choices=dtypes, default="float32" if sizes is SMALL else "bfloat16", help="dtype of the inputs")
+    options.add_argument("--ops", default=",".join(OPS), help="operations, separated by commas")
+    options.add_argument("--step", action="store_true", help="time whole decode steps with and without LESS")
+    options.add_argument(
+        "--step-model", choices=("toy", "synthetic", "llama_7b"), default="toy" if sizes is SMALL else "llama_7b"
+    )
+    options.add_argument("--repeats", type=int, default=5, help="number of runs; the median is reported")
+    options.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default=sizes["dtype"], help="dtype of the inputs"
+    )
     for name, value in sizes.items():
-        add(f"--{name.replace('_', '-')}", type=int, default=value, help="a size, from 1")
-    add("--json", type=output_file, help="also write the numbers to this file")
+        if name != "dtype":
+            options.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="a size, from 1")
+    options.add_argument("--json", type=output_file, help="also write the numbers to this file")
     return finish("bench kernels", lambda: run(options.parse_args(argv)))

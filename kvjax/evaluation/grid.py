@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
-import dis
 import hashlib
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,33 +122,6 @@ def entries(
         if label != "full"
         for budget in (sizes if policy.plan.sizing.mode == "budget" else [1.0])
     ]
-
-
-RAISING = ("kvjax", "pallas_kernels", "own_policies_")
-"""Beginnings of the names of modules whose `raise` refuses; the last one is of a user's FILE.py:NAME."""
-
-
-class Unsupported(ValueError):
-    """A policy or a model does not support what a task or a budget asks; the message says why."""
-
-
-@contextlib.contextmanager
-def refusals() -> Generator[None]:
-    """Raise `Unsupported` for a ValueError from a `raise` of kvjax or of a user's policy.
-
-    Other ValueErrors pass: arrays whose shapes do not fit, or a failed unpacking, are mistakes in code.
-    """
-    try:
-        yield
-    except ValueError as error:
-        last = error.__traceback__
-        while last is not None and last.tb_next is not None:
-            last = last.tb_next
-        assert last is not None
-        statement = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]]
-        if statement != "RAISE_VARARGS" or not last.tb_frame.f_globals["__name__"].startswith(RAISING):
-            raise
-        raise Unsupported(str(error)) from error
 
 
 class RowFile:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluation.grid import Cell, Entry, RowFile, Unsupported, refusals
+from kvjax.evaluation.grid import Cell, Entry, RowFile
+from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.evaluation.summary import Columns, Measure, Measured, result_line
 from kvjax.model import Model
 from kvjax.utils.compilation import drop_programs

@@ -1,0 +1,124 @@
+"""Benchmarks of the speed and memory of policies, which are timed in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from rich.console import Console
+from rich.table import Table
+
+from kvjax.inference.cache import Cache
+from kvjax.inference.decoder import Decoder
+from kvjax.inference.extend import lower_prefill, prefill
+from kvjax.inference.state import State, cache_bytes, slot_limits
+from kvjax.methods.registry import name_of
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.utils.compilation import temporary_bytes
+
+Carry = tuple[Cache, Int[Array, " b"]]
+
+
+@dataclasses.dataclass
+class Contender:
+    """Benchmarked program: one row of the table."""
+
+    name: str
+    budget: str
+    run: Callable[[], Any]
+    cache_bytes: int | None = None
+    slots: float | None = None
+    """Mean slots of a head over rows, layers and heads."""
+    temporary_bytes: int | None = None
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds of the median run."""
+        return statistics.median(self.seconds)
+
+
+def race(contenders: list[Contender], repeats: int) -> None:
+    """Time all programs in turn, so that noise affects them equally, after one warm-up run each."""
+    for contender in contenders:
+        contender.run()
+    for _ in range(repeats):
+        for contender in contenders:
+            began = time.perf_counter()
+            contender.run()
+            contender.seconds.append(time.perf_counter() - began)
+
+
+def decoder(
+    model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray, steps: int, **reading: Any
+) -> Contender:
+    """Return a benchmark of greedy decode steps in one program, after a prompt; `reading` is of `kvjax.prefill`."""
+    state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps, **reading)
+
+    @jax.jit
+    def run(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> Carry:
+        def one(carry: Carry, _: None) -> tuple[Carry, None]:
+            cache, logits = decoder.step(*carry)
+            return (cache, jnp.argmax(logits, -1).astype(jnp.int32)), None
+
+        return jax.lax.scan(one, (cache, token), None, length=steps)[0]
+
+    token = jnp.argmax(logits, -1).astype(jnp.int32)
+    return _contender(state, budget, lambda: jax.block_until_ready(run(state.decoder, state.cache, token)))
+
+
+def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray) -> Contender:
+    """Return a benchmark of a prefill, with the temporary memory that the compiler reports."""
+
+    def run() -> tuple[Any, Float[Array, "b vocab"]]:
+        state, logits = prefill(model, name, tokens, budget, max_new_tokens=64)
+        return jax.block_until_ready((state.storage, logits))
+
+    temporary = temporary_bytes(lower_prefill(model, name, tokens, budget, max_new_tokens=64))
+    state, _ = prefill(model, name, tokens, budget, max_new_tokens=64)
+    return _contender(state, budget, run, temporary)
+
+
+def _contender(
+    state: State, budget: int | float, run: Callable[[], Any], temporary_bytes: int | None = None
+) -> Contender:
+    slots = float(np.mean(slot_limits(state)))
+    return Contender(name_of(state.policy), str(budget), run, cache_bytes(state), slots, temporary_bytes)
+
+
+def print_timings(contenders: list[Contender], tokens: int, title: str) -> list[dict[str, Any]]:
+    """Print and return the medians, with ratios to the first row and to `streaming` at the same budget."""
+    shown = Table(title=title)
+    for heading in ("policy", "budget", "ms", "tokens/s", "cache MB", "temporary MB", "time / first", "/ streaming"):
+        shown.add_column(heading, justify="left" if heading == "policy" else "right")
+    rows = []
+    streaming = {c.budget: c.median for c in contenders if c.name == "streaming"}
+    for c in contenders:
+        to_streaming = c.median / streaming[c.budget] if c.budget in streaming else None
+        row = dict(
+            policy=c.name,
+            budget=c.budget,
+            milliseconds=1e3 * c.median,
+            tokens_per_second=tokens / c.median,
+            cache_bytes=c.cache_bytes,
+            temporary_bytes=c.temporary_bytes,
+            time_over_first=c.median / contenders[0].median,
+            time_over_streaming=to_streaming,
+        )
+        rows.append(row)
+        megabytes = ["" if x is None else f"{x / 1e6:.1f}" for x in (c.cache_bytes, c.temporary_bytes)]
+        last = "" if to_streaming is None else f"{to_streaming:.2f}"
+        shown.add_row(
+            c.name, c.budget, f"{1e3 * c.median:.1f}", f"{tokens / c.median:,.0f}", *megabytes,
+            f"{row['time_over_first']:.2f}", last,
+        )  # fmt: skip
+    Console(width=110).print(shown)
+    return rows
