@@ -225,7 +225,8 @@ def _opening(verdicts: dict[str, list[list[Claim]]], subjects: Sequence[Subject]
         "outcome.\n\n"
         + markdown_table(["MODEL", "parameters", "TEXT", "ROWS", "LENGTH", "KERNELS", "trained at slots"], behind)
         + "\nThe capitals are variables of the commands below. Raw rows are in `claims/`; everything at "
-        "once, in a checkout, is `kvjax evaluate claims --model $MODEL --text $TEXT --rows $ROWS --length $LENGTH --out DIR`.\n"
+        "once, in a checkout, is `kvjax evaluate claims --model $MODEL --text $TEXT --rows $ROWS --length $LENGTH "
+        "--out DIR`.\n"
     )
 
 

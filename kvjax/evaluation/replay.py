@@ -21,7 +21,7 @@ from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.models.decoder import embed, finish_block, project, sink_logits_of, unembed
 from kvjax.policies.policy import Policy
-from kvjax.training.less.record import Replayed, attend_fully, check_mask, join_steps, replay
+from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
 from kvjax.types import New, View, wide
 
 
@@ -147,25 +147,28 @@ def replayed(
     assert isinstance(empty, Dense)
     rows, n = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(n), tokens.shape)
-    reading = state.cache.reading(tokens, positions, jnp.full(rows, n))
     looked: list[tuple[View, Any]] = []
 
     def read_layer(index: int, x: Float[Array, "b n width"]) -> Float[Array, "b n width"]:
         layer, shape, own = weights.layers[index], config.layer_configs[index], policy.layer(index)
         normed, q, k, v = project(layer, config, shape, x, positions)
-        lse = jnp.zeros(q.shape[:-1], wide(q.dtype))
+        sink_logits, lse = sink_logits_of(layer, shape), jnp.zeros(q.shape[:-1], wide(q.dtype))
         if mask == "full-softmax":
             lse = attend_fully(shape, q, k, v, positions).lse
-        text = reading.of_layer(shape, index, x, q, k, v, sink_logits_of(layer, shape))
 
-        def one(carry: tuple[Dense, Any], t: Int[Array, ""]) -> tuple[tuple[Dense, Any], Array]:
+        def one(carry: tuple[Dense, Any], inputs: tuple[Array, ...]) -> tuple[tuple[Dense, Any], Array]:
             storage, sums = carry
-            new = text.part(t, 1).rotated()
-            storage, told, found = replay(own, mask, storage, new, jax.lax.dynamic_slice_in_dim(lse, t, 1, axis=3))
+            t, token, hidden, q, k, v, lse = inputs
+            position = jnp.broadcast_to(t, (rows, 1))
+            reading = state.cache.reading(token[:, None], position, position[:, 0] + 1)
+            new = reading.of_layer(shape, index, hidden, q, k, v, sink_logits).rotated()
+            storage, told, found = replay(own, mask, storage, new, lse)
             storage = update_score(own, storage, index, told.asks, told.answers, new)
             return (storage, look(sums, storage.layers[index], new, own, found)), found.partial.out
 
-        (storage, sums), out = jax.lax.scan(one, (empty, start(empty.layers[index])), jnp.arange(n))
+        steps = (by_steps(each, axis) for each, axis in ((x, 1), (q, 3), (k, 2), (v, 2), (lse, 3)))
+        begun = empty, start(empty.layers[index])
+        (storage, sums), out = jax.lax.scan(one, begun, (jnp.arange(n), tokens.T, *steps))
         looked.append((storage.layers[index], sums))
         return finish_block(layer, config, shape, x, normed, join_steps(out, 3))
 
