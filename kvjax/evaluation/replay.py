@@ -51,7 +51,7 @@ def masked_perplexity(
     ids = np.asarray(tokens, np.int32)
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"texts of shape {ids.shape} have nothing to predict.")
-    state = begin(model, policy, *ids.shape, budget)
+    state = begin(model, policy, ids.shape[0], ids.shape[1], budget)
     check_replay(state.policy)
     check_mask(state.policy, mask)
     return Masked(np.asarray(_nats(state, jnp.asarray(ids), mask=mask)), cache_bytes(state), full_cache_bytes(state))
@@ -83,7 +83,7 @@ def ordering(model: Model, policy: Policy | str, tokens: ArrayLike) -> Ordering:
     the sum over queries and the mean over the query heads of a KV head, divided by n (equation 8).
     """
     ids = np.asarray(tokens, np.int32)
-    state = begin(model, policy, *ids.shape, 1.0)
+    state = begin(model, policy, ids.shape[0], ids.shape[1], 1.0)
     check_replay(state.policy)
     scores, attention = map(np.asarray, _sums(state, jnp.asarray(ids)))
     queries = ids.shape[1] - np.arange(ids.shape[1])
