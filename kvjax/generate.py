@@ -19,7 +19,7 @@ from kvjax.cli.options import (
     sampling_settings,
 )
 from kvjax.cli.output import report, samples, summary, text_fields
-from kvjax.evaluation import cache_map, trace
+from kvjax.evaluation import cache_map, figures, trace
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.inference.budget import WHOLES
@@ -115,7 +115,7 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     if options.batch_size is not None:
         whole_number("batch_size", options.batch_size)
     if options.save_cache_map is not None:
-        cache_map.check_file(options.save_cache_map)
+        figures.check_figure(options.save_cache_map)
     if options.trace is not None:
         trace.check_file(options.trace)
 

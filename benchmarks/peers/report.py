@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.evaluation import summary
-from kvjax.evaluation.tasks.scoring import string_match
+from kvjax.evaluation.tasks.cases import string_match
 
 Row = dict[str, Any]
 PAIRS = {

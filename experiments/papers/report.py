@@ -28,8 +28,8 @@ from experiments.papers.subject import (
     learned,
 )
 from experiments.store import Store
+from kvjax.evaluation import tasks
 from kvjax.evaluation.grid import Entry, RowFile
-from kvjax.evaluation.tasks import registry as tasks
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import combination
@@ -224,8 +224,9 @@ def _opening(verdicts: dict[str, list[list[Claim]]], subjects: Sequence[Subject]
         "processor, bytes those that are allocated. What does not show is reported so; no setting was chosen for its "
         "outcome.\n\n"
         + markdown_table(["MODEL", "parameters", "TEXT", "ROWS", "LENGTH", "KERNELS", "trained at slots"], behind)
-        + "\nThe capitals are variables of the commands below. Raw rows are in `claims/`; everything at once is "
-        "`kvjax evaluate claims --model $MODEL --text $TEXT --rows $ROWS --length $LENGTH --out DIR`.\n"
+        + "\nThe capitals are variables of the commands below. Raw rows are in `claims/`; everything at "
+        "once, in a checkout, is `kvjax evaluate claims --model $MODEL --text $TEXT --rows $ROWS --length $LENGTH "
+        "--out DIR`.\n"
     )
 
 

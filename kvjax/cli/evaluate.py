@@ -16,28 +16,19 @@ from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation import report as report_page
 from kvjax.evaluation.grid import RowFile, entries
 from kvjax.evaluation.summary import print_table
-from kvjax.evaluation.tasks import texts
-from kvjax.evaluation.tasks.registry import TASKS
-from kvjax.evaluation.texts import SAMPLE, check_texts
+from kvjax.evaluation.tasks import TASKS, texts
+from kvjax.evaluation.texts import SAMPLE
 from kvjax.utils.files import output_directory
 
 COMPARE = ("compare", "compare policies, including your own: perplexity, and agreement with the full cache")
 COMPARED = ("perplexity", "fidelity")
 """Tasks that `compare` runs."""
-REPORTS = {
-    "quality": ("experiments.quality", "perplexity and recall of policies against bytes of the cache"),
-    "codecs": ("experiments.codecs", "slots of 16, 8 and 4 bits at equal bytes"),
-    "weights": ("experiments.weights", "loss of quality with 8-bit weights"),
-    "less": ("experiments.less", "quality that LESS recovers"),
-    "long": ("experiments.long", "quality beyond the trained length on a fixed cache"),
-    "fastgen": ("experiments.fastgen", "tokens that FastGen keeps, and their cost"),
-    "claims": ("experiments.papers", "claims of five papers, tested on some models"),
-}
-"""Modules with `add_arguments(parser)` and `run(options)` that exist only in a checkout."""
+REPORTS = ("quality", "codecs", "weights", "less", "long", "fastgen", "claims")
+"""Commands of `experiments.reports`, which exist only in a checkout."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser: the options that all reports share, and each report's own."""
+    """Build the parser of all tasks and reports."""
     made = Parser(prog="kvjax evaluate", description=__doc__)
     reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, task in TASKS.items():
@@ -47,17 +38,8 @@ def parser() -> argparse.ArgumentParser:
     compare.set_defaults(masked=None)
     pages = "results of tasks on one page, as Markdown and HTML"
     report_page.add_arguments(reports.add_parser("report", help=pages, description=pages))
-    for name, (module, summary) in REPORTS.items():
-        if not module_exists(module):
-            continue
-        report = reports.add_parser(name, help=summary, description=summary)
-        add_model_options(report, dtype=None, rounded=False, processes=False, kernels=False)
-        report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
-        report.add_argument("--out", type=output_directory, default="results", help="directory for the report")
-        report.add_argument("--rows", type=int, default=16, help="passages of each text")
-        report.add_argument("--length", type=int, default=1024, help="tokens of each passage")
-        report.add_argument("--redo", action="store_true", help="repeat measurements that are on disk")
-        importlib.import_module(module).add_arguments(report)
+    if module_exists("experiments.reports"):
+        importlib.import_module("experiments.reports").add_parsers(reports)
     return made
 
 
@@ -75,10 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     made = parser()
-    if words and words[0] in REPORTS and not module_exists(REPORTS[words[0]][0]):
-        made.error(
-            f"the report {words[0]} is not installed; run kvjax from a checkout, which has {REPORTS[words[0]][0]}"
-        )
+    if words and words[0] in REPORTS and not module_exists("experiments.reports"):
+        made.error(f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports")
     options = made.parse_args(words)
     options.command = quoted(words)
 
@@ -86,8 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.report == "report":
             report_page.run(options)
         elif options.report in REPORTS:
-            check_texts(options.text, options.rows, options.length)
-            importlib.import_module(REPORTS[options.report][0]).run(options)
+            importlib.import_module("experiments.reports").run(options)
         else:
             measure_tasks(COMPARED if options.report == COMPARE[0] else [options.report], options)
 
@@ -105,7 +84,7 @@ def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
     measured = {name: task.fill(files[name], model, options, compared) for name, task in tasks.items()}
     print_table(measured.values())
     for name, found in measured.items():
-        print(f"{files[name].file}: {len(found.rows)} rows, new or from earlier runs, by {options.command}")
+        print(f"{files[name].file}: {sum(map(len, found.rows))} rows, new or from earlier runs, by {options.command}")
 
 
 def quoted(words: Sequence[str]) -> str:

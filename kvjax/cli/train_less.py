@@ -30,41 +30,27 @@ def parser() -> argparse.ArgumentParser:
     )
     add_model_options(options, rounded=False, processes=False)
     add_policy(options, "h2o")
-    options.add_argument("--budget", default="0.05", help="slots per head, or a fraction of the model's longest text")
-    options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 text files to train on")
-    options.add_argument(
-        "--out",
-        type=output_directory,
-        required=True,
-        metavar="DIR",
-        help="directory for the kernels; resumes a run there",
-    )
-    options.add_argument("--sequences", type=int, default=256, help="number of passages (default: 256)")
-    options.add_argument("--length", type=int, help="tokens per passage (default: the model's longest, at most 4096)")
-    options.add_argument(
-        "--mask", choices=("decode", "full-softmax"), default="decode", help="attention that the policy sees"
-    )
-    options.add_argument("--features", type=int, default=8, help="R, number of features (default: 8)")
-    options.add_argument("--hidden", type=int, default=512, help="R', width of the hidden layer (default: 512)")
-    options.add_argument("--literal", action="store_true", help="equation 2 exactly as printed")
-    options.add_argument("--dropout", type=float, default=0.3)
-    options.add_argument("--epochs", type=int, default=40)
-    options.add_argument("--batch", type=int, default=2, help="passages per step (default: 2)")
-    options.add_argument("--rate", type=float, default=1e-3, help="initial learning rate of Adam (default: 1e-3)")
-    options.add_argument(
-        "--halve-every", type=int, default=10, metavar="EPOCHS", help="epochs per halving of the rate (default: 10)"
-    )
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument(
-        "--mesh",
-        metavar="data=D,model=M",
-        help="devices that train, as data=2,model=4: texts of a batch along data, layers along model; a run may be "
-        "continued on others (default: all along model)",
-    )
-    options.add_argument(
-        "--save-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the stored kernels"
-    )
-    options.add_argument("--keep-features", action="store_true", help="keep the collected features on disk")
+    add = options.add_argument
+    add("--budget", default="0.05", help="slots per head, or a fraction of the model's longest text")
+    add("--text", type=Path, nargs="+", required=True, help="UTF-8 text files to train on")
+    out = "directory for the kernels; resumes a run there"
+    add("--out", type=output_directory, required=True, metavar="DIR", help=out)
+    add("--sequences", type=int, default=256, help="number of passages (default: 256)")
+    add("--length", type=int, help="tokens per passage (default: the model's longest, at most 4096)")
+    add("--mask", choices=("decode", "full-softmax"), default="decode", help="attention that the policy sees")
+    add("--features", type=int, default=8, help="R, number of features (default: 8)")
+    add("--hidden", type=int, default=512, help="R', width of the hidden layer (default: 512)")
+    add("--literal", action="store_true", help="equation 2 exactly as printed")
+    add("--dropout", type=float, default=0.3)
+    add("--epochs", type=int, default=40)
+    add("--batch", type=int, default=2, help="passages per step (default: 2)")
+    add("--rate", type=float, default=1e-3, help="initial learning rate of Adam (default: 1e-3)")
+    add("--halve-every", type=int, default=10, metavar="EPOCHS", help="epochs per halving of the rate (default: 10)")
+    add("--seed", type=int, default=0)
+    mesh = "devices that train, as data=2,model=4: texts of a batch along data, layers along model; a run may be "
+    add("--mesh", metavar="data=D,model=M", help=f"{mesh}continued on others (default: all along model)")
+    add("--save-dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the stored kernels")
+    add("--keep-features", action="store_true", help="keep the collected features on disk")
     return options
 
 

@@ -12,9 +12,8 @@ from jaxtyping import Float
 from rich.console import Console
 from rich.text import Text
 
-from kvjax.evaluation.figures import check_matplotlib, new_figure, save_figure
+from kvjax.evaluation.figures import new_figure, save_figure
 from kvjax.generation.detokenize import Spelling
-from kvjax.utils.files import check_writable
 
 PLAIN_MARKS = " .:-=+*#"
 """Marks from a token that no head holds to one that all heads hold."""
@@ -64,15 +63,8 @@ def print_shaded(words: Sequence[str], share: Float[np.ndarray, " tokens"], file
     console.print(legend)
 
 
-def check_file(file: Path) -> None:
-    """Refuse a file that `save_png` cannot draw to, also if matplotlib is not installed."""
-    check_writable(file, ".png")
-    check_matplotlib()
-
-
 def save_png(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], file: Path, title: str) -> None:
-    """Draw a map of layers x prompt tokens to a PNG file; see `check_file`."""
-    check_file(file)
+    """Draw a map of layers x prompt tokens to a PNG file."""
     layers, tokens = share.shape
     figure, (axes,) = new_figure(width=max(7.0, min(14.0, 0.17 * tokens + 2.5)), height=0.35 * layers + 2.0)
     image = axes.imshow(share, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
@@ -90,7 +82,7 @@ def save_png(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], fi
 
 
 def _visible(word: str) -> str:
-    # Drop surrounding white space, and name a token that is nothing else.
+    # White space around a word is dropped, and named if it is all.
     return word.strip()[:14] or {"\n": "\\n", " ": "space"}.get(word, repr(word)[1:-1])
 
 

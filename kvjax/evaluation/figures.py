@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvjax.utils.files import written_aside
+from kvjax.utils.files import check_writable, written_aside
 
 
 def check_matplotlib() -> None:
     """Refuse to draw without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError('drawing needs matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".')
+
+
+def check_figure(file: Path) -> None:
+    """Refuse a PNG file that could not be drawn, before its content is computed."""
+    check_writable(file, ".png")
+    check_matplotlib()
 
 
 def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6, rows: int = 1) -> tuple[Any, list[Any]]:
@@ -34,19 +39,14 @@ def save_figure(figure: Any, file: Path) -> None:
         figure.savefig(aside, format="png", dpi=110, metadata={"Software": None})
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One policy at one budget.
-
-    Args:
-        label: name of the policy; a line joins points of one label.
-        cost: bytes of the cache over those of a full one, or slots.
-        quality: nats, or another measure.
-    """
+class Point(NamedTuple):
+    """One policy at one budget; a line joins points of one label."""
 
     label: str
     cost: float
+    """Bytes of the cache over those of a full one, or slots."""
     quality: float
+    """Nats, or another measure."""
 
 
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":")

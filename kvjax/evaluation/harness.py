@@ -14,7 +14,7 @@ import collections
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -173,17 +173,24 @@ class CompressedLM:
         texts = [self._split(context, continuation) for _, context, continuation in requests]
         # Depends on the request only, or its budget would depend on other requests.
         planned = [bucket_rows(len(text.rest)) for text in texts]
-        order = sorted(range(len(texts)), key=lambda i: (-planned[i], -len(texts[i].read), texts[i].read))
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(texts)
-        with required("tqdm").tqdm(total=len(texts), desc="Scoring continuations", disable=disable_tqdm) as bar:
-            for new, alike in itertools.groupby(order, key=planned.__getitem__):
-                for batch in _batches(list(alike), self.batch_size):
-                    for i, result in zip(batch, self._score([texts[i] for i in batch], new), strict=True):
-                        found[i] = result
-                        if requests[i][0] is not None:
-                            self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
+        found: dict[int, tuple[float, bool]] = {}
+        for batch in self._batches([text.read for text in texts], planned, "Scoring continuations", disable_tqdm):
+            for i, result in zip(batch, self._score([texts[i] for i in batch], planned[batch[0]]), strict=True):
+                found[i] = result
+                if requests[i][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
+        return [found[i] for i in range(len(texts))]
+
+    def _batches(
+        self, prompts: Sequence[Sequence[int]], kinds: Sequence[Any], title: str, disable_tqdm: bool
+    ) -> Iterator[list[int]]:
+        """Yield the indices of prompts in batches of one kind, the longest first, with a progress bar."""
+        order = sorted(range(len(prompts)), key=lambda i: (kinds[i], -len(prompts[i]), prompts[i]))
+        with required("tqdm").tqdm(total=len(order), desc=title, disable=disable_tqdm) as bar:
+            for _, alike in itertools.groupby(order, key=kinds.__getitem__):
+                while batch := list(itertools.islice(alike, self.batch_size)):
+                    yield batch
                     bar.update(len(batch))
-        return found
 
     def _split(self, context: Sequence[int], continuation: Sequence[int]) -> _Text:
         if not 0 < len(continuation) <= self.max_length:
@@ -255,25 +262,19 @@ class CompressedLM:
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate texts that continue contexts, up to their first stop string."""
         asked = [(request.args[0], _generation(request.args[1], self.max_new_tokens)) for request in requests]
-        alike: dict[tuple[Any, ...], list[int]] = {}
-        copies: collections.Counter[Any] = collections.Counter()
-        prompts, seeds = list[list[int]](), list[int]()
-        for i, (context, settings) in enumerate(asked):
-            kind = tuple(settings.items())
-            prompts.append(self._prompt(context, settings["max_new_tokens"]))
-            alike.setdefault((kind, len(prompts[i]) > 1), []).append(i)
+        prompts = [self._prompt(context, settings["max_new_tokens"]) for context, settings in asked]
+        kinds = [(str(settings), len(ids) > 1) for (_, settings), ids in zip(asked, prompts, strict=True)]
+        copies, seeds = collections.Counter[Any](), list[int]()
+        for (context, _), kind in zip(asked, kinds, strict=True):
             seeds.append((self.seed + copies[context, kind]) % 2**32)
             copies[context, kind] += 1
-        found = [""] * len(asked)
-        with required("tqdm").tqdm(total=len(asked), desc="Generating", disable=disable_tqdm) as bar:
-            for same in alike.values():
-                same.sort(key=lambda i: (-len(prompts[i]), prompts[i]))
-                for batch in _batches(same, self.batch_size):
-                    for i, text in zip(batch, self._answers(prompts, seeds, batch, asked[batch[0]][1]), strict=True):
-                        found[i] = text
-                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
-                    bar.update(len(batch))
-        return found
+        found: dict[int, str] = {}
+        for batch in self._batches(prompts, kinds, "Generating", disable_tqdm):
+            texts = self._answers([prompts[i] for i in batch], [seeds[i] for i in batch], asked[batch[0]][1])
+            for i, text in zip(batch, texts, strict=True):
+                found[i] = text
+                self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return [found[i] for i in range(len(prompts))]
 
     def _prompt(self, context: str, new: int) -> list[int]:
         if new >= self.max_length:
@@ -284,27 +285,20 @@ class CompressedLM:
         self.cut += len(ids) + new > self.max_length
         return ids[-(self.max_length - new) :]
 
-    def _answers(
-        self, prompts: list[list[int]], seeds: list[int], batch: Sequence[int], settings: dict[str, Any]
-    ) -> list[str]:
-        rows, drawn = [prompts[i] for i in batch], [seeds[i] for i in batch]
-        settings = settings | self.settings | {"policy": self.policy, "seed": drawn, "chat": True}
-        read, last = zip(*map(_but_last, rows), strict=True)
+    def _answers(self, prompts: list[list[int]], seeds: list[int], settings: dict[str, Any]) -> list[str]:
+        settings = settings | self.settings | {"policy": self.policy, "seed": seeds, "chat": True}
+        read, last = zip(*map(_but_last, prompts), strict=True)
         if last[0]:
-            (made,) = answer_each(self.model, read, last, batch_size=len(rows), **settings)
+            (made,) = answer_each(self.model, read, last, batch_size=len(prompts), **settings)
         else:
             made = generate_ids(self.model, read, **settings)
-        self._count(made.padded, len(rows))
+        self._count(made.padded, len(prompts))
         self.prefill_seconds += made.prefill_seconds
         self.decode_seconds += made.decode_seconds
         self.timed_tokens += made.timed_tokens
         planned = settings["max_new_tokens"] + max(map(len, last))
         self._note(lower_begin(self.model, read, policy=self.policy, max_new_tokens=planned, **self.settings))
-        # Decoding drops special tokens, so a stop string that names one is matched by its id.
-        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
-        ends = {special[stop] for stop in settings["stop"] if stop in special}
-        kept = [list(itertools.takewhile(lambda token: token not in ends, ids)) for ids in made.tokens]
-        decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
+        decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in made.tokens]
         return [before_stop(text, settings["stop"]) for text in decoded]
 
 
@@ -330,7 +324,3 @@ def _generation(given: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
         "repetition_penalty": settings.get("repetition_penalty"),
     }
     return made | {name: settings.get(name) or None for name in FILTERS if drawn}
-
-
-def _batches(items: Sequence[int], size: int) -> list[Sequence[int]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]

@@ -32,8 +32,8 @@ class Streamed:
     """Likelihoods of texts under a policy and a budget.
 
     Args:
-        nats: negative log-likelihood of each predicted token [b, m].
-        likeliest: the model's first choice in the place of each predicted token [b, m].
+        nats: negative log-likelihood of each predicted token.
+        likeliest: the model's first choice in the place of each predicted token.
         prefix: tokens read before the first prediction; column i is predicted after `prefix + i` tokens.
         cache_bytes: bytes allocated for all rows.
         full_cache_bytes: bytes that `full` allocates for them.
@@ -93,11 +93,10 @@ def judge(logits: Float[Array, "*b vocab"], token: Int[Array, "*b"]) -> tuple[Fl
 
 
 @jax.jit
-def _read(
-    decoder: Decoder, cache: Cache, read: Int[Array, "b m"], following: Int[Array, "b m"]
-) -> tuple[Float[Array, "b m"], Int[Array, "b m"]]:
-    rows, count = read.shape
-    size = min(max(LOGITS // rows, 1), count)
+def _read(decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Float[Array, "b m"], Int[Array, "b m"]]:
+    """Read tokens but the last, and return the nats of each but the first, and the first choices in their places."""
+    rows, count = tokens.shape[0], tokens.shape[1] - 1
+    size = max(1, min(LOGITS // rows, count))
 
     def blocks(tokens: Int[Array, "b m"]) -> Int[Array, "blocks b size"]:
         padded = jnp.pad(tokens, ((0, 0), (0, -count % size)))
@@ -107,7 +106,7 @@ def _read(
         cache, logits = decoder.steps(cache, tokens[0])
         return cache, judge(logits, tokens[1])
 
-    found = jax.lax.scan(one, cache, (blocks(read), blocks(following)))[1]
+    found = jax.lax.scan(one, cache, (blocks(tokens[:, :-1]), blocks(tokens[:, 1:])))[1]
     nats, likeliest = (each.swapaxes(0, 1).reshape(rows, -1)[:, :count] for each in found)
     return nats, likeliest
 
@@ -131,10 +130,7 @@ def begin(
     plan: Plan | str | None = None,
     seed: int = 0,
 ) -> State:
-    """Return an empty state for `rows` texts that are read only by decode steps, as with `prefill_chunk=1`.
-
-    The other arguments are those of `perplexity`.
-    """
+    """Return an empty state for `rows` texts that are read only by decode steps, as with `prefill_chunk=1`."""
     bound = ready(model, policy, budget, plan)
     check_prompt(bound, 1)
     requires = bound.score.requires
@@ -156,8 +152,7 @@ def stream(
         Nats of each token, and the model's first choice in its place.
     """
     ids = jnp.asarray(tokens, jnp.int32)
-    # The last token is predicted and not read.
-    after = _read(state.decoder, state.cache, ids[:, :-1], ids[:, 1:])
+    after = _read(state.decoder, state.cache, ids)
     nats, likeliest = (
         jnp.concatenate([first[:, None], rest], axis=1)
         for first, rest in zip(judge(logits, ids[:, 0]), after, strict=True)
@@ -190,8 +185,7 @@ def perplexity(
     model.config.check_bound(ids.shape[1])
     if prefix == 1:
         state = begin(model, policy, len(ids), ids.shape[1], budget, plan=plan, seed=seed)
-        read = jnp.asarray(ids, jnp.int32)
-        nats, likeliest = map(np.asarray, _read(state.decoder, state.cache, read[:, :-1], read[:, 1:]))
+        nats, likeliest = map(np.asarray, _read(state.decoder, state.cache, jnp.asarray(ids, jnp.int32)))
     else:
         keys, later = jax.random.split(jax.random.key(seed), len(ids)), ids.shape[1] - prefix
         planned: dict[str, Any] = dict(max_new_tokens=later, plan=plan, key=keys)

@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.evaluation.figures import Point, legend_beside, new_figure, plot_lines, plot_quality, save_figure
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
-from kvjax.evaluation.tasks.registry import TASKS
+from kvjax.evaluation.tasks import TASKS
 from kvjax.utils.files import file_name, output_directory, read_text, write_text
 from kvjax.utils.markdown import markdown_table
 
@@ -37,13 +37,12 @@ class Section(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the report."""
-    parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories with results")
-    parser.add_argument(
-        "--out", type=output_directory, default="results", help="directory for NAME.md, NAME.html and figures"
-    )
-    parser.add_argument("--name", type=file_name, default="report", help="name of the report (default: report)")
-    parser.add_argument("--title", default="Measurements", help="title of the report")
-    parser.add_argument("--notes", type=Path, metavar="FILE", help="Markdown to insert before the tables")
+    add = parser.add_argument
+    add("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories with results")
+    add("--out", type=output_directory, default="results", help="directory for NAME.md, NAME.html and figures")
+    add("--name", type=file_name, default="report", help="name of the report (default: report)")
+    add("--title", default="Measurements", help="title of the report")
+    add("--notes", type=Path, metavar="FILE", help="Markdown to insert before the tables")
 
 
 def run(options: argparse.Namespace) -> None:

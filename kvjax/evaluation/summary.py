@@ -46,13 +46,13 @@ def result_line(columns: Columns, row: Row, full: Row | None) -> str:
     """Format one row as a line of text.
 
     Args:
-        full: the full cache's row of the same case; None if there is none.
+        full: the full cache's row of the same case; None if this is it.
     """
     name = f"{row['policy']} at {row['budget']:g}"
     if "refused" in row:
         return f"{name}: left out: {row['refused']}"
     measure = columns.printed
-    shown = _with_change(measure, row, full)
+    shown = _with_change(measure, row.get(measure.key), None if full is None else full.get(measure.key))
     change = " against the full cache" if "(" in shown else ""
     kept, whole = row["cache_bytes"], row["full_cache_bytes"]
     size, full_size = filesize.decimal(kept), filesize.decimal(whole)
@@ -67,65 +67,52 @@ def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
 
 
 class Measured(NamedTuple):
-    """Rows of a task, with its cases in the order of their columns."""
+    """Rows of a task, for each of its cases and each policy at a budget, the full cache first."""
 
     columns: Columns
     cases: Sequence[Row]
-    rows: Sequence[Row]
+    rows: Sequence[Sequence[Row]]
 
 
 def print_table(tasks: Iterable[Measured]) -> None:
     """Print a line for each policy and budget, with its numbers, their change against the full cache, and its bytes."""
     tasks = list(tasks)
+    columns = [column for task in tasks for column in _columns(task)]
     shown = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
     shown.add_column("policy", no_wrap=True)
-    shown.add_column("budget", justify="right")
-    columns = [column for task in tasks for column in _columns(task)]
-    for heading, _ in columns:
+    for heading in ("budget", *(heading for heading, _ in columns), "bytes"):
         shown.add_column(heading, justify="right")
-    shown.add_column("bytes", justify="right")
-    everything = [row for task in tasks for row in task.rows]
-    for policy, budget in dict.fromkeys((row["policy"], row["budget"]) for row in everything):
-        mine = [
-            row for row in everything if (row["policy"], row["budget"]) == (policy, budget) and "refused" not in row
-        ]
-        share = sum(row["cache_bytes"] for row in mine) / sum(row["full_cache_bytes"] for row in mine) if mine else None
-        numbers = [of.get((policy, budget), "–") for _, of in columns]
-        shown.add_row(policy, f"{budget:g}", *numbers, "–" if share is None else f"{share:.0%}")
+    for index, rows in enumerate(zip(*(of_case for task in tasks for of_case in task.rows), strict=True)):
+        done = [row for row in rows if "refused" not in row]
+        share = sum(row["cache_bytes"] for row in done) / sum(row["full_cache_bytes"] for row in done) if done else None
+        numbers = [cells[index] for _, cells in columns]
+        bytes_shown = "–" if share is None else f"{share:.0%}"
+        shown.add_row(rows[0]["policy"], f"{rows[0]['budget']:g}", *numbers, bytes_shown)
     terminal = sys.stdout.isatty()
     Console(highlight=False, markup=False, width=None if terminal else WIDE).print(shown)
 
 
-def _columns(task: Measured) -> list[tuple[str, dict[tuple[str, float], str]]]:
-    """Return the headings, and the cells below them for each policy and budget."""
-    (measure, *_), cases, rows = task
-    if all("refused" in row for row in rows):
+def _columns(task: Measured) -> list[tuple[str, list[str]]]:
+    """Return the headings, and the cells below them."""
+    measure, cases = task.columns.printed, task.cases
+    numbers = [[row.get(measure.key) for row in of_case] for of_case in task.rows]
+    headings = [measure.label] * len(cases)
+    if all("refused" in row for of_case in task.rows for row in of_case):
         return []
     if len(cases) > MOST_COLUMNS:
-        return [(f"{measure.label}\nmean of {len(cases)}", _of_entries(measure, rows, len(cases)))]
-    differ = [name for name in cases[0] if len({str(case.get(name)) for case in cases}) > 1]
-    columns: list[tuple[str, dict[tuple[str, float], str]]] = []
-    for case in cases:
-        of_case = [row for row in rows if all(row.get(name) == value for name, value in case.items())]
-        heading = "\n".join([measure.label, *(f"{name} {case[name]}" for name in differ)])
-        columns.append((heading, _of_entries(measure, of_case, 1)))
-    return columns
+        numbers = [[None if None in found else float(np.mean(found)) for found in zip(*numbers, strict=True)]]
+        headings = [f"{measure.label}\nmean of {len(cases)}"]
+    else:
+        for name in cases[0]:
+            if len({str(case[name]) for case in cases}) > 1:
+                headings = [f"{heading}\n{name} {case[name]}" for heading, case in zip(headings, cases, strict=True)]
+    return [
+        (heading, [_with_change(measure, value, of_case[0] if i else None) for i, value in enumerate(of_case)])
+        for heading, of_case in zip(headings, numbers, strict=True)
+    ]
 
 
-def _of_entries(measure: Measure, rows: Iterable[Row], cases: int) -> dict[tuple[str, float], str]:
-    """Return the mean over `cases` cases, for policies and budgets that have all of them."""
-    values: dict[tuple[str, float], list[float]] = {}
-    for row in rows:
-        if row.get(measure.key) is not None:
-            values.setdefault((row["policy"], row["budget"]), []).append(row[measure.key])
-    means = {entry: {measure.key: float(np.mean(found))} for entry, found in values.items() if len(found) == cases}
-    full = next((mean for (policy, _), mean in means.items() if policy == "full"), None)
-    return {entry: _with_change(measure, mean, full if entry[0] != "full" else None) for entry, mean in means.items()}
-
-
-def _with_change(measure: Measure, row: Row, full: Row | None) -> str:
-    value = row.get(measure.key)
-    before = None if full is None or full is row else full.get(measure.key)
+def _with_change(measure: Measure, value: float | None, before: float | None) -> str:
     if value is None:
         return "–"
     if before is None:

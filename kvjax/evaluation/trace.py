@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.evaluation.fidelity import attention_row, held_tokens, watched
-from kvjax.evaluation.figures import check_matplotlib, new_figure, save_figure
+from kvjax.evaluation.figures import check_figure, new_figure, save_figure
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import prefill
@@ -106,11 +106,12 @@ def _follow(probed: State, full: State, tokens: Int[Array, "n 1"]) -> Any:
 
 def check_file(file: Path) -> None:
     """Refuse a file that `save` cannot write."""
-    if file.suffix not in (".json", ".png"):
-        raise ValueError(f"--trace {file} is neither .json nor .png; choose one of these names.")
-    check_writable(file, file.suffix)
     if file.suffix == ".png":
-        check_matplotlib()
+        check_figure(file)
+    elif file.suffix == ".json":
+        check_writable(file, ".json")
+    else:
+        raise ValueError(f"--trace {file} is neither .json nor .png; choose one of these names.")
 
 
 def save(found: Trace, file: Path, facts: dict[str, Any]) -> None:

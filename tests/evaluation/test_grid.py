@@ -14,7 +14,7 @@ import kvjax
 from kvjax.cli import evaluate
 from kvjax.evaluation.grid import RowFile, entries
 from kvjax.evaluation.summary import Measure
-from kvjax.evaluation.tasks.registry import TASKS
+from kvjax.evaluation.tasks import TASKS
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.questions import answer_each
 from kvjax.methods.adakv import AdaKV

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evaluation.masked import masked_perplexity
 from kvjax.evaluation.perplexity import perplexity
+from kvjax.evaluation.replay import masked_perplexity
 from kvjax.model import Model
 from tests.cases import slow
 from tests.small_models import GQA, sharp_model

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.evaluation.ordering import compare, ordering
+from kvjax.evaluation.replay import compare, ordering
 from kvjax.model import Model
 from kvjax.rope import rotate
 from kvjax.training.less.record import read_full

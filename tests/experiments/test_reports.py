@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments import weights
+from experiments import reports, weights
 from experiments.less.checkpoints import even_slots, open_shelf
 from experiments.recall import recall
 from experiments.store import Store
-from kvjax.cli.evaluate import main
+from kvjax.cli.evaluate import REPORTS, main
 from kvjax.methods.less import checkpoint
 from tests.methods.less.test_less import HIDDEN, kernels_for
 
@@ -166,3 +166,7 @@ def test_rounding_weights_costs_little(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["| float32", "| bfloat16", "| int8, float32", "| int8, bfloat16"]
     sizes, divergences = ([float(row[column].replace(",", "")) for row in rows] for column in (1, 3))
     assert sizes[3] < sizes[1] < sizes[0] and 0 == divergences[0] < divergences[2] < 0.01
+
+
+def test_the_command_knows_every_report() -> None:
+    assert tuple(reports.REPORTS) == REPORTS

@@ -16,8 +16,8 @@ from jaxtyping import Array
 from safetensors.numpy import load_file, save_file
 
 import kvjax
-from kvjax.evaluation.masked import masked_perplexity
 from kvjax.evaluation.perplexity import perplexity
+from kvjax.evaluation.replay import masked_perplexity
 from kvjax.evaluation.trace import trace
 from kvjax.generation.generate import generate_ids
 from kvjax.model import Model, load

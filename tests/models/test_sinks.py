@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.evaluation.masked import masked_perplexity
 from kvjax.evaluation.perplexity import perplexity
+from kvjax.evaluation.replay import masked_perplexity
 from kvjax.models import Rope
 from kvjax.models.families import read_model_config
 from kvjax.training.less.collect import collect

@@ -24,16 +24,13 @@ class HarnessTask(Task):
     columns = None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(
-            "--tasks", required=True, help="tasks or groups of lm-evaluation-harness, such as hellaswag,arc_easy"
-        )
-        parser.add_argument(
-            "--limit", type=_limit, help="cases of each task, or a fraction of them below 1 (default: all)"
-        )
-        parser.add_argument("--num-fewshot", type=int, help="examples before each case (default: the task's)")
-        parser.add_argument("--include-path", type=Path, metavar="DIR", help="directory with your own tasks in YAML")
-        parser.add_argument("--chat", action="store_true", help="apply the model's chat template to contexts")
-        parser.add_argument("--batch-size", type=int, default=8, help="requests per batch")
+        add = parser.add_argument
+        add("--tasks", required=True, help="tasks or groups of lm-evaluation-harness, such as hellaswag,arc_easy")
+        add("--limit", type=_limit, help="cases of each task, or a fraction of them below 1 (default: all)")
+        add("--num-fewshot", type=int, help="examples before each case (default: the task's)")
+        add("--include-path", type=Path, metavar="DIR", help="directory with your own tasks in YAML")
+        add("--chat", action="store_true", help="apply the model's chat template to contexts")
+        add("--batch-size", type=int, default=8, help="requests per batch")
 
     def check(self, options: argparse.Namespace) -> None:
         check_options(options, "batch_size")

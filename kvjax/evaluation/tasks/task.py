@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import abc
 import argparse
+import math
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from kvjax.evaluation.grid import Cell, Entry, RowFile
 from kvjax.evaluation.refusals import Unsupported, refusals
@@ -73,12 +76,11 @@ class Task(abc.ABC):
         cells = self.cells(model, options)
         cells = [cell for place, cell in enumerate(cells) if cell not in cells[:place]]
         named = [(entry, entry.cell(model)) for entry in compared]
-        made: list[dict[str, Any]] = []
+        made: list[list[dict[str, Any]]] = [[] for _ in cells]
         with Bar("cells", total=len(cells) * len(named)) as bar:
-            for cell in cells:
+            for cell, of_cell in zip(cells, made, strict=True):
                 shown = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
                 bar.say(f"{rows.file.stem}: {', '.join(f'{name} {value}' for name, value in shown.items())}")
-                full: dict[str, Any] | None = None
                 for entry, ours in named:
                     row = rows.of(ours | cell)
                     new = row is None
@@ -90,10 +92,19 @@ class Task(abc.ABC):
                         except Unsupported as error:
                             found = {"refused": str(error)}
                         row = rows.add(ours | cell | found)
-                    if entry.label == "full":
-                        full = row
-                    made.append(row)
                     bar.advance(new)
+                    full = next((each for each in of_cell if each["policy"] == "full"), None)
                     bar.say(result_line(self.columns_of([row]), row, full))
+                    of_cell.append(row)
         rows.write_csv()
-        return Measured(self.columns_of(made), cells, made)
+        return Measured(self.columns_of([row for of_cell in made for row in of_cell]), cells, made)
+
+
+def mean(name: str, scores: Sequence[float]) -> dict[str, Any]:
+    """Return the mean of scores under a name, with its standard error and the scores of all cases."""
+    error = float(np.std(scores, ddof=1)) / math.sqrt(len(scores)) if len(scores) > 1 else None
+    return {
+        name: float(np.mean(scores)),
+        f"{name}_standard_error": error,
+        f"{name}_of_cases": [round(float(score), 6) for score in scores],
+    }

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.evaluation.tasks.cases import Case, read_cases
+from kvjax.evaluation.tasks.cases import Case, exact_match, f1, read_cases, rouge, string_match
 from kvjax.evaluation.tasks.ruler import FAMILIES, KINDS, cases
-from kvjax.evaluation.tasks.scoring import exact_match, f1, rouge, string_match
 from kvjax.evaluation.tasks.words import ADJECTIVES, NOUNS
 from kvjax.models.tokenizer import read_tokenizer
 

@@ -7,6 +7,7 @@ import itertools
 import random
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvjax.evaluation.tasks.words import ADJECTIVES, NOUNS
 
@@ -22,8 +23,7 @@ HAYS = ("noise", "needles", "essay")
 """Kinds of hay: repeated sentences, needles that are not asked for, a text of the user's."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """A kind of keys or values: its name in a needle, and a function that draws one."""
 
     name: str
@@ -38,24 +38,20 @@ KINDS = {
 """Possible values of `key_type` and `value_type`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """Case without its final amount of hay.
-
-    Args:
-        context: returns the context with a number of units of hay; more units never give fewer tokens.
-        keys: number of keys, or of words to distinguish, in the context.
-        hay_keys: keys that each unit of hay adds.
-        least: units of hay that the question needs to have an answer.
-    """
+class Draft(NamedTuple):
+    """Case without its final amount of hay."""
 
     context: Callable[[int], str]
+    """The context with a number of units of hay; more units never give fewer tokens."""
     question: str
     answers: tuple[str, ...]
     prefix: str
     keys: int = 1
+    """Number of keys, or of words to distinguish, in the context."""
     hay_keys: int = 0
+    """Keys that each unit of hay adds."""
     least: int = 0
+    """Units of hay that the question needs to have an answer."""
 
 
 class Hay:
@@ -130,23 +126,18 @@ class CaseRequest:
         raise ValueError(f"{len(self._used)} different keys and values of this kind do not exist; ask for uuids.")
 
 
-@dataclasses.dataclass(frozen=True)
-class QuestionFamily:
-    """A kind of question.
-
-    Args:
-        draft: makes a case without its hay.
-        hays: possible kinds of hay, the default first; empty if the family has its own.
-        depth: True if a single needle is asked for, which has a depth.
-        needles: default, minimum and maximum number; None for a fixed number.
-        types: True if keys and values may be of several kinds.
-        max_new_tokens: tokens of an answer, as in RULER.
-    """
+class QuestionFamily(NamedTuple):
+    """A kind of question."""
 
     draft: Callable[[CaseRequest], Draft]
     summary: str
     hays: tuple[str, ...]
+    """Possible kinds of hay, the default first; empty if the family has its own."""
     depth: bool = False
+    """True if a single needle is asked for, which has a depth."""
     needles: tuple[int, int, int] | None = None
+    """Default, minimum and maximum number; None for a fixed number."""
     types: bool = False
+    """True if keys and values may be of several kinds."""
     max_new_tokens: int = 128
+    """Tokens of an answer, as in RULER."""

@@ -162,6 +162,8 @@ def _pass_key(request: CaseRequest) -> Draft:
     )
 
 
+MANY = (4, 1, 1000)
+"""Default, minimum and maximum number of needles."""
 FAMILIES = {
     "single": QuestionFamily(_magic, "the value of a key, from one needle", HAYS, depth=True, types=True),
     "multi_key": QuestionFamily(
@@ -169,21 +171,17 @@ FAMILIES = {
         "the value of a key among other keys",
         ("needles", "noise", "essay"),
         depth=True,
-        needles=(4, 1, 1000),
+        needles=MANY,
         types=True,
     ),
     "multi_value": QuestionFamily(
-        lambda request: _magic(request, values=request.needles),
-        "all values of a key",
-        HAYS,
-        needles=(4, 1, 1000),
-        types=True,
+        lambda request: _magic(request, values=request.needles), "all values of a key", HAYS, needles=MANY, types=True
     ),
     "multi_query": QuestionFamily(
         lambda request: _magic(request, queries=request.needles),
         "the values of several keys",
         HAYS,
-        needles=(4, 1, 1000),
+        needles=MANY,
         types=True,
     ),
     "variable_tracking": QuestionFamily(

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 
 import kvjax
-from kvjax.evaluation.tasks.perplexity import first_choices
+from kvjax.evaluation.tasks.texts import first_choices
 
 
 def test_choices_are_kept_for_the_next_policy_and_leave_with_the_model() -> None:

@@ -1,4 +1,4 @@
-"""Masked perplexity: whole texts in one pass, with the tokens that a policy evicts masked out of attention."""
+"""A policy replayed over whole texts: masked perplexity, and the agreement of scores with attention."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.step import update_score
+from kvjax.evaluation.fidelity import by_position
 from kvjax.evaluation.perplexity import begin, judge
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.models.decoder import embed, finish_block, project, sink_logits_of, unembed
-from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
 from kvjax.types import New, View, wide
-
-Look = Callable[[Any, View, New, Policy, Replayed], Any]
-"""Function that updates a result from a layer's slots, the token that was read and the replayed step."""
 
 
 class Masked(NamedTuple):
@@ -40,21 +37,12 @@ class Masked(NamedTuple):
 
 
 def masked_perplexity(
-    model: Model,
-    policy: Policy | str,
-    tokens: ArrayLike,
-    budget: int | float = 1.0,
-    *,
-    mask: str = "full-softmax",
-    plan: Plan | str | None = None,
-    seed: int = 0,
+    model: Model, policy: Policy | str, tokens: ArrayLike, budget: int | float = 1.0, *, mask: str = "full-softmax"
 ) -> Masked:
     """Compute negative log-likelihoods under masked attention, as the harness of LESS does (section 4.1).
 
     Each layer computes queries, keys and values of the whole text, and the policy is replayed over them. A query
     attends to the keys that are kept at its step, and to what LESS remembers of the others. This saves no memory.
-
-    The other arguments are those of `perplexity`.
 
     Args:
         mask: `full-softmax` gives the policy the kept keys' probabilities in the softmax over all keys, as the
@@ -63,10 +51,70 @@ def masked_perplexity(
     ids = np.asarray(tokens, np.int32)
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"texts of shape {ids.shape} have nothing to predict.")
-    state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
+    state = begin(model, policy, ids.shape[0], ids.shape[1], budget)
     check_replay(state.policy)
     check_mask(state.policy, mask)
     return Masked(np.asarray(_nats(state, jnp.asarray(ids), mask=mask)), cache_bytes(state), full_cache_bytes(state))
+
+
+@functools.partial(jax.jit, static_argnames="mask")
+def _nats(state: State, tokens: Int[Array, "b n"], *, mask: str) -> Float[Array, "b m"]:
+    x, _ = replayed(state, tokens, mask)
+
+    def of_row(given: tuple[Float[Array, "m width"], Int[Array, " m"]]) -> Float[Array, " m"]:
+        return judge(unembed(state.weights, state.config, given[0]), given[1])[0]
+
+    return jax.lax.map(of_row, (x[:, :-1], tokens[:, 1:]))  # logits of one row at a time: they are large
+
+
+class Ordering(NamedTuple):
+    """Agreement of scores and attention, for each head."""
+
+    loss_ratio: Float[np.ndarray, "b layers h"]
+    """Attention lost by dropping tokens by score, minus that by dropping them by attention (equation 7), over n."""
+    correlation: Float[np.ndarray, "b layers h"]
+    """Pearson correlation of scores and mean attention over positions; NaN if all scores are equal."""
+
+
+def ordering(model: Model, policy: Policy | str, tokens: ArrayLike) -> Ordering:
+    """Read whole texts with every token held, and compare scores with attention (LSH-E, equations 7 to 10, Table 10).
+
+    If scores change with every query, a token's score is the mean over all queries from its own on. Its attention is
+    the sum over queries and the mean over the query heads of a KV head, divided by n (equation 8).
+    """
+    ids = np.asarray(tokens, np.int32)
+    state = begin(model, policy, ids.shape[0], ids.shape[1], 1.0)
+    check_replay(state.policy)
+    scores, attention = map(np.asarray, _sums(state, jnp.asarray(ids)))
+    queries = ids.shape[1] - np.arange(ids.shape[1])
+    return compare(scores / queries, attention / ids.shape[1])
+
+
+def compare(scores: Float[np.ndarray, "*b n"], attention: Float[np.ndarray, "*b n"]) -> Ordering:
+    """Return the attention loss ratio over n, and Pearson's correlation, of scores and attention of the same tokens."""
+    order = np.argsort(scores, axis=-1, kind="stable")
+    lost = np.cumsum(np.take_along_axis(attention, order, axis=-1), axis=-1)
+    least = np.cumsum(np.sort(attention, axis=-1), axis=-1)
+    s, a = (x - x.mean(-1, keepdims=True) for x in (scores, attention))
+    spread = np.sqrt((s**2).sum(-1) * (a**2).sum(-1))
+    correlation = np.divide((s * a).sum(-1), spread, out=np.full(spread.shape, np.nan), where=spread > 0)
+    return Ordering((lost - least).mean(-1), correlation)
+
+
+@jax.jit
+def _sums(state: State, tokens: Int[Array, "b n"]) -> tuple[Float[Array, "b layers h n"], Float[Array, "b layers h n"]]:
+    def start(view: View) -> tuple[Array, Array]:
+        return jnp.zeros(view.position.shape), jnp.zeros(view.position.shape)
+
+    def look(sums: tuple[Array, Array], view: View, new: New, policy: Policy, found: Replayed) -> tuple[Array, Array]:
+        score = jnp.where(view.live, policy.standing(view, new)[0], 0.0)
+        assert found.probs is not None
+        return sums[0] + score, sums[1] + found.probs.mean((2, 3))
+
+    _, looked = replayed(state, tokens, "decode", start, look)
+    by_token = [[by_position(each, view.position, tokens.shape[1]) for each in sums] for view, sums in looked]
+    scores, attention = (jnp.stack(layers, axis=1) for layers in zip(*by_token, strict=True))
+    return scores, attention
 
 
 def check_replay(policy: Policy) -> None:
@@ -78,33 +126,28 @@ def check_replay(policy: Policy) -> None:
         raise ValueError(f"policy {name!r} does more than evicting one token per step; a replay does not.")
 
 
-@functools.partial(jax.jit, static_argnames="mask")
-def _nats(state: State, tokens: Int[Array, "b n"], *, mask: str) -> Float[Array, "b m"]:
-    x, _ = replayed(state, tokens, mask, lambda *_: None, lambda _: None)
-
-    def of_row(given: tuple[Float[Array, "m width"], Int[Array, " m"]]) -> Float[Array, " m"]:
-        return judge(unembed(state.weights, state.config, given[0]), given[1])[0]
-
-    return jax.lax.map(of_row, (x[:, :-1], tokens[:, 1:]))  # logits of one row at a time: they are large
-
-
 def replayed(
-    state: State, tokens: Int[Array, "b n"], mask: str, look: Look, start: Callable[[View], Any]
-) -> tuple[Float[Array, "b n width"], list[Any]]:
+    state: State,
+    tokens: Int[Array, "b n"],
+    mask: str,
+    start: Callable[[View], Any] = lambda view: None,
+    look: Callable[[Any, View, New, Policy, Replayed], Any] = lambda found, *_: found,
+) -> tuple[Float[Array, "b n width"], list[tuple[View, Any]]]:
     """Run whole texts through all layers, and replay a policy over the queries, keys and values of each.
 
     Args:
-        look: called after every step of a layer, to update its result.
-        start: returns the first result, from a layer without tokens.
+        start: returns the first result of a layer, from its empty slots.
+        look: returns the next result, from the last one, the layer's slots, the token that was read, the layer's policy
+            and the replayed step.
 
     Returns:
-        Hidden states, and the final result of each layer.
+        Hidden states, and the last slots and result of each layer.
     """
     weights, config, policy, empty = state.weights, state.config, state.policy, state.storage
     assert isinstance(empty, Dense)
     rows, n = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(n), tokens.shape)
-    looked: list[Any] = []
+    looked: list[tuple[View, Any]] = []
 
     def read_layer(index: int, x: Float[Array, "b n width"]) -> Float[Array, "b n width"]:
         layer, shape, own = weights.layers[index], config.layer_configs[index], policy.layer(index)
@@ -125,8 +168,8 @@ def replayed(
 
         steps = (by_steps(each, axis) for each, axis in ((x, 1), (q, 3), (k, 2), (v, 2), (lse, 3)))
         begun = empty, start(empty.layers[index])
-        (_, sums), out = jax.lax.scan(one, begun, (jnp.arange(n), tokens.T, *steps))
-        looked.append(sums)
+        (storage, sums), out = jax.lax.scan(one, begun, (jnp.arange(n), tokens.T, *steps))
+        looked.append((storage.layers[index], sums))
         return finish_block(layer, config, shape, x, normed, join_steps(out, 3))
 
     x = embed(weights, config, tokens, positions)
