@@ -47,13 +47,6 @@ def specs(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.spec, tree, is_leaf=_is_block)
 
 
-def aliases(inputs: Any, outputs: Any) -> dict[int, int]:
-    """Return the index of each input whose memory a result takes, and that of the result."""
-    given, results = (jax.tree.leaves(tree, is_leaf=_is_block) for tree in (inputs, outputs))
-    place = {id(x): i for i, x in enumerate(given)}
-    return {place[id(x.over)]: i for i, x in enumerate(results) if x.over is not None}
-
-
 def run(
     kernel: Callable[..., None],
     inputs: tuple[Any, ...],
@@ -86,10 +79,12 @@ def run(
         from jax.experimental.pallas import tpu as pltpu
 
         where = dict(grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, **where))
+    given, results = (jax.tree.leaves(tree, is_leaf=_is_block) for tree in (inputs, outputs))
+    place = {id(x): i for i, x in enumerate(given)}
     (found,) = pl.pallas_call(
         kernel,
         out_shape=[arrays(outputs)],
-        input_output_aliases=aliases(inputs, outputs),
+        input_output_aliases={place[id(x.over)]: i for i, x in enumerate(results) if x.over is not None},
         **where,
         **call,
     )(*(() if scalars is None else (scalars,)), *arrays(inputs))

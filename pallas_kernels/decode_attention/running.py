@@ -39,6 +39,47 @@ class Softmax(NamedTuple):
     top: Any
     total: Any
 
+    def advance(
+        self, logits: Float[Array, "*n s"], acc: Any = None, weigh: Callable[[Array], Array] | None = None
+    ) -> None:
+        """Advance by the logits of one block.
+
+        `acc` refers to the unnormalized output, if there is one, and `weigh` returns its term from the block's weights.
+        """
+        top, total = self
+        highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))
+        weights, kept = jnp.exp(logits - highest), jnp.exp(top[...] - highest)
+        total[...] = kept * total[...] + weights.sum(-1, keepdims=True)
+        if weigh is not None:
+            acc[...] = kept * acc[...] + weigh(weights)
+        top[...] = highest
+
+
+class Running(NamedTuple):
+    """Attention so far, in memory that is kept between the splits of a block of heads."""
+
+    acc: Any
+    """Unnormalised output."""
+    softmax: Softmax
+    noisy: Softmax | None = None
+    """Softmax of Keyformer's noisy logits."""
+    logits: Any = None
+    """Logits of all slots, if they become scores."""
+
+    @classmethod
+    def scratch(cls, *rows: int, e: int, noisy: bool = False, slots: int | None = None) -> Running:
+        """Return the memory for these rows of queries, values of e channels, and logits of some slots."""
+        softmax = Softmax(*(pltpu.VMEM((*rows, 1), jnp.float32) for _ in range(2)))
+        logits = None if slots is None else pltpu.VMEM((*rows, slots), jnp.float32)
+        return cls(pltpu.VMEM((*rows, e), jnp.float32), softmax, softmax if noisy else None, logits)
+
+    def begin(self) -> None:
+        """Start from no slots."""
+        self.acc[...] = jnp.zeros(self.acc.shape, jnp.float32)
+        for top, total in filter(None, (self.softmax, self.noisy)):
+            top[...] = jnp.full(top.shape, LOWEST / 2, jnp.float32)
+            total[...] = jnp.zeros(total.shape, jnp.float32)
+
 
 class Parts(NamedTuple):
     """Parts of arrays that a grid step gets: a block of a row's KV heads, and a split of their slots."""
@@ -130,13 +171,7 @@ def logits_of(
 ) -> tuple[Float[Array, "n rows s"], Bool[Array, "n rows s"]]:
     """Return the logits of a block of slots, `LOWEST` in masked slots, and the mask of visible slots.
 
-    Args:
-        x: the kernel's inputs; at most `LANES` sinks.
-        q: queries in the layout of `rows_of`.
-        visible: whether the query attends to the slot.
-        channels: the axis of keys that holds channels.
-        integers: as in `products`.
-        first: the number of the block's first slot.
+    There are at most `LANES` sinks, q has the layout of `rows_of`, and the block begins at the slot `first`.
     """
     distance = position - query
     k, scale = (None if ref is None else ref[0] for ref in stored(x.k))
@@ -178,22 +213,6 @@ def noisy(
     heads += 0 if gumbel.first is None else gumbel.first[row]
     lay = functools.partial(beside, blocks=len(logits))
     return tempered(logits, visible, gumbel, seed, gumbel.tau[row], heads.astype(jnp.uint32), position, lay)
-
-
-def advance(
-    softmax: Softmax, logits: Float[Array, "n rows s"], acc: Any = None, weigh: Callable[[Array], Array] | None = None
-) -> None:
-    """Advance an online softmax by the logits of one block.
-
-    `acc` refers to the unnormalized output, if there is one, and `weigh` returns its term from the block's weights.
-    """
-    top, total = softmax
-    highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))
-    weights, kept = jnp.exp(logits - highest), jnp.exp(top[...] - highest)
-    total[...] = kept * total[...] + weights.sum(-1, keepdims=True)
-    if weigh is not None:
-        acc[...] = kept * acc[...] + weigh(weights)
-    top[...] = highest
 
 
 def rows_and_blocks(heads: int, groups: int) -> tuple[int, int]:
