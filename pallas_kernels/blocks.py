@@ -57,20 +57,15 @@ def run(
     scalars: Any = None,
     **call: Any,
 ) -> Any:
-    """Run a kernel.
+    """Run a kernel, which gets references in the records of the inputs, the outputs and the scratch memory.
 
     Args:
-        kernel: function of references in the records of the inputs, the outputs and the scratch memory.
+        kernel: function of these references.
         inputs: records of `block`s.
-        outputs: record of results, from `made` and `over`.
-        grid: sizes of the grid.
-        scratch_shapes: records of scratch memory.
+        outputs: record of results, from `made` and `over`; the same record of arrays is returned.
         scalars: record of arrays that a TPU reads before its steps; the kernel and the specs' index maps get its
             references, the kernel first of all, the maps after the step. None for none.
         call: other arguments of `pallas_call`.
-
-    Returns:
-        The record of results.
     """
     where: dict[str, Any] = dict(
         grid=grid, in_specs=specs(inputs), out_specs=[specs(outputs)], scratch_shapes=scratch_shapes

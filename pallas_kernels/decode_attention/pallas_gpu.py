@@ -20,9 +20,8 @@ from jaxtyping import Array
 from pallas_kernels.attention import add_logits, log_sum, pad_to
 from pallas_kernels.blocks import block, made, run
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, placed, seen, stored, tempered
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen, stored, tempered
 from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, split_of, tile
-from pallas_kernels.operands import Operand
 from pallas_kernels.quantised import halves
 
 PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=2)
@@ -71,8 +70,8 @@ def inputs_of(x: DecodeAttention, of_slots: Callable[..., pl.BlockSpec]) -> Deco
     def of_row(numbers: Array | None) -> Any:
         return None if numbers is None else block(numbers, pl.BlockSpec((1,), lambda s, h, b: (b,)))
 
-    def pairs(operand: Operand) -> Operand:
-        return placed(operand, lambda width, _: of_slots() if width is None else of_slots(width))
+    def slots(numbers: Array) -> Any:
+        return block(numbers, of_slots(*numbers.shape[x.position.ndim :]))
 
     slopes, low_rank, gumbel = x.spec.slopes, x.low_rank, x.gumbel
     if slopes is not None:
@@ -87,9 +86,9 @@ def inputs_of(x: DecodeAttention, of_slots: Callable[..., pl.BlockSpec]) -> Deco
         gumbel = dataclasses.replace(gumbel, seed=seed, tau=tau, first=first)
     return DecodeAttention(
         q=block(pad_to(x.q, 2, ROWS), of_head(ROWS, x.q.shape[3])),
-        k=pairs(x.k),
-        v=pairs(x.v),
-        position=block(x.position, of_slots()),
+        k=jax.tree.map(slots, x.k),
+        v=jax.tree.map(slots, x.v),
+        position=slots(x.position),
         query_position=of_row(x.query_position),
         spec=dataclasses.replace(x.spec, slopes=slopes),
         low_rank=low_rank,

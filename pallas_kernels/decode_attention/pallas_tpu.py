@@ -54,7 +54,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     wanted = "sum" if x.gumbel is not None else x.scores
 
     parts = running.Parts(heads, g, slots, lambda b, h, s: (b, h, s))
-    inputs = parts.inputs(x, parts.of_slots(None))
+    inputs = parts.inputs(x, parts.of_slots())
     told = 1 if shared else rows
     outputs = Outputs(made((b, h * g, e), parts.of_queries(e)), made((b, h, told), parts.of_heads(told)))
     if keep:
@@ -62,7 +62,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
         outputs = outputs._replace(scores=made((b, h, *shape), parts.of_heads(*shape)))
     elif wanted is not None:
         several = parts.of_heads(rows, slots, along=1)
-        logits = made((b, h, c), parts.of_slots(None)) if shared else made((b, h, rows, c), several)
+        logits = made((b, h, c), parts.of_slots()) if shared else made((b, h, rows, c), several)
         outputs = outputs._replace(logits=logits, scores_lse=made((b, h, told), parts.of_heads(told)))
 
     channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)

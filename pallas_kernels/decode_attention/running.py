@@ -20,11 +20,11 @@ from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     beside,
     channels_of,
-    placed,
     products,
     stored,
     tempered,
 )
+from pallas_kernels.operands import Operand, Quantised
 
 TILE = 32
 """Slots of an aligned part of a block of keys, in any dtype."""
@@ -101,11 +101,19 @@ class Parts(NamedTuple):
 
         return pl.BlockSpec((1, self.heads, *tail), index)
 
-    def of_slots(self, width: int | None, channels: int = 2) -> pl.BlockSpec:
-        """Return the spec of a split of keys, values or numbers per slot, as `placed` takes it."""
-        if width is None:
-            return self.of_heads(self.slots, along=0)
-        return self.of_heads(width, self.slots, along=1) if channels == 1 else self.of_heads(self.slots, width, along=0)
+    def of_slots(self, *width: int) -> pl.BlockSpec:
+        """Return the spec of a split of numbers per slot."""
+        return self.of_heads(self.slots, *width, along=0)
+
+    def pairs(self, operand: Operand) -> Operand:
+        """Return keys or values and their scales as `blocks.block`s."""
+        array, scale = stored(operand)
+        width = array.shape[-1]
+        if channels_of(operand) == 2:
+            numbers = block(array, self.of_slots(width))
+        else:
+            numbers = block(array.swapaxes(2, 3), self.of_heads(width, self.slots, along=1))
+        return numbers if scale is None else Quantised(numbers, block(scale, self.of_slots()))
 
     def of_queries(self, width: int) -> pl.BlockSpec:
         """Return the spec of the query heads of a block, in the layout of the projections [b hg width]."""
@@ -147,8 +155,8 @@ class Parts(NamedTuple):
             gumbel = dataclasses.replace(gumbel, **numbers)
         return DecodeAttention(
             q=queries(x.q),
-            k=placed(x.k, self.of_slots, channels_of(x.k)),
-            v=placed(x.v, self.of_slots, channels_of(x.v)),
+            k=self.pairs(x.k),
+            v=self.pairs(x.v),
             position=block(x.position, position),
             query_position=scalars(x.query_position),
             spec=dataclasses.replace(x.spec, slopes=slopes),

@@ -116,13 +116,7 @@ def kernel(
 ) -> None:
     """Run one grid step: evict at the first split of slots, attend to each split, and copy the changed tiles back.
 
-    Args:
-        units: blocks of heads of a core's rows.
-        blocks: blocks of heads of a row.
-        slots: slots of a split.
-        channels: the axes of channels in blocks of keys and of values, as in `kernel_parts.placed`.
-        wanted: `each` or `sum` of the scores; None for none.
-        adds: whether the scores are added to the standing.
+    A core has `units` blocks of heads, and a row has `blocks`; `channels` are as in `kernel_parts.channels_of`.
     """
     step, split, splits = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     row, block = row_and_block(pl.program_id(0), step, units, blocks)

@@ -23,7 +23,6 @@ from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     multiplies_integers,
-    placed,
     products,
     seen,
     stored,
@@ -80,8 +79,8 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
         sizes = tuple(pl.Element(y) for y in (pages, *tail))
         return pl.BlockSpec(sizes, lambda i, steps: (_place(i, steps, pages, count)[1], 0, 0))
 
-    def of_slots(width: int | None, channels: int) -> pl.BlockSpec:
-        return of_pages(1, size) if width is None else of_pages(size, width)
+    def placed(numbers: Array) -> Any:
+        return block(numbers, of_pages(*numbers.shape[1:]))
 
     slopes: Any = x.spec.slopes
     if slopes is not None:
@@ -89,9 +88,9 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
         slopes = block(pad_to(slopes.astype(jnp.float32)[..., None], 1, rows), of_group)
     inputs = DecodeAttention(
         q=block(pad_to(x.q, 2, rows).reshape(b * h, rows, d), of_head(rows, d)),
-        k=placed(_in_lanes(x.k), of_slots),
-        v=placed(_in_lanes(x.v), of_slots),
-        position=block(x.position[:, None], of_pages(1, size)),
+        k=jax.tree.map(placed, _in_lanes(x.k)),
+        v=jax.tree.map(placed, _in_lanes(x.v)),
+        position=placed(x.position[:, None]),
         query_position=None,  # type: ignore[arg-type]  # with the scalars
         spec=dataclasses.replace(x.spec, slopes=slopes),
     )

@@ -75,12 +75,6 @@ def test_what_it_lacks_is_refused(some: Case, reason: str):
         decode_attention(**arguments(some), implementation="mosaic", interpret=True)
 
 
-def test_an_older_jax_is_refused(monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
-    with pytest.raises(Unsupported, match=r"it needs jax 0\.10\.2, and this is"):
-        decode_attention(**arguments(case(1, 1, 2, 64, 64, dtype="bfloat16")), implementation="mosaic", interpret=True)
-
-
 def lowered(kind: str) -> Any:
     """A decode step's attention, for a GPU of a kind."""
     program = decode("4096 slots", Sizes(32, 8, 4, 4096, 128, jax.numpy.bfloat16))
