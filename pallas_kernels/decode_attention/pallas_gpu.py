@@ -31,21 +31,10 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
     size, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
-    parts = splits + (x.low_rank is not None)
-    of_parts = parts_of(b, h, parts, e)
-    outputs = Parts(
-        *of_parts,
-        logits=None if x.scores is None else made((b, h, g, c), of_head(g, c)),
-        noisy_lse=None if x.gumbel is None else of_parts[1],
-    )
-    found = run(
-        functools.partial(kernel, size=size, splits=splits, multiply=products(interpret)),
-        (inputs_of(x, functools.partial(of_head, c)), None),
-        outputs,
-        grid=(parts, h, b),
-        compiler_params=PARAMS,
-        interpret=interpret,
-        name="decode_attention",
+    logits = None if x.scores is None else made((b, h, g, c), of_head(g, c))
+    of_slots = functools.partial(of_head, c)
+    found = attend_parts(
+        x, of_slots, None, logits, size=size, splits=splits, interpret=interpret, name="decode_attention"
     )
     return merged(found, g, splits, x.scores)
 
@@ -55,17 +44,36 @@ def of_head(*tail: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, *tail), lambda s, h, b: (b, h) + (0,) * len(tail))
 
 
-def parts_of(b: int, h: int, parts: int, e: int) -> tuple[Any, Any]:
-    """Return the attention and the log-sum-exp of each part of each head, as results."""
+class Span(NamedTuple):
+    """Range of a head's slots in a pool."""
 
-    def of_part(*tail: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
-
-    return made((b, h, parts, ROWS, e), of_part(ROWS, e)), made((b, h, parts, ROWS), of_part(ROWS))
+    begin: Any
+    end: Any
 
 
-def inputs_of(x: DecodeAttention, of_slots: Callable[..., pl.BlockSpec]) -> DecodeAttention:
-    """Return the arguments as `blocks.block`s; `of_slots` returns the spec of slots with the sizes that follow."""
+def attend_parts(
+    x: DecodeAttention,
+    of_slots: Callable[..., pl.BlockSpec],
+    span: Span | None,
+    logits: Any,
+    *,
+    size: int,
+    splits: int,
+    interpret: Any,
+    name: str,
+) -> Parts:
+    """Attend to each split of each head's slots, `size` of them at a time, and to its low-rank memory.
+
+    Args:
+        of_slots: returns the spec of slots, given the sizes of the axes that follow them.
+        span: range of each head's slots, if they are in one pool; None if each head has its own.
+        logits: where to write the logits of the slots; None for nowhere.
+    """
+    (b, h, _, d), parts = x.q.shape, splits + (x.low_rank is not None)
+
+    def of_part(*tail: int) -> Any:
+        spec = pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
+        return made((b, h, parts, *tail), spec)
 
     def of_row(numbers: Array | None) -> Any:
         return None if numbers is None else block(numbers, pl.BlockSpec((1,), lambda s, h, b: (b,)))
@@ -84,8 +92,8 @@ def inputs_of(x: DecodeAttention, of_slots: Callable[..., pl.BlockSpec]) -> Deco
     if gumbel is not None:
         seed, tau, first = map(of_row, (gumbel.seed, gumbel.tau.astype(jnp.float32), gumbel.first))
         gumbel = dataclasses.replace(gumbel, seed=seed, tau=tau, first=first)
-    return DecodeAttention(
-        q=block(pad_to(x.q, 2, ROWS), of_head(ROWS, x.q.shape[3])),
+    inputs = DecodeAttention(
+        q=block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
         k=jax.tree.map(slots, x.k),
         v=jax.tree.map(slots, x.v),
         position=slots(x.position),
@@ -94,16 +102,19 @@ def inputs_of(x: DecodeAttention, of_slots: Callable[..., pl.BlockSpec]) -> Deco
         low_rank=low_rank,
         scores=gumbel,
     )
+    lse = of_part(ROWS)
+    return run(
+        functools.partial(_kernel, size=size, splits=splits, multiply=products(interpret)),
+        (inputs, span),
+        Parts(of_part(ROWS, x.v.shape[-1]), lse, logits, None if gumbel is None else lse),
+        grid=(parts, h, b),
+        compiler_params=PARAMS,
+        interpret=interpret,
+        name=name,
+    )
 
 
-class Span(NamedTuple):
-    """Range of a head's slots in a pool."""
-
-    begin: Any
-    end: Any
-
-
-def kernel(
+def _kernel(
     x: DecodeAttention,
     span: Span | None,
     outputs: Parts,
@@ -112,10 +123,6 @@ def kernel(
     splits: int,
     multiply: Callable[[Array, Array], Array],
 ) -> None:
-    """Attend to one split of a head's slots, `size` of them at a time, or to its low-rank memory.
-
-    A head has its own slots, or a `span` of those of a pool.
-    """
     part, head = pl.program_id(0), pl.program_id(1)
     (capacity,), e, dtype = x.position.shape, outputs.out.shape[-1], x.q.dtype
     (k, k_scale), (v, v_scale) = stored(x.k), stored(x.v)

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.blocks import block, made, run
+from pallas_kernels.blocks import block, made
 from pallas_kernels.decode_attention.api import DecodeAttention
-from pallas_kernels.decode_attention.pallas_gpu import PARAMS, Span, inputs_of, kernel, of_head, parts_of, products
-from pallas_kernels.decode_attention.partials import PROGRAMS, Parts, combined, steps
+from pallas_kernels.decode_attention.pallas_gpu import Span, attend_parts, of_head
+from pallas_kernels.decode_attention.partials import PROGRAMS, combined, steps
 from pallas_kernels.paged_attention.api import Paged, PagedAttention, ranges
 
 MOST_SPLITS = 8
@@ -31,16 +31,10 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
 
     pool = DecodeAttention(x.q, flat(x.k), flat(x.v), flat(x.position), x.query_position, x.spec)
     span = Span(*(block((page * size).reshape(b, h, 1), of_head(1)) for page in ranges(x.owner, x.pages, b * h)))
-    outputs = Parts(*parts_of(b, h, splits, e), logits=made((count, g, size), whole(count, g, size)))
-    settings = dict(size=steps(max(d, e) * x.q.dtype.itemsize), splits=splits, multiply=products(interpret))
-    found = run(
-        functools.partial(kernel, **settings),
-        (inputs_of(pool, functools.partial(whole, count * size)), span),
-        outputs,
-        grid=(splits, h, b),
-        compiler_params=PARAMS,
-        interpret=interpret,
-        name="paged_attention",
+    logits = made((count, g, size), whole(count, g, size))
+    of_slots, step = functools.partial(whole, count * size), steps(max(d, e) * x.q.dtype.itemsize)
+    found = attend_parts(
+        pool, of_slots, span, logits, size=step, splits=splits, interpret=interpret, name="paged_attention"
     )
     out, lse = combined(found, g)
     return Paged(out, lse, found.logits)
