@@ -119,10 +119,7 @@ def _kernel(
     heads, slots = x.position.shape[1:]
     groups = x.q.shape[1] // heads
     head, first = pl.program_id(1) * heads, split * slots
-
-    @pl.when(split == 0)
-    def _() -> None:
-        scratch.begin()
+    pl.when(split == 0)(scratch.begin)
 
     def live(numbers: Array, along: int) -> Array:
         # Memory beyond the last slot is arbitrary, even NaN, which a weight of 0 does not turn into 0.
@@ -143,11 +140,9 @@ def _kernel(
 
     q = running.rows_of(x.q[0], heads)
     logits, visible = running.logits_of(x, q, position, visible, query, channels[0], integers, first, row)
-
-    def weigh(weights: Array) -> Array:
-        return kernel_parts.weighted(weights, v, v_scale, channels[1], integers)
-
-    scratch.softmax.advance(logits, scratch.acc, weigh)
+    scratch.softmax.advance(
+        logits, scratch.acc, lambda weights: kernel_parts.weighted(weights, v, v_scale, channels[1], integers)
+    )
     if scratch.noisy is not None:
         logits = running.noisy(x.scores, logits, visible, position, row, head)
         scratch.noisy.advance(logits)
@@ -159,11 +154,11 @@ def _kernel(
 
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
+        top, total = (ref[...] for ref in (scratch.noisy or scratch.softmax))  # of slots alone
         out, lse = _finish(x.low_rank, scratch)
         made.out[0], made.lse[0] = running.packed(out, heads, groups), running.along_lanes(lse, heads)
         if wanted is None:
             return
-        top, total = (ref[...] for ref in (scratch.noisy or scratch.softmax))
         if made.scores_lse is not None:
             made.scores_lse[0] = running.along_lanes(log_sum(top, total), heads)
             return

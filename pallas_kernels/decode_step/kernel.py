@@ -216,14 +216,10 @@ def kernel(
         for i, side in enumerate(sides):
             pltpu.make_async_copy(side.tile.slots, side.tile.slots, scratch.sent.at[i]).wait()
 
-    @pl.when((step > 0) & (split == 0))
-    def _() -> None:
-        wait()
-
-    def weigh(weights: Array) -> Array:
-        return weighted(weights, values.cache[0], v_scale, values.channels, integers)
-
-    state.softmax.advance(logits, state.acc, weigh)
+    pl.when((step > 0) & (split == 0))(wait)
+    state.softmax.advance(
+        logits, state.acc, lambda weights: weighted(weights, values.cache[0], v_scale, values.channels, integers)
+    )
     if state.noisy is not None:
         logits = running.noisy(gumbel, logits, visible, position, row, block * heads)
         state.noisy.advance(logits)
@@ -263,9 +259,7 @@ def kernel(
             made.scores[0] = jnp.where(here & writes, running.summed(new, heads), found)
 
     # The next core's blocks do not await these copies.
-    @pl.when((step == units - 1) & (split == splits - 1))
-    def _() -> None:
-        wait()
+    pl.when((step == units - 1) & (split == splits - 1))(wait)
 
 
 def _words(planes: Any, x: Float[Array, "h 1 d"]) -> list[UInt32[Array, "h 1"]]:

@@ -179,10 +179,7 @@ def _kernel(
     groups = outputs.logits.shape[1]
     page, at = _place(i, steps, pages, pool)
     mine = jnp.clip(steps.end[owner] - page, 0, pages)
-
-    @pl.when(page == steps.begin[owner])
-    def _() -> None:
-        state.begin()
+    pl.when(page == steps.begin[owner])(state.begin)
 
     def row(ref: Any) -> Array:  # numbers of all slots, side by side
         return jnp.concatenate([ref[page] for page in range(pages)], axis=1)
@@ -212,18 +209,11 @@ def _kernel(
     # copies only its own pages.
     sent = scratch.logits.at[pl.ds(pages, pages)]
     leaving = pltpu.make_async_copy(sent, outputs.logits.at[pl.ds(page, pages)], scratch.written)
-
-    @pl.when(i > 0)
-    def _() -> None:
-        leaving.wait()  # awaits the copy of the step before, which is as large
-
+    pl.when(i > 0)(leaving.wait)  # awaits the copy of the step before, which is as large
     for each in range(pages):
         scratch.logits[pages + each - (page - at)] = logits[:groups, each * size : (each + 1) * size]
     leaving.start()
-
-    @pl.when(i == pl.num_programs(0) - 1)
-    def _() -> None:
-        leaving.wait()
+    pl.when(i == pl.num_programs(0) - 1)(leaving.wait)
 
     @pl.when(page + pages >= steps.end[owner])
     def _() -> None:
