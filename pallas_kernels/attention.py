@@ -66,7 +66,9 @@ class AttentionSpec:
 
     def mask(self, query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"]) -> Bool[Array, "b #h t c"]:
         """Return which live keys (position >= 0) are neither after a query nor before its window."""
-        return causal_mask(query_position, key_position, self.window)
+        queries, keys = query_position[:, None, :, None], key_position[:, :, None, :]
+        visible = (keys >= 0) & (keys <= queries)
+        return visible if self.window is None else visible & (keys > queries - self.window)
 
 
 class LowRank(NamedTuple):
@@ -237,15 +239,6 @@ def tempered(
     some = probs > 0
     x = jnp.where(some, jnp.log(jnp.where(some, probs, 1)), -jnp.inf)  # a derivative of log(0) would be NaN
     return jnp.exp((x if zeta is None else x + zeta) / tau)
-
-
-def causal_mask(
-    query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"], window: int | None
-) -> Bool[Array, "b #h t c"]:
-    """Return which live keys (position >= 0) are neither after a query nor before the model's sliding window."""
-    queries, keys = query_position[:, None, :, None], key_position[:, :, None, :]
-    visible = (keys >= 0) & (keys <= queries)
-    return visible if window is None else visible & (keys > queries - window)
 
 
 def alibi_slopes(heads: int, exponent: float = 8.0) -> Float[np.ndarray, " heads"]:

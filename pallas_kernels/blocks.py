@@ -47,13 +47,6 @@ def specs(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.spec, tree, is_leaf=_is_block)
 
 
-def aliases(inputs: Any, outputs: Any) -> dict[int, int]:
-    """Return the index of each input whose memory a result takes, and that of the result."""
-    given, results = (jax.tree.leaves(tree, is_leaf=_is_block) for tree in (inputs, outputs))
-    place = {id(x): i for i, x in enumerate(given)}
-    return {place[id(x.over)]: i for i, x in enumerate(results) if x.over is not None}
-
-
 def run(
     kernel: Callable[..., None],
     inputs: tuple[Any, ...],
@@ -64,20 +57,15 @@ def run(
     scalars: Any = None,
     **call: Any,
 ) -> Any:
-    """Run a kernel.
+    """Run a kernel, which gets references in the records of the inputs, the outputs and the scratch memory.
 
     Args:
-        kernel: function of references in the records of the inputs, the outputs and the scratch memory.
+        kernel: function of these references.
         inputs: records of `block`s.
-        outputs: record of results, from `made` and `over`.
-        grid: sizes of the grid.
-        scratch_shapes: records of scratch memory.
+        outputs: record of results, from `made` and `over`; the same record of arrays is returned.
         scalars: record of arrays that a TPU reads before its steps; the kernel and the specs' index maps get its
             references, the kernel first of all, the maps after the step. None for none.
         call: other arguments of `pallas_call`.
-
-    Returns:
-        The record of results.
     """
     where: dict[str, Any] = dict(
         grid=grid, in_specs=specs(inputs), out_specs=[specs(outputs)], scratch_shapes=scratch_shapes
@@ -86,10 +74,12 @@ def run(
         from jax.experimental.pallas import tpu as pltpu
 
         where = dict(grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, **where))
+    given, results = (jax.tree.leaves(tree, is_leaf=_is_block) for tree in (inputs, outputs))
+    place = {id(x): i for i, x in enumerate(given)}
     (found,) = pl.pallas_call(
         kernel,
         out_shape=[arrays(outputs)],
-        input_output_aliases=aliases(inputs, outputs),
+        input_output_aliases={place[id(x.over)]: i for i, x in enumerate(results) if x.over is not None},
         **where,
         **call,
     )(*(() if scalars is None else (scalars,)), *arrays(inputs))

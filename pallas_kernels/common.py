@@ -126,7 +126,6 @@ def choose(
     """Return the implementation to run: `xla`, `pallas`, `triton` or `mosaic`.
 
     Args:
-        op: name of the operation, for messages.
         implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`; several names except `auto`, separated by commas,
             for the first that can run; a `Survey`, or a `Tuned`. `auto` reads the environment variable KVJAX_KERNELS.
             If that is not set, it tries the winners of a `Tuned` on its kind of device, then `AUTO`.
@@ -192,11 +191,8 @@ def kind_of_device(platform: str) -> str:
 def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:
     """Return the readable name of all tasks that share a tuning result.
 
-    Args:
-        op: name of the operation.
-        rounded: numbers of rows, slots and tokens, rounded up to the next power of two.
-        exact: head counts, widths, dtypes and settings that change the computation; True is written as its name
-            alone, None and False are left out.
+    Numbers of rows, slots and tokens (`rounded`) are rounded up to the next power of two. Of the settings that change
+    the computation (`exact`), True is written as its name alone, None and False are left out.
     """
     most = (f"{name}<={1 << max(size - 1, 0).bit_length()}" for name, size in rounded.items())
     said = ((name, value) for name, value in exact.items() if value is not None and value is not False)
@@ -227,14 +223,10 @@ def slots_lie_along_lanes(c: int, d: int) -> bool:
 
 
 def tpu_params(parallel: int, arbitrary: int = 0, vmem: int | None = None) -> Any:
-    """Return the compiler parameters of TPU kernels.
+    """Return the compiler parameters of TPU kernels, which may take `vmem` bytes or the compiler's own limit.
 
-    Bounds checks of copies are off: they take up to two fifths of a grid step. Interpreters check the bounds.
-
-    Args:
-        parallel: number of first grid dimensions, which cores may share.
-        arbitrary: number of last grid dimensions, which run in order.
-        vmem: bytes of VMEM that a kernel may take; None for the compiler's own limit.
+    Cores may share the first `parallel` dimensions of the grid; the last `arbitrary` run in order. Bounds checks of
+    copies are off: they take up to two fifths of a grid step. Interpreters check the bounds.
     """
     from jax.experimental.pallas import tpu as pltpu
 
@@ -279,8 +271,6 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
         found = importlib.metadata.version("jax-triton")
         if tuple(map(int, found.split(".")[:3])) <= (0, 4, 1):  # jax 0.12 calls its rules with other arguments
             return f"jax-triton {found} does not work with jax {jax.__version__}"
-    if name == "mosaic" and jax.__version_info__ < (0, 10, 2):  # that version changed the arguments of Mosaic GPU
-        return f"it needs jax 0.10.2, and this is {jax.__version__}"
     if name == "mosaic" and interpret is False:
         if platform != "gpu":
             return f"it compiles for gpu, not for {platform} (there only with interpret=True)"

@@ -73,10 +73,5 @@ def gaussian(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return GUMBEL_MEAN + GUMBEL_DEVIATION * math.sqrt(2) * erf_inv(2 * uniform - 1)
 
 
-def none(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Return zeros, which are no noise."""
-    return jnp.zeros_like(uniform)
-
-
-KINDS = {"gumbel": gumbel, "gaussian": gaussian, "none": none}
+KINDS = {"gumbel": gumbel, "gaussian": gaussian, "none": jnp.zeros_like}
 """Keyformer's noise functions by name."""

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.policies.stats import Ask, Damage, Noise, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree
 from pallas_kernels import noise as hashed
-from pallas_kernels.attention import causal_mask
 from pallas_kernels.attention import tempered as numerators
 from pallas_kernels.operands import Joined, Operand
 from pallas_kernels.operands import values as numbers
@@ -43,7 +42,7 @@ def answer(
 
 def seen_slots(position: Int[Array, "b h c"], new: New) -> Bool[Array, "b h t c"]:
     """Return which slots each of the new tokens sees."""
-    return causal_mask(new.position, position, new.config.window)
+    return new.config.spec.mask(new.position, position)
 
 
 def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:

@@ -18,9 +18,6 @@ from pallas_kernels.common import LANES, numbers_of
 from pallas_kernels.op import How, Limit, Op, Options
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
 
-DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
-
-
 Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
 
@@ -196,8 +193,7 @@ class DecodeAttention(Op[Decoded]):
             for name, width in widths:
                 yield width <= 256, f"{name}={width} is more than 256"
             yield all(x.bits == 8 for x in quantised), "it has no codes of four bits"
-            gaussian = isinstance(self.scores, Gumbel) and self.scores.noise == "gaussian"
-            yield not gaussian, "it has no gaussian noise"
+            yield kind_of(self.scores) != "gaussian", "it has no gaussian noise"
         if backend == "mosaic_gpu":
             yield not quantised, "it has no codes"
             half = self.q.dtype == jnp.bfloat16
@@ -238,7 +234,7 @@ def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places
     yield not isinstance(k, Turned), "keys are rotated when they are read (Turned)"
     yield spec.slopes is None or places is None, "places that are not positions, together with slopes"
     arrays = [x for x in (q, k, v) if not isinstance(x, Quantised | Encoded | Turned)]
-    same = q.dtype in DTYPES and all(x.dtype == q.dtype for x in arrays)
+    same = q.dtype in (jnp.float32, jnp.bfloat16) and all(x.dtype == q.dtype for x in arrays)
     dtypes = ", ".join(str(x.codes.dtype if isinstance(x, Quantised) else x.dtype) for x in (q, *arrays[1:]))
     yield same, f"{'q, k, v'[: 3 * len(arrays) - 2]} of {dtypes} are not all float32 or all bfloat16"
     yield q.shape[2] <= 16, f"g={q.shape[2]} query heads share a KV head, more than 16"

@@ -36,19 +36,6 @@ def channels_of(operand: Operand) -> int:
     return 1 if slots_lie_along_lanes(*stored(operand)[0].shape[2:]) else 2
 
 
-def placed(operand: Operand, of_slots: Callable[[int | None, int], Any], channels: int = 2) -> Operand:
-    """Return keys or values and their scales as `blocks.block`s.
-
-    Args:
-        of_slots: returns the part of a grid step, given the width of its slots (None for scales) and `channels`.
-    """
-    from pallas_kernels.blocks import block  # the Triton kernel does not need it
-
-    array, scale = stored(operand)
-    numbers = block(array if channels == 2 else jnp.swapaxes(array, 2, 3), of_slots(array.shape[-1], channels))
-    return numbers if scale is None else Quantised(numbers, block(scale, of_slots(None, 2)))
-
-
 def seen(position: Int[Array, "*b"], query: Int[Array, "*#b"], window: int | None) -> Bool[Array, "*b"]:
     """Return which slots the query at a position attends to."""
     visible = (position >= 0) & (position <= query)
@@ -99,15 +86,10 @@ def products(
     *,
     shared: bool = False,
 ) -> Float[Array, "n g s"]:
-    """Multiply queries by a block of keys.
+    """Multiply queries by a block of keys, or of codes with their scales; axis `channels` of k, 1 or 2, is contracted.
 
-    Args:
-        q: queries of the block, or one entry for all of it.
-        k: keys, or codes.
-        scale: scales of codes; None for keys.
-        channels: the axis of k that holds channels, 1 or 2.
-        integers: whether the chip multiplies integers; otherwise they become bfloat16, in which bytes are exact.
-        shared: whether a block of q holds single rows of several heads, as `of_each` takes them.
+    A chip that multiplies no `integers` takes bfloat16, in which bytes are exact. If `shared`, a block of q holds
+    single rows of several heads, as `of_each` takes them.
     """
     rows, unit = (q, None) if scale is None else digits(q.astype(jnp.float32))
     if not shared:

@@ -22,7 +22,7 @@ from pallas_kernels.attention import pad_to
 from pallas_kernels.common import padded
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
-from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, Parts, merged
+from pallas_kernels.decode_attention.partials import ROWS, Parts, merged, splits_of
 from pallas_kernels.decode_attention.reference import increments
 
 BLOCK = 64
@@ -53,7 +53,8 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     (b, h, g, d), dtype = x.q.shape, x.q.dtype
     c, e = x.v.shape[2:]
     blocks = pl.cdiv(c, BLOCK)
-    splits, split = splits_of(b * h, c)
+    splits = splits_of(b * h, c, BLOCK)
+    split = pl.cdiv(blocks, splits)
     stages = max(1, min(split, RING // (BLOCK * (d + e) * dtype.itemsize)))
 
     slopes = x.spec.slopes
@@ -113,13 +114,6 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     return decoded._replace(out=whole.out[:, :, :, 0], lse=whole.lse[:, :, :, 0])
 
 
-def splits_of(heads: int, c: int) -> tuple[int, int]:
-    """Return the number of splits of each head's c slots, and the blocks of each split; the last may have fewer."""
-    blocks = pl.cdiv(c, BLOCK)
-    split = pl.cdiv(blocks, min(max(1, PROGRAMS // heads), max(1, c // 256)))
-    return pl.cdiv(blocks, split), split
-
-
 def simulated(interpret: Any) -> Any:
     """Return `interpret` as `plgpu.kernel` takes it; jax has no public name for its interpreter's parameters yet."""
     if interpret is True:
@@ -133,11 +127,7 @@ def simulated(interpret: Any) -> Any:
 def kernel(x: Any, outputs: Parts, scratch: Scratch, *, split: int, blocks: int, stages: int, chip: bool) -> None:
     """Run both warp groups of a block of threads, on `DecodeAttention` of all blocks of threads.
 
-    Args:
-        split: blocks of slots of each split.
-        blocks: blocks of slots of a head.
-        stages: stages of the ring.
-        chip: False in an interpreter.
+    A split has `split` of the head's `blocks` of slots; the ring has `stages`, and `chip` is False in an interpreter.
     """
     queries, keys, values, weights, positions, slopes, q_ready, k_ready, v_ready, k_free, v_free = scratch
     # Without a `chip`, arrays are multiplied instead of references, and have no layouts: jax's interpreter has no rules

@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec, add_logits, log_sum, pad_to
+from pallas_kernels.attention import add_logits, log_sum, pad_to
 from pallas_kernels.blocks import block, made, run
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, placed, seen, stored, tempered
-from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, tile
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen, stored, tempered
+from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, split_of, tile
 from pallas_kernels.quantised import halves
 
 PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=2)
@@ -30,75 +30,18 @@ PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=2)
 def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
-    size, split = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
-    splits = pl.cdiv(c, split)
-    parts = splits + (x.low_rank is not None)
-
-    def of_head(*tail: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *tail), lambda s, h, b: (b, h) + (0,) * len(tail))
-
-    def of_slots(width: int | None, channels: int) -> pl.BlockSpec:
-        return of_head(c) if width is None else of_head(c, width)
-
-    def low_rank(share: LowRank) -> LowRank:
-        features, single = share.features.shape[-1], jax.tree.map(lambda y: y.astype(jnp.float32), share)
-        return LowRank(
-            block(jnp.moveaxis(pad_to(single.features, 2, ROWS), -1, 2), of_head(features, ROWS)),
-            block(single.h, of_head(features, e)),
-            block(single.z, of_head(features)),
-        )
-
-    of_row = pl.BlockSpec((1,), lambda s, h, b: (b,))
-    gumbel = x.gumbel
-    if gumbel is not None:
-        numbers = dict(seed=gumbel.seed, tau=gumbel.tau.astype(jnp.float32), first=gumbel.first)
-        gumbel = dataclasses.replace(
-            gumbel, **{name: None if y is None else block(y, of_row) for name, y in numbers.items()}
-        )
-    inputs = DecodeAttention(
-        q=block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
-        k=placed(x.k, of_slots),
-        v=placed(x.v, of_slots),
-        position=block(x.position, of_head(c)),
-        query_position=block(x.query_position, of_row),
-        spec=placed_spec(x.spec),
-        low_rank=None if x.low_rank is None else low_rank(x.low_rank),
-        scores=gumbel,
-    )
-    of_parts = parts_of(b, h, parts, e)
-    outputs = Parts(
-        *of_parts,
-        logits=None if x.scores is None else made((b, h, g, c), of_head(g, c)),
-        noisy_lse=None if gumbel is None else of_parts[1],
-    )
-    settings = dict(size=size, split=split, splits=splits, multiply=products(interpret))
-    found = run(
-        functools.partial(kernel, **settings),
-        (inputs, None),
-        outputs,
-        grid=(parts, h, b),
-        compiler_params=PARAMS,
-        interpret=interpret,
-        name="decode_attention",
+    size, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
+    logits = None if x.scores is None else made((b, h, g, c), of_head(g, c))
+    of_slots = functools.partial(of_head, c)
+    found = attend_parts(
+        x, of_slots, None, logits, size=size, splits=splits, interpret=interpret, name="decode_attention"
     )
     return merged(found, g, splits, x.scores)
 
 
-def placed_spec(spec: AttentionSpec) -> AttentionSpec:
-    """Return settings whose slopes are a `blocks.block`."""
-    if spec.slopes is None:
-        return spec
-    part = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
-    return dataclasses.replace(spec, slopes=block(pad_to(spec.slopes.astype(jnp.float32), 1, ROWS), part))
-
-
-def parts_of(b: int, h: int, parts: int, e: int) -> tuple[Any, Any]:
-    """Return the attention and the log-sum-exp of each part of each head, as results."""
-
-    def of_part(*tail: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
-
-    return made((b, h, parts, ROWS, e), of_part(ROWS, e)), made((b, h, parts, ROWS), of_part(ROWS))
+def of_head(*tail: int) -> pl.BlockSpec:
+    """Return the spec of all numbers of a head."""
+    return pl.BlockSpec((None, None, *tail), lambda s, h, b: (b, h) + (0,) * len(tail))
 
 
 class Span(NamedTuple):
@@ -108,31 +51,83 @@ class Span(NamedTuple):
     end: Any
 
 
-def kernel(
+def attend_parts(
+    x: DecodeAttention,
+    of_slots: Callable[..., pl.BlockSpec],
+    span: Span | None,
+    logits: Any,
+    *,
+    size: int,
+    splits: int,
+    interpret: Any,
+    name: str,
+) -> Parts:
+    """Attend to each split of each head's slots, `size` of them at a time, and to its low-rank memory.
+
+    Args:
+        of_slots: returns the spec of slots, given the sizes of the axes that follow them.
+        span: range of each head's slots, if they are in one pool; None if each head has its own.
+        logits: where to write the logits of the slots; None for nowhere.
+    """
+    (b, h, _, d), parts = x.q.shape, splits + (x.low_rank is not None)
+
+    def of_part(*tail: int) -> Any:
+        spec = pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
+        return made((b, h, parts, *tail), spec)
+
+    def of_row(numbers: Array | None) -> Any:
+        return None if numbers is None else block(numbers, pl.BlockSpec((1,), lambda s, h, b: (b,)))
+
+    def slots(numbers: Array) -> Any:
+        return block(numbers, of_slots(*numbers.shape[x.position.ndim :]))
+
+    slopes, low_rank, gumbel = x.spec.slopes, x.low_rank, x.gumbel
+    if slopes is not None:
+        of_group = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
+        slopes = block(pad_to(slopes.astype(jnp.float32), 1, ROWS), of_group)
+    if low_rank is not None:
+        phi, memory, z = (y.astype(jnp.float32) for y in low_rank)
+        phi = jnp.moveaxis(pad_to(phi, 2, ROWS), -1, 2)
+        low_rank = LowRank(*(block(y, of_head(*y.shape[2:])) for y in (phi, memory, z)))
+    if gumbel is not None:
+        seed, tau, first = map(of_row, (gumbel.seed, gumbel.tau.astype(jnp.float32), gumbel.first))
+        gumbel = dataclasses.replace(gumbel, seed=seed, tau=tau, first=first)
+    inputs = DecodeAttention(
+        q=block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
+        k=jax.tree.map(slots, x.k),
+        v=jax.tree.map(slots, x.v),
+        position=slots(x.position),
+        query_position=of_row(x.query_position),
+        spec=dataclasses.replace(x.spec, slopes=slopes),
+        low_rank=low_rank,
+        scores=gumbel,
+    )
+    lse = of_part(ROWS)
+    return run(
+        functools.partial(_kernel, size=size, splits=splits, multiply=products(interpret)),
+        (inputs, span),
+        Parts(of_part(ROWS, x.v.shape[-1]), lse, logits, None if gumbel is None else lse),
+        grid=(parts, h, b),
+        compiler_params=PARAMS,
+        interpret=interpret,
+        name=name,
+    )
+
+
+def _kernel(
     x: DecodeAttention,
     span: Span | None,
     outputs: Parts,
     *,
     size: int,
-    split: Any,
     splits: int,
     multiply: Callable[[Array, Array], Array],
 ) -> None:
-    """Attend to one split of a head's slots, or to its low-rank memory.
-
-    Args:
-        x: blocks of one head; of a pool, all slots.
-        span: the head's range of a pool; None if all slots are the head's.
-        size: slots of one step.
-        split: slots of a split; any number for a `span`.
-    """
     part, head = pl.program_id(0), pl.program_id(1)
     (capacity,), e, dtype = x.position.shape, outputs.out.shape[-1], x.q.dtype
     (k, k_scale), (v, v_scale) = stored(x.k), stored(x.v)
-    begin, end = 0, capacity
-    if span is not None:
-        begin, end = span.begin[0], span.end[0]
-        split = pl.cdiv(pl.cdiv(end - begin, splits), size) * size
+    begin, end = (0, capacity) if span is None else (span.begin[0], span.end[0])
+    split = split_of(end - begin, splits, size)
     first = begin + part * split
     last = jnp.minimum(first + split, end)
 

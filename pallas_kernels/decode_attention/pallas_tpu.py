@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from pallas_kernels.attention import log_sum, positive
@@ -21,6 +20,7 @@ from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, tpu_params
 from pallas_kernels.decode_attention import kernel_parts, running
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
+from pallas_kernels.decode_attention.running import Running
 
 BLOCK_BYTES = 1 << 20
 """Approximate bytes of keys in one grid step; values take as many, and both are double-buffered."""
@@ -42,18 +42,6 @@ class Outputs(NamedTuple):
     scores_lse: Any = None
 
 
-class Scratch(NamedTuple):
-    """Memory that is kept between the splits of a block of heads."""
-
-    acc: Any
-    """Unnormalised output."""
-    softmax: running.Softmax
-    noisy: running.Softmax | None = None
-    """Softmax of Keyformer's noisy logits."""
-    logits: Any = None
-    """Logits of all slots."""
-
-
 def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
@@ -66,18 +54,15 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     wanted = "sum" if x.gumbel is not None else x.scores
 
     parts = running.Parts(heads, g, slots, lambda b, h, s: (b, h, s))
-    inputs = parts.inputs(x, parts.of_slots(None))
+    inputs = parts.inputs(x, parts.of_slots())
     told = 1 if shared else rows
     outputs = Outputs(made((b, h * g, e), parts.of_queries(e)), made((b, h, told), parts.of_heads(told)))
-    softmax = running.Softmax(*(pltpu.VMEM((blocks, rows, 1), jnp.float32) for _ in range(2)))
-    scratch = Scratch(pltpu.VMEM((blocks, rows, e), jnp.float32), softmax, None if x.gumbel is None else softmax)
     if keep:
         shape = (g, c) if wanted == "each" and not shared else (c,)
         outputs = outputs._replace(scores=made((b, h, *shape), parts.of_heads(*shape)))
-        scratch = scratch._replace(logits=pltpu.VMEM((blocks, rows, splits * slots), jnp.float32))
     elif wanted is not None:
         several = parts.of_heads(rows, slots, along=1)
-        logits = made((b, h, c), parts.of_slots(None)) if shared else made((b, h, rows, c), several)
+        logits = made((b, h, c), parts.of_slots()) if shared else made((b, h, rows, c), several)
         outputs = outputs._replace(logits=logits, scores_lse=made((b, h, told), parts.of_heads(told)))
 
     channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)
@@ -87,7 +72,9 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
         (inputs,),
         outputs,
         grid=(b, pl.cdiv(h, heads), splits),
-        scratch_shapes=[scratch],
+        scratch_shapes=[
+            Running.scratch(blocks, rows, e=e, noisy=x.gumbel is not None, slots=splits * slots if keep else None)
+        ],
         compiler_params=tpu_params(2, 1, VMEM_BYTES * room()),
         interpret=interpret,
         name="decode_attention",
@@ -121,7 +108,7 @@ def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
 def _kernel(
     x: DecodeAttention,
     made: Outputs,
-    scratch: Scratch,
+    scratch: Running,
     *,
     capacity: int,
     channels: tuple[int, int],
@@ -132,14 +119,7 @@ def _kernel(
     heads, slots = x.position.shape[1:]
     groups = x.q.shape[1] // heads
     head, first = pl.program_id(1) * heads, split * slots
-    softmaxes = [some for some in (scratch.softmax, scratch.noisy) if some is not None]
-
-    @pl.when(split == 0)
-    def _() -> None:
-        scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
-        for softmax in softmaxes:
-            softmax.top[...] = jnp.full(softmax.top.shape, LOWEST / 2, jnp.float32)
-            softmax.total[...] = jnp.zeros(softmax.total.shape, jnp.float32)
+    pl.when(split == 0)(scratch.begin)
 
     def live(numbers: Array, along: int) -> Array:
         # Memory beyond the last slot is arbitrary, even NaN, which a weight of 0 does not turn into 0.
@@ -160,14 +140,12 @@ def _kernel(
 
     q = running.rows_of(x.q[0], heads)
     logits, visible = running.logits_of(x, q, position, visible, query, channels[0], integers, first, row)
-
-    def weigh(weights: Array) -> Array:
-        return kernel_parts.weighted(weights, v, v_scale, channels[1], integers)
-
-    running.advance(scratch.softmax, logits, scratch.acc, weigh)
+    scratch.softmax.advance(
+        logits, scratch.acc, lambda weights: kernel_parts.weighted(weights, v, v_scale, channels[1], integers)
+    )
     if scratch.noisy is not None:
         logits = running.noisy(x.scores, logits, visible, position, row, head)
-        running.advance(scratch.noisy, logits)
+        scratch.noisy.advance(logits)
     if scratch.logits is not None:
         here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(first, slots), slots)
         scratch.logits[:, :, here] = logits
@@ -176,11 +154,11 @@ def _kernel(
 
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
+        top, total = (ref[...] for ref in (scratch.noisy or scratch.softmax))  # of slots alone
         out, lse = _finish(x.low_rank, scratch)
         made.out[0], made.lse[0] = running.packed(out, heads, groups), running.along_lanes(lse, heads)
         if wanted is None:
             return
-        top, total = (ref[...] for ref in softmaxes[-1])
         if made.scores_lse is not None:
             made.scores_lse[0] = running.along_lanes(log_sum(top, total), heads)
             return
@@ -190,22 +168,20 @@ def _kernel(
         made.scores[0] = share if wanted == "each" and len(q) == heads else running.summed(share, heads)
 
 
-def _finish(low_rank: LowRank | None, scratch: Scratch) -> tuple[Array, Array]:
-    # Merges slots with low-rank attention, which is one more split.
-    acc, (top, total) = scratch.acc[...], (ref[...] for ref in scratch.softmax)
+def _finish(low_rank: LowRank | None, scratch: Running) -> tuple[Array, Array]:
+    # Merges slots with low-rank attention, which is one more split: its logits are the logarithms of its mass.
     if low_rank is not None:
-        z = low_rank.z[0]
-        phi = running.rows_of(low_rank.features[0], len(z))
-        mass = (phi * kernel_parts.beside(z, len(acc))).sum(-1, keepdims=True)
+        heads = low_rank.z.shape[1]
+        phi = running.rows_of(low_rank.features[0], heads)
+        mass = (phi * kernel_parts.beside(low_rank.z[0], len(phi))).sum(-1, keepdims=True)
         some = mass > 0
-        other = jnp.where(some, jnp.log(jnp.where(some, mass, 1.0)), LOWEST / 2)
-        highest = jnp.maximum(top, other)
-        kept = jnp.exp(top - highest)
-        # phi H is divided by its mass, which is added back as exp(log mass - highest): that cannot overflow.
-        added = jnp.where(some, jnp.exp(other - highest) / jnp.where(some, mass, 1.0), 0.0)
-        acc = kept * acc + added * kernel_parts.of_each(
-            lambda rows: kernel_parts.dot(rows, low_rank.h[0], 1), phi, len(z)
-        )
-        total = kept * total + jnp.where(some, jnp.exp(other - highest), 0.0)
-        top = highest
-    return acc / positive(total), log_sum(top, total)
+        mass = jnp.where(some, mass, 1.0)
+
+        def weigh(weights: Array) -> Array:
+            # phi H is divided by its mass, which the weights contain: that cannot overflow.
+            memory = kernel_parts.of_each(lambda rows: kernel_parts.dot(rows, low_rank.h[0], 1), phi, heads)
+            return weights / mass * memory
+
+        scratch.softmax.advance(jnp.where(some, jnp.log(mass), LOWEST), scratch.acc, weigh)
+    top, total = (ref[...] for ref in scratch.softmax)
+    return scratch.acc[...] / positive(total), log_sum(top, total)

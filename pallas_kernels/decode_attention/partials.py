@@ -18,7 +18,6 @@ ROWS = 16
 PROGRAMS = 512
 """Programs that keep a large GPU busy: short batches get more splits."""
 
-
 STEP = 16_384
 """Bytes of keys, in the queries' dtype, that a program of four warps multiplies in one step without spilling."""
 
@@ -32,10 +31,20 @@ def steps(width: int) -> int:
 
 
 def tile(heads: int, c: int, width: int) -> tuple[int, int]:
-    """Return the slots of one step of a program's loop, and of all its steps; `width` is in bytes, as in `steps`."""
+    """Return the slots of one step of a program's loop, and the number of splits; `width` is as in `steps`."""
     block = min(max(16, pl.next_power_of_2(c)), steps(width))
-    splits = min(max(1, PROGRAMS // heads), max(1, c // 256))
-    return block, pl.cdiv(pl.cdiv(c, splits), block) * block
+    return block, splits_of(heads, c, block)
+
+
+def splits_of(heads: int, c: int, block: int) -> int:
+    """Return the number of splits of each head's c slots, which are multiples of a block."""
+    most = min(max(1, PROGRAMS // heads), max(1, c // 256))
+    return pl.cdiv(c, split_of(c, most, block))
+
+
+def split_of(c: Any, splits: int, block: int) -> Any:
+    """Return the slots of a split; the last one may have fewer."""
+    return pl.cdiv(pl.cdiv(c, splits), block) * block
 
 
 def channels(width: int, dtype: DTypeLike, halved: bool = False) -> tuple[slice, ...]:

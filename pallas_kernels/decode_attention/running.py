@@ -20,11 +20,11 @@ from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     beside,
     channels_of,
-    placed,
     products,
     stored,
     tempered,
 )
+from pallas_kernels.operands import Operand, Quantised
 
 TILE = 32
 """Slots of an aligned part of a block of keys, in any dtype."""
@@ -38,6 +38,47 @@ class Softmax(NamedTuple):
 
     top: Any
     total: Any
+
+    def advance(
+        self, logits: Float[Array, "*n s"], acc: Any = None, weigh: Callable[[Array], Array] | None = None
+    ) -> None:
+        """Advance by the logits of one block.
+
+        `acc` refers to the unnormalized output, if there is one, and `weigh` returns its term from the block's weights.
+        """
+        top, total = self
+        highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))
+        weights, kept = jnp.exp(logits - highest), jnp.exp(top[...] - highest)
+        total[...] = kept * total[...] + weights.sum(-1, keepdims=True)
+        if weigh is not None:
+            acc[...] = kept * acc[...] + weigh(weights)
+        top[...] = highest
+
+
+class Running(NamedTuple):
+    """Attention so far, in memory that is kept between the splits of a block of heads."""
+
+    acc: Any
+    """Unnormalised output."""
+    softmax: Softmax
+    noisy: Softmax | None = None
+    """Softmax of Keyformer's noisy logits."""
+    logits: Any = None
+    """Logits of all slots, if they become scores."""
+
+    @classmethod
+    def scratch(cls, *rows: int, e: int, noisy: bool = False, slots: int | None = None) -> Running:
+        """Return the memory for these rows of queries, values of e channels, and logits of some slots."""
+        softmax = Softmax(*(pltpu.VMEM((*rows, 1), jnp.float32) for _ in range(2)))
+        logits = None if slots is None else pltpu.VMEM((*rows, slots), jnp.float32)
+        return cls(pltpu.VMEM((*rows, e), jnp.float32), softmax, softmax if noisy else None, logits)
+
+    def begin(self) -> None:
+        """Start from no slots."""
+        self.acc[...] = jnp.zeros(self.acc.shape, jnp.float32)
+        for top, total in filter(None, (self.softmax, self.noisy)):
+            top[...] = jnp.full(top.shape, LOWEST / 2, jnp.float32)
+            total[...] = jnp.zeros(total.shape, jnp.float32)
 
 
 class Parts(NamedTuple):
@@ -60,11 +101,19 @@ class Parts(NamedTuple):
 
         return pl.BlockSpec((1, self.heads, *tail), index)
 
-    def of_slots(self, width: int | None, channels: int = 2) -> pl.BlockSpec:
-        """Return the spec of a split of keys, values or numbers per slot, as `placed` takes it."""
-        if width is None:
-            return self.of_heads(self.slots, along=0)
-        return self.of_heads(width, self.slots, along=1) if channels == 1 else self.of_heads(self.slots, width, along=0)
+    def of_slots(self, *width: int) -> pl.BlockSpec:
+        """Return the spec of a split of numbers per slot."""
+        return self.of_heads(self.slots, *width, along=0)
+
+    def pairs(self, operand: Operand) -> Operand:
+        """Return keys or values and their scales as `blocks.block`s."""
+        array, scale = stored(operand)
+        width = array.shape[-1]
+        if channels_of(operand) == 2:
+            numbers = block(array, self.of_slots(width))
+        else:
+            numbers = block(array.swapaxes(2, 3), self.of_heads(width, self.slots, along=1))
+        return numbers if scale is None else Quantised(numbers, block(scale, self.of_slots()))
 
     def of_queries(self, width: int) -> pl.BlockSpec:
         """Return the spec of the query heads of a block, in the layout of the projections [b hg width]."""
@@ -106,8 +155,8 @@ class Parts(NamedTuple):
             gumbel = dataclasses.replace(gumbel, **numbers)
         return DecodeAttention(
             q=queries(x.q),
-            k=placed(x.k, self.of_slots, channels_of(x.k)),
-            v=placed(x.v, self.of_slots, channels_of(x.v)),
+            k=self.pairs(x.k),
+            v=self.pairs(x.v),
             position=block(x.position, position),
             query_position=scalars(x.query_position),
             spec=dataclasses.replace(x.spec, slopes=slopes),
@@ -130,13 +179,7 @@ def logits_of(
 ) -> tuple[Float[Array, "n rows s"], Bool[Array, "n rows s"]]:
     """Return the logits of a block of slots, `LOWEST` in masked slots, and the mask of visible slots.
 
-    Args:
-        x: the kernel's inputs; at most `LANES` sinks.
-        q: queries in the layout of `rows_of`.
-        visible: whether the query attends to the slot.
-        channels: the axis of keys that holds channels.
-        integers: as in `products`.
-        first: the number of the block's first slot.
+    There are at most `LANES` sinks, q has the layout of `rows_of`, and the block begins at the slot `first`.
     """
     distance = position - query
     k, scale = (None if ref is None else ref[0] for ref in stored(x.k))
@@ -178,22 +221,6 @@ def noisy(
     heads += 0 if gumbel.first is None else gumbel.first[row]
     lay = functools.partial(beside, blocks=len(logits))
     return tempered(logits, visible, gumbel, seed, gumbel.tau[row], heads.astype(jnp.uint32), position, lay)
-
-
-def advance(
-    softmax: Softmax, logits: Float[Array, "n rows s"], acc: Any = None, weigh: Callable[[Array], Array] | None = None
-) -> None:
-    """Advance an online softmax by the logits of one block.
-
-    `acc` refers to the unnormalized output, if there is one, and `weigh` returns its term from the block's weights.
-    """
-    top, total = softmax
-    highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))
-    weights, kept = jnp.exp(logits - highest), jnp.exp(top[...] - highest)
-    total[...] = kept * total[...] + weights.sum(-1, keepdims=True)
-    if weigh is not None:
-        acc[...] = kept * acc[...] + weigh(weights)
-    top[...] = highest
 
 
 def rows_and_blocks(heads: int, groups: int) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import triton.language as tl
 from pallas_kernels.common import capability
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
 from pallas_kernels.decode_attention.kernel_parts import stored
-from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, tile
+from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, split_of, tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +98,15 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
 def constants_of(x: DecodeAttention) -> Constants:
     """Return the constants for these arguments."""
     (b, h, g, d), (c, e), gumbel = x.q.shape, x.v.shape[2:], x.gumbel
-    block, split = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
+    block, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
     pieces = channels(max(16, triton.next_power_of_2(d)), x.q.dtype)
-    splits = triton.cdiv(c, split)
     return Constants(
         heads=h,
         groups=g,
         slots=c,
         d=d,
         e=e,
-        split=split,
+        split=split_of(c, splits, block),
         splits=splits,
         parts=splits + (x.low_rank is not None),
         features=0 if x.low_rank is None else x.low_rank.features.shape[-1],

@@ -18,8 +18,7 @@ from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.common import Survey, Unsupported
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, Gumbel, Sinks, kind_of, refuse_turned
 from pallas_kernels.decode_attention.kernel_parts import stored
-from pallas_kernels.evict.api import Evict
-from pallas_kernels.hamming.api import Hamming, words_limits
+from pallas_kernels.hamming.api import words_limits
 from pallas_kernels.hamming.hashing import Hashing
 from pallas_kernels.op import How, Limit, Op, options_of
 from pallas_kernels.operands import Operand
@@ -122,10 +121,6 @@ def decode_step(
     The update is in place if the caller donates the slots and the written parts of the standing.
 
     Args:
-        slots: contents of the slots.
-        token: the new token.
-        ranking: choice of the slot that it takes.
-        query: its attention.
         pairs: True to return the evicted pair.
         adds: True to return the standing with the sums added, starting at 0 for the new token.
         rounds: True to return attention's output in the queries' dtype, if nothing else is merged with it.
@@ -144,12 +139,7 @@ def decode_step(
         onto = type(standing).__name__ if held is None else held.dtype.name
         raise ValueError(f"adds=True adds sums to standing in float32, not scores={scores!r} to {onto}; leave it out.")
     refuse_turned(slots.v)
-    step = DecodeStep(slots, token, ranking, query, pairs, adds, rounds)
-    stepped = step(**how)
-    asked = how.get("implementation")
-    if isinstance(asked, Survey):
-        step.survey_parts(asked, how.get("platform"))
-    return stepped
+    return DecodeStep(slots, token, ranking, query, pairs, adds, rounds)(**how)
 
 
 def one_pass(query: Query, k: Operand, v: Operand, hashed: Hashed | None = None, **how: Unpack[How]) -> bool:
@@ -206,14 +196,3 @@ class DecodeStep(Op[Stepped]):
         if isinstance(standing, Hashed):
             settings["bits"] = standing.hashing.planes.shape[-2]
         return sizes, settings
-
-    def survey_parts(self, survey: Survey, platform: str | None) -> None:
-        """Record the two calls that are made if one pass does not win."""
-        (position, *buffers), (newest, *added), ranking = self.slots, self.token, self.ranking
-        standing, protection, keep = ranking.standing, ranking.protection, ranking.keep
-        if isinstance(standing, Hashed):
-            found = Hamming(standing.hashing.of_queries(), standing.codes, position, newest, protection, keep)
-        else:
-            found = Evict(standing, position, newest, buffers, added, protection, keep, ranking.shrinks)
-        found(survey, platform=platform)
-        self.attention(self.slots)(survey, platform=platform)

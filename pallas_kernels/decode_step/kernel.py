@@ -17,6 +17,7 @@ from pallas_kernels.common import LANES, row_and_block
 from pallas_kernels.decode_attention import running
 from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, seen, stored, weighted
+from pallas_kernels.decode_attention.running import Running
 from pallas_kernels.decode_step.api import Hashed, Ranking
 from pallas_kernels.evict.pallas_tpu import counted
 from pallas_kernels.hamming.hashing import WORD
@@ -78,8 +79,7 @@ class Outputs(NamedTuple):
 class Scratch(NamedTuple):
     """Memory that is kept between the splits of a block of heads."""
 
-    acc: Any
-    softmax: running.Softmax
+    running: Running
     slot: Any
     """Slots that the tokens take, as a vector, and `slots`, as scalars."""
     slots: Any
@@ -87,10 +87,8 @@ class Scratch(NamedTuple):
     v: Tile
     sent: Any
     """Semaphores of the copies back."""
-    noisy: running.Softmax | None = None
-    logits: Any = None
-    """Logits of all slots, and `new`, that of the token."""
     new: Any = None
+    """Logit of the token, if it becomes a score."""
 
 
 class _Side(NamedTuple):
@@ -118,13 +116,7 @@ def kernel(
 ) -> None:
     """Run one grid step: evict at the first split of slots, attend to each split, and copy the changed tiles back.
 
-    Args:
-        units: blocks of heads of a core's rows.
-        blocks: blocks of heads of a row.
-        slots: slots of a split.
-        channels: the axes of channels in blocks of keys and of values, as in `kernel_parts.placed`.
-        wanted: `each` or `sum` of the scores; None for none.
-        adds: whether the scores are added to the standing.
+    A core has `units` blocks of heads, and a row has `blocks`; `channels` are as in `kernel_parts.channels_of`.
     """
     step, split, splits = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     row, block = row_and_block(pl.program_id(0), step, units, blocks)
@@ -138,7 +130,7 @@ def kernel(
     keys = _Side(*stored(attention.k), x.k, made.k, scratch.k, channels[0])
     values = _Side(*stored(attention.v), x.v, made.v, scratch.v, channels[1])
     sides = keys, values
-    softmaxes = [some for some in (scratch.softmax, scratch.noisy) if some is not None]
+    state = scratch.running
 
     def of_heads(ref: Any) -> Array:  # [heads, 1]
         numbers = ref[...]
@@ -196,15 +188,15 @@ def kernel(
         key, value = (new(side) for side in sides)
         logits = (q.astype(jnp.float32) * jnp.broadcast_to(beside(key, len(q)), q.shape)).sum(-1, keepdims=True)
         logits = jnp.where(writes, attention.spec.capped(logits), LOWEST)
-        scratch.softmax.top[...] = jnp.maximum(logits, LOWEST / 2)
-        scratch.softmax.total[...] = jnp.where(writes, jnp.ones_like(logits), 0.0)
-        value = jnp.broadcast_to(beside(value, len(q)), scratch.acc.shape)
-        scratch.acc[...] = jnp.where(writes, value, 0.0)
-        if scratch.noisy is not None:
+        state.softmax.top[...] = jnp.maximum(logits, LOWEST / 2)
+        state.softmax.total[...] = jnp.where(writes, jnp.ones_like(logits), 0.0)
+        value = jnp.broadcast_to(beside(value, len(q)), state.acc.shape)
+        state.acc[...] = jnp.where(writes, value, 0.0)
+        if state.noisy is not None:
             written = jnp.full(logits.shape, writes)
             logits = running.noisy(gumbel, logits, written, jnp.full((heads, 1), newest), row, block * heads)
-            scratch.noisy.top[...] = jnp.maximum(logits, LOWEST / 2)
-            scratch.noisy.total[...] = scratch.softmax.total[...]
+            state.noisy.top[...] = jnp.maximum(logits, LOWEST / 2)
+            state.noisy.total[...] = state.softmax.total[...]
         if wanted is not None:
             scratch.new[...] = logits
 
@@ -224,19 +216,15 @@ def kernel(
         for i, side in enumerate(sides):
             pltpu.make_async_copy(side.tile.slots, side.tile.slots, scratch.sent.at[i]).wait()
 
-    @pl.when((step > 0) & (split == 0))
-    def _() -> None:
-        wait()
-
-    def weigh(weights: Array) -> Array:
-        return weighted(weights, values.cache[0], v_scale, values.channels, integers)
-
-    running.advance(scratch.softmax, logits, scratch.acc, weigh)
-    if scratch.noisy is not None:
+    pl.when((step > 0) & (split == 0))(wait)
+    state.softmax.advance(
+        logits, state.acc, lambda weights: weighted(weights, values.cache[0], v_scale, values.channels, integers)
+    )
+    if state.noisy is not None:
         logits = running.noisy(gumbel, logits, visible, position, row, block * heads)
-        running.advance(scratch.noisy, logits)
+        state.noisy.advance(logits)
     if wanted is not None:
-        scratch.logits[:, :, at] = logits
+        state.logits[:, :, at] = logits
 
     for head in range(heads):
         slot = scratch.slots[head]
@@ -249,18 +237,18 @@ def kernel(
 
     @when(split == splits - 1)
     def _() -> None:
-        top, total = (ref[...] for ref in scratch.softmax)
-        out = scratch.acc[...] / jnp.where(total > 0, total, 1.0)
+        top, total = (ref[...] for ref in state.softmax)
+        out = state.acc[...] / jnp.where(total > 0, total, 1.0)
         made.out[0] = running.packed(out, heads, groups).astype(made.out.dtype)
         made.lse[0] = running.along_lanes(log_sum(top, total), heads)
         if wanted is None:
             return
         used = slice(groups if len(q) == heads else None)
-        if scratch.noisy is not None:
-            total = scratch.noisy.total[...]
-        top = softmaxes[-1].top[:, used]
+        if state.noisy is not None:
+            total = state.noisy.total[...]
+        top = (state.noisy or state.softmax).top[:, used]
         share = 1 / positive(total)[:, used]
-        found = jnp.exp(scratch.logits[:, used] - top) * share
+        found = jnp.exp(state.logits[:, used] - top) * share
         new = jnp.exp(scratch.new[:, used] - top) * share
         here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == scratch.slot[...]
         if wanted == "each" and len(q) == heads:
@@ -271,9 +259,7 @@ def kernel(
             made.scores[0] = jnp.where(here & writes, running.summed(new, heads), found)
 
     # The next core's blocks do not await these copies.
-    @pl.when((step == units - 1) & (split == splits - 1))
-    def _() -> None:
-        wait()
+    pl.when((step == units - 1) & (split == splits - 1))(wait)
 
 
 def _words(planes: Any, x: Float[Array, "h 1 d"]) -> list[UInt32[Array, "h 1"]]:

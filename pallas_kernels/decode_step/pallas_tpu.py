@@ -76,23 +76,20 @@ def decode_step(x: DecodeStep, *, interpret: Any) -> Stepped:
         v=after[1],
         codes=tuple(map(over, standing.codes)) if isinstance(standing, Hashed) else (),
     )
-    softmax = running.Softmax(*(pltpu.VMEM((sets, rows, 1), jnp.float32) for _ in range(2)))
+    scored = wanted is not None
     scratch = Scratch(
-        acc=pltpu.VMEM((sets, rows, e), jnp.float32),
-        softmax=softmax,
+        running=running.Running.scratch(sets, rows, e=e, noisy=gumbel is not None, slots=c if scored else None),
         slot=pltpu.VMEM((heads, 1), jnp.int32),
         slots=pltpu.SMEM((heads,), jnp.int32),
         k=tiles[0],
         v=tiles[1],
         sent=pltpu.SemaphoreType.DMA((2,)),
-        noisy=None if gumbel is None else softmax,
+        new=pltpu.VMEM((sets, rows, 1), jnp.float32) if scored else None,
     )
-    if wanted is not None:
+    if scored:
         shape = (g, c) if wanted == "each" and sets == heads else (c,)
         scores = over(standing) if x.adds else made((b, h, *shape), parts.of_heads(*shape))
         outputs = outputs._replace(scores=scores)
-        logits = pltpu.VMEM((sets, rows, c), jnp.float32)
-        scratch = scratch._replace(logits=logits, new=pltpu.VMEM((sets, rows, 1), jnp.float32))
 
     body = functools.partial(
         kernel,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.common import Survey
 from pallas_kernels.decode_step.api import DecodeStep, Hashed, Slots, Stepped
 from pallas_kernels.evict.api import Evict
 from pallas_kernels.evict.reference import written_through
 from pallas_kernels.hamming import distances
+from pallas_kernels.hamming.api import Hamming
 from pallas_kernels.op import Options
 from pallas_kernels.operands import Quantised, quantise
 
@@ -17,16 +19,23 @@ def decode_step(x: DecodeStep, options: Options) -> Stepped:
     newest, *new, entry = x.token
     new = [quantise(y, held.bits) if isinstance(held, Quantised) else y for y, held in zip(new, pair, strict=True)]
     standing, words, word = x.ranking.standing, None, None
+    choice = x.ranking.protection, x.ranking.keep, x.ranking.shrinks
+    # A survey records the two calls that are made if one pass does not win.
+    surveyed = isinstance(options.implementation, Survey)
     if isinstance(standing, Hashed):
         hashing, words = standing
         word = tuple(word[:, :, 0] for word in hashing.of_keys())
-        standing = -distances(hashing.of_queries(), words).astype(jnp.float32)
+        queries = hashing.of_queries()
+        standing = -distances(queries, words).astype(jnp.float32)
+        if surveyed:
+            Hamming(queries, words, position, newest, *choice[:2])(*options)
     held, added = (((*pair, buffers), words), ((*new, entry), word))
-    choice = x.ranking.protection, x.ranking.keep, x.ranking.shrinks
     eviction = Evict(standing, position, newest, held, added, *choice, pairs=x.pairs)
-    slot, left, taken, position, ((k, v, buffers), codes) = eviction.reference(options)
+    evicted = eviction(*options) if surveyed and words is None else eviction.reference(options)
+    slot, left, taken, position, ((k, v, buffers), codes) = evicted
     slots = Slots(position, k, v, buffers)
-    attended = x.attention(slots).reference(options)
+    attention = x.attention(slots)
+    attended = attention(*options) if surveyed else attention.reference(options)
     if x.adds:
         assert standing is not None and attended.scores is not None
         begun = written_through(standing, slot, jnp.zeros(slot.shape, standing.dtype))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Unpack
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec, Partial, static
@@ -14,7 +15,6 @@ from pallas_kernels.common import LANES
 from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
 from pallas_kernels.op import How, Limit, Op
 from pallas_kernels.operands import Operand, Quantised
-from pallas_kernels.paged_attention.pages import MOST_TOLD, tile, told
 
 Places = tuple[Int[Array, "b h"], Int[Array, "P s"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
@@ -109,10 +109,19 @@ class PagedAttention(Op[Paged]):
             yield whole, "pages of four bits would be copied at every step, unless d and e are 256"
             (b, h), (pages, size) = self.q.shape[:2], self.k.shape[:2]
             yield size <= 1024, f"s={size} slots in a page are more than 1024"
-            numbers = told(b, b * h, pages, tile(b * h, self.layers, pages, size))
-            text = f"its steps take {numbers} scalars for rows, heads and pages, more than {MOST_TOLD}"
-            yield numbers <= MOST_TOLD, text
+            kernel = self.module(backend)
+            numbers = kernel.told(b, b * h, pages, kernel.tile(b * h, self.layers, pages, size))
+            text = f"its steps take {numbers} scalars for rows, heads and pages, more than {kernel.MOST_TOLD}"
+            yield numbers <= kernel.MOST_TOLD, text
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
         settings = operand_settings(self.q, self.k, self.v, self.spec)
         return dict(b=self.q.shape[0], pages=self.k.shape[0]), dict(slots=self.k.shape[1]) | settings
+
+
+def ranges(owner: Int[Array, " P"], pages: Int[Array, "2"], owners: int) -> tuple[Int[Array, " o"], Int[Array, " o"]]:
+    """Return each owner's first page in a layer, and the one after its last."""
+    page = jnp.arange(owner.shape[0])
+    rising = jnp.where(page < pages[0], -1, jnp.where(page < pages[1], owner, owners))
+    found = jnp.searchsorted(rising, jnp.arange(owners + 1)).astype(jnp.int32)
+    return found[:-1], found[1:]

@@ -23,16 +23,20 @@ from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     multiplies_integers,
-    placed,
     products,
     seen,
     stored,
     weighted,
 )
-from pallas_kernels.decode_attention.running import Softmax, advance
+from pallas_kernels.decode_attention.running import Running
 from pallas_kernels.operands import Operand
-from pallas_kernels.paged_attention.api import Paged, PagedAttention
-from pallas_kernels.paged_attention.pages import most_steps, ranges, tile
+from pallas_kernels.paged_attention.api import Paged, PagedAttention, ranges
+
+SLOTS = (128, 512)
+"""Approximate minimum and maximum slots of one grid step; each head's last step reads some that it does not use."""
+
+MOST_TOLD = 240_000
+"""Maximum scalars of the steps, which must fit in a TPU's scalar memory of one mebibyte."""
 
 
 class Steps(NamedTuple):
@@ -51,8 +55,7 @@ class Steps(NamedTuple):
 class Scratch(NamedTuple):
     """Memory that is kept between the steps of an owner."""
 
-    acc: Any
-    softmax: Softmax
+    running: Running
     logits: Any
     """A block of pages that belongs to other steps, and one that is copied out."""
     written: Any
@@ -76,8 +79,8 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
         sizes = tuple(pl.Element(y) for y in (pages, *tail))
         return pl.BlockSpec(sizes, lambda i, steps: (_place(i, steps, pages, count)[1], 0, 0))
 
-    def of_slots(width: int | None, channels: int) -> pl.BlockSpec:
-        return of_pages(1, size) if width is None else of_pages(size, width)
+    def placed(numbers: Array) -> Any:
+        return block(numbers, of_pages(*numbers.shape[1:]))
 
     slopes: Any = x.spec.slopes
     if slopes is not None:
@@ -85,9 +88,9 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
         slopes = block(pad_to(slopes.astype(jnp.float32)[..., None], 1, rows), of_group)
     inputs = DecodeAttention(
         q=block(pad_to(x.q, 2, rows).reshape(b * h, rows, d), of_head(rows, d)),
-        k=placed(_in_lanes(x.k), of_slots),
-        v=placed(_in_lanes(x.v), of_slots),
-        position=block(x.position[:, None], of_pages(1, size)),
+        k=jax.tree.map(placed, _in_lanes(x.k)),
+        v=jax.tree.map(placed, _in_lanes(x.v)),
+        position=placed(x.position[:, None]),
         query_position=None,  # type: ignore[arg-type]  # with the scalars
         spec=dataclasses.replace(x.spec, slopes=slopes),
     )
@@ -97,10 +100,8 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
         # The array has room for a whole block that begins with the last page.
         made((count + pages, g, size), pl.BlockSpec(memory_space=pl.ANY)),
     )
-    numbers = pltpu.VMEM((rows, 1), jnp.float32)
     scratch = Scratch(
-        pltpu.VMEM((rows, e), jnp.float32),
-        Softmax(numbers, numbers),
+        Running.scratch(rows, e=e),
         pltpu.VMEM((2 * pages, g, size), jnp.float32),
         pltpu.SemaphoreType.DMA(()),
     )
@@ -121,6 +122,32 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
         # Readers need pages along lanes: on v6e, transposing two dimensions takes an eighth of the cycles of three.
         logits = jax.lax.optimization_barrier(logits[:, 0])[:, None]
     return Paged(out, lse[..., 0], logits)
+
+
+def tile(owners: int, layers: int, count: int, size: int) -> int:
+    """Return the pages of one grid step, about as many as an owner has on average.
+
+    The pool has `count` pages of `size` slots. Steps take more pages if their scalars would exceed `MOST_TOLD`.
+    """
+    mean = count * size * 16 // 17 // (owners * layers)  # a pool is up to a sixteenth larger than its contents
+    slots, most = SLOTS
+    while slots < most and (slots < mean or told(owners, owners, count, _pages(slots, count, size)) > MOST_TOLD):
+        slots *= 2
+    return _pages(slots, count, size)
+
+
+def _pages(slots: int, count: int, size: int) -> int:
+    return min(max(1, slots // padded(size, 2 * SUBLANES)), count)
+
+
+def most_steps(owners: int, count: int, block: int) -> int:
+    """Return the maximum number of grid steps of `block` pages; an owner without pages takes a step as well."""
+    return owners + count // block
+
+
+def told(rows: int, owners: int, count: int, block: int) -> int:
+    """Return the number of scalars of a TPU's steps: each step's owner, three per owner and one per row."""
+    return most_steps(owners, count, block) + 3 * owners + rows
 
 
 def _in_lanes(operand: Operand) -> Operand:
@@ -147,17 +174,12 @@ def _kernel(
     integers: bool,
 ) -> None:
     i = pl.program_id(0)
-    owner, (top, total) = steps.owner[i], scratch.softmax
+    owner, state = steps.owner[i], scratch.running
     pages, size = x.position.shape[::2]
     groups = outputs.logits.shape[1]
     page, at = _place(i, steps, pages, pool)
     mine = jnp.clip(steps.end[owner] - page, 0, pages)
-
-    @pl.when(page == steps.begin[owner])
-    def _() -> None:
-        scratch.acc[...] = jnp.zeros(scratch.acc.shape, jnp.float32)
-        top[...] = jnp.full(top.shape, LOWEST / 2, jnp.float32)
-        total[...] = jnp.zeros(total.shape, jnp.float32)
+    pl.when(page == steps.begin[owner])(state.begin)
 
     def row(ref: Any) -> Array:  # numbers of all slots, side by side
         return jnp.concatenate([ref[page] for page in range(pages)], axis=1)
@@ -181,26 +203,19 @@ def _kernel(
     if x.spec.slopes is not None:
         logits += x.spec.slopes[0] * (position - query).astype(jnp.float32)
     logits = jnp.where(visible, logits, LOWEST)
-    advance(scratch.softmax, logits, scratch.acc, lambda weights: weighted(weights[None], v, v_scale, 2, integers)[0])
+    state.softmax.advance(logits, state.acc, lambda weights: weighted(weights[None], v, v_scale, 2, integers)[0])
 
     # A whole block is copied out, and later steps overwrite what follows these pages. A block that begins earlier
     # copies only its own pages.
     sent = scratch.logits.at[pl.ds(pages, pages)]
     leaving = pltpu.make_async_copy(sent, outputs.logits.at[pl.ds(page, pages)], scratch.written)
-
-    @pl.when(i > 0)
-    def _() -> None:
-        leaving.wait()  # awaits the copy of the step before, which is as large
-
+    pl.when(i > 0)(leaving.wait)  # awaits the copy of the step before, which is as large
     for each in range(pages):
         scratch.logits[pages + each - (page - at)] = logits[:groups, each * size : (each + 1) * size]
     leaving.start()
-
-    @pl.when(i == pl.num_programs(0) - 1)
-    def _() -> None:
-        leaving.wait()
+    pl.when(i == pl.num_programs(0) - 1)(leaving.wait)
 
     @pl.when(page + pages >= steps.end[owner])
     def _() -> None:
-        outputs.out[0] = scratch.acc[...] / positive(total[...])
-        outputs.lse[0] = log_sum(top[...], total[...])
+        top, total = (ref[...] for ref in state.softmax)
+        outputs.out[0], outputs.lse[0] = state.acc[...] / positive(total), log_sum(top, total)

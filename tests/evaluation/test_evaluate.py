@@ -28,7 +28,7 @@ from kvjax.methods.less.memory import LowRankMemory
 from kvjax.types import LayerConfig
 from kvjax.utils import compilation
 from kvjax.utils.markdown import markdown_table
-from pallas_kernels.attention import causal_mask
+from pallas_kernels.attention import AttentionSpec
 from tests.methods.less.test_less import kernels_for
 from tests.small_models import GQA, random_model
 
@@ -180,7 +180,7 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     q, k = seen["qk"]
     position = jnp.broadcast_to(jnp.arange(40), (2, 40))
     weights = jnp.exp(jnp.einsum("bhgtd,bhsd->bhgts", q, k) / np.sqrt(GQA.head_width))
-    weights = jnp.where(causal_mask(position, position[:, None], None)[:, :, None], weights, 0.0)
+    weights = jnp.where(AttentionSpec(1.0).mask(position, position[:, None])[:, :, None], weights, 0.0)
     evicted = jnp.arange(40) <= jnp.arange(40)[:, None] - budget
     features = jnp.einsum("bhgtr,bhsr->bhgts", less.phi(q), less.psi(k))
     ours = jnp.where(evicted, features, weights)

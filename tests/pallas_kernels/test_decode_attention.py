@@ -92,7 +92,7 @@ def test_short_rows_share_a_step():
 def test_blocks_are_larger_on_chips_with_more_memory(monkeypatch):
     for memory, heads, slots in ((16 << 20, 16, 512), (128 << 20, 32, 1024)):
         monkeypatch.setattr(
-            pallas_tpu.pltpu, "get_tpu_info", lambda memory=memory: SimpleNamespace(vmem_capacity_bytes=memory)
+            running.pltpu, "get_tpu_info", lambda memory=memory: SimpleNamespace(vmem_capacity_bytes=memory)
         )
         assert pallas_tpu.tile(32, 256, 128, 2) == (heads, 256)
         assert pallas_tpu.tile(8, 4096, 128, 2) == (8, slots)
@@ -109,7 +109,7 @@ def test_single_queries_of_eight_heads_share_a_register(heads, groups, expected)
 
 @pytest.mark.parametrize(("columns", "slots"), [(128, {}), (256, {208: 256, 384: 512})])
 def test_slots_fill_the_columns_of_a_wide_matrix_unit(monkeypatch, columns, slots):
-    monkeypatch.setattr(pallas_tpu.pltpu, "get_tpu_info", lambda: SimpleNamespace(mxu_column_size=columns))
+    monkeypatch.setattr(running.pltpu, "get_tpu_info", lambda: SimpleNamespace(mxu_column_size=columns))
     for c in (64, 128, 208, 256, 304, 384):
         q, k = jnp.zeros((2, 8, 128), jnp.bfloat16), jnp.zeros((2, c, 128), jnp.bfloat16)
         told = str(jax.make_jaxpr(lambda q, k: kernel_parts.products(q, k, None, 2, True))(q, k))
@@ -120,7 +120,7 @@ def test_slots_fill_the_columns_of_a_wide_matrix_unit(monkeypatch, columns, slot
 @pytest.mark.parametrize("scores", ["each", "gumbel"])
 def test_splits_of_programs_give_what_one_gives(scores):
     some = case(1, 2, 3, 700, 64, scores=scores, features=4)
-    assert pallas_gpu.tile(2, 700, 64 * 4) == (64, 384)
+    assert pallas_gpu.tile(2, 700, 64 * 4) == (64, 2) and partials.split_of(700, 2, 64) == 384
     check(some, GPU_WAYS[0])
 
 

@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from pallas_kernels.common import CAPABILITIES, Unsupported
-from pallas_kernels.decode_attention import decode_attention, mosaic_gpu
+from pallas_kernels.decode_attention import decode_attention, mosaic_gpu, partials
 from pallas_kernels.programs import Sizes, decode
 from tests.kernel_cases.decode_attention import arguments, case
 from tests.kernels import Case, Way, check, gpu
@@ -48,9 +48,9 @@ def test_it_agrees_with_numpy_without_a_race(monkeypatch, some: Case, stages: in
 
 
 def test_splits_may_end_early():
-    assert mosaic_gpu.splits_of(2, 520) == (2, 5)
-    assert mosaic_gpu.splits_of(512, 4096) == (1, 64)
-    assert mosaic_gpu.splits_of(1, 8) == (1, 1)
+    for heads, slots, splits, blocks in ((2, 520, 2, 5), (512, 4096, 1, 64), (1, 8, 1, 1)):
+        assert partials.splits_of(heads, slots, mosaic_gpu.BLOCK) == splits
+        assert partials.split_of(slots, splits, mosaic_gpu.BLOCK) == blocks * mosaic_gpu.BLOCK
 
 
 def test_interpret_needs_no_parameters():
@@ -73,12 +73,6 @@ def test_interpret_needs_no_parameters():
 def test_what_it_lacks_is_refused(some: Case, reason: str):
     with pytest.raises(Unsupported, match=reason):
         decode_attention(**arguments(some), implementation="mosaic", interpret=True)
-
-
-def test_an_older_jax_is_refused(monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
-    with pytest.raises(Unsupported, match=r"it needs jax 0\.10\.2, and this is"):
-        decode_attention(**arguments(case(1, 1, 2, 64, 64, dtype="bfloat16")), implementation="mosaic", interpret=True)
 
 
 def lowered(kind: str) -> Any:

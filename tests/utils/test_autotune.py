@@ -32,6 +32,7 @@ from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_step import one_pass
 from pallas_kernels.programs import Sizes, decode
 from pallas_kernels.race import Runner, Verdict
+from tests.kernel_cases.decode_step import CASES
 
 DEVICE = "Chip 9"
 VERDICT = Verdict(("triton", "xla"), {"xla": 9.5, "pallas": 3.0, "triton": 2.0}, {"xla": 0.0, "pallas": None})
@@ -262,6 +263,16 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     assert fits()
     assert not fits(implementation=lost)
     assert race.program_of(asked).donated == ("slots",)  # slots hold nothing else but scores
+
+
+def test_the_calls_that_a_step_over_codes_stands_for_run():
+    survey = Survey()
+    step = next(some for some in CASES if some.label == "2x2x2x32x128-none-bits8")
+    jax.eval_shape(functools.partial(step.run, implementation=survey, platform="tpu"), *step.arrays)
+    assert [bucket.split()[0] for bucket in survey.asked] == ["decode_step", "evict", "decode_attention"]
+    for each in survey.asked.values():
+        verdict = race.settle(each._replace(candidates=("xla",)))
+        assert verdict is not None and verdict.order == ("xla",)
 
 
 def test_random_inputs_tell_right_from_wrong(monkeypatch):
