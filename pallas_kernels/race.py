@@ -8,15 +8,15 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common import IMPLEMENTATIONS, Asked, Unsupported
-from pallas_kernels.programs import Program
+from pallas_kernels.common import Asked
+from pallas_kernels.program import Program
 
 LEAST = 0.05
 """Minimum seconds of one measurement: calls are queued together, which hides the cost of starting them."""
@@ -35,11 +35,12 @@ class Runner:
     op: str
     label: str
     name: str
-    bytes: int
     start: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
-    compared: bool = False
+    compared: bool = True
     """True if the results should equal those of the operation's other implementations."""
+    bytes: int = 0
+    """Bytes that a call must read and write, for a table of bandwidths."""
     error: float | None = None
     """Largest difference from the XLA reference, relative to numbers above one."""
     calls: int = 1
@@ -140,17 +141,6 @@ def judge(runners: list[Runner], tolerance: float) -> Verdict | None:
     return Verdict(tuple(sorted(right, key=times.__getitem__)), times, errors)
 
 
-def ways(program: Program) -> Iterator[Runner]:
-    """Yield each implementation that runs here."""
-    arrays = program.arrays()
-    for name in IMPLEMENTATIONS[1:]:
-        try:
-            program.jit(name).trace(**arrays)
-        except Unsupported:
-            continue
-        yield _runner(program, name, arrays)
-
-
 def settle(asked: Asked) -> Verdict | None:
     """Benchmark the candidates for a task on random inputs of its shapes; see `judge`."""
     program = program_of(asked)
@@ -158,23 +148,24 @@ def settle(asked: Asked) -> Verdict | None:
     tolerance = max((TOLERANCES["bfloat16" if jax.default_backend() == "tpu" else name] for name in floats), default=0)
     try:
         arrays = program.arrays()
-        return judge([_runner(program, name, arrays) for name in asked.candidates], tolerance)
+        return judge([runner_of(program, name, arrays) for name in asked.candidates], tolerance)
     except jax.errors.JaxRuntimeError as error:  # most likely the inputs do not fit in memory
         print(f"{program} is not raced: {in_one_line(error)}", file=sys.stderr)
         return None
 
 
-def _runner(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
+def runner_of(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
+    """Return one implementation of a program, on these inputs."""
     run = program.jit(name)
     # The first call donates its own copy, later calls the results of the call before.
-    own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.donated}
+    own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.in_place}
 
     def start() -> Any:
         results = run(**(arrays | own))
-        own.update(program.again(results))
+        own.update({name: find(results) for name, find in program.in_place.items()})
         return results
 
-    return Runner(program.op, program.label, name, program.bytes, start, compared=True)
+    return Runner(program.op, program.label, name, start)
 
 
 def program_of(asked: Asked) -> Program:
@@ -190,15 +181,8 @@ def program_of(asked: Asked) -> Program:
         filled = {name: jax.tree.map(given, getattr(call, name), tree) for name, tree in arrays.items()}
         return dataclasses.replace(call, **filled)(implementation=implementation, platform=platform)
 
-    found = {name: find for name, find in call.in_place.items() if name in shapes}
-    return Program(
-        op,
-        label,
-        run,
-        shapes,
-        donated=tuple(found),
-        again=lambda results: {name: find(results) for name, find in found.items()},
-    )
+    in_place = {name: find for name, find in call.in_place.items() if name in shapes}
+    return Program(op, label, run, shapes, in_place)
 
 
 def _is_shape(x: object) -> bool:

@@ -13,16 +13,13 @@ import numpy as np
 
 from kvjax.cli.bench_entries import add_bench_options, bench_entries, say
 from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
-from kvjax.evaluation.bench.models import model_named
-from kvjax.evaluation.bench.peers import time_transformers, transformers_model
+from kvjax.evaluation.bench.models import model_named, time_transformers, transformers_model
 from kvjax.evaluation.bench.race import decoder, print_timings, race, reader
 from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.utils.files import output_file, write_text
 
-OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
-    name: f"benchmarks.{name}" for name in ("parts", "scale", "deployments", "serving")
-}
-"""Modules of other benchmarks; those of `benchmarks` exist only in a checkout."""
+OTHERS = {name: f"benchmarks.{name}" for name in ("kernels", "parts", "scale", "deployments", "serving")}
+"""Modules of other benchmarks, which exist only in a checkout."""
 
 
 def run(options: argparse.Namespace) -> None:

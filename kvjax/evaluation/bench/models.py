@@ -1,25 +1,24 @@
-"""Models to benchmark: loaded ones, and random ones of given shapes."""
+"""Models to benchmark: kvjax's, and the same model in transformers."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
-from typing import Literal
+import copy
+import inspect
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jax.typing import DTypeLike
-from jaxtyping import Array, Key
+import numpy as np
+from jaxtyping import Int
 
-from kvjax.inference.sharding import placed_shapes
+from kvjax.evaluation.bench.race import Contender
 from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, random_weights
-from kvjax.models.integers import code_dtype, unsigned
-from kvjax.models.sharding import parse_mesh, program_mesh, weight_shardings, weight_specs
-from kvjax.models.weights import rounded_shapes, weight_shapes
-from pallas_kernels.common import platform_of
+from kvjax.models.checkpoints.saving import write_checkpoint
+from kvjax.models.sharding import parse_mesh, weight_shardings
 
 SYNTHETIC = ModelConfig(
     vocab_size=4096,
@@ -32,42 +31,6 @@ SYNTHETIC = ModelConfig(
     max_positions=32768,
     rope=Rope(width=64),
 )
-
-LLAMA_7B = ModelConfig(
-    vocab_size=32000,
-    width=4096,
-    layers=32,
-    heads=32,
-    kv_heads=32,
-    head_width=128,
-    mlp_width=11008,
-    max_positions=4096,
-    rope=Rope(width=128),
-)
-
-TOY = dataclasses.replace(
-    LLAMA_7B,
-    vocab_size=512,
-    width=256,
-    layers=2,
-    heads=4,
-    kv_heads=4,
-    head_width=64,
-    mlp_width=704,
-    rope=Rope(width=64),
-)
-
-SHAPES = {"toy": TOY, "synthetic": SYNTHETIC, "llama_7b": LLAMA_7B}
-"""Shapes that `kvjax bench kernels --step-model` names."""
-
-
-def shaped_model(config: ModelConfig, dtype: DTypeLike, weights: Literal["int8"] | None, mesh: Mesh | None) -> Model:
-    """Return a model whose weights are only shapes and shardings, to compile programs without running them."""
-    shapes = weight_shapes(config, dtype)
-    shapes = rounded_shapes(shapes) if weights == "int8" else shapes
-    devices = None if mesh is None else program_mesh(config, mesh)
-    placed = placed_shapes(weight_specs(shapes, config, devices), shapes, devices)
-    return Model(placed, config, f"{config.layers} layers of width {config.width}", mesh=mesh)
 
 
 def model_named(
@@ -89,24 +52,41 @@ def model_named(
     return load(name, dtype, revision, weights, mesh)
 
 
-def random_model(
-    config: ModelConfig, dtype: str, weights: Literal["int8"] | None = None, mesh: Mesh | None = None
-) -> Model:
-    """Return a model with random weights, drawn on the devices because drawing billions on the host takes minutes."""
-    shaped = shaped_model(config, dtype, weights, mesh)
+def transformers_model(model: Model) -> Any:
+    """Return the model of transformers with the same weights."""
+    try:
+        import torch
+    except ImportError:
+        raise ValueError("--against transformers needs torch; install it with: pip install 'kvjax[parity]'.") from None
+    from transformers import AutoModelForCausalLM
 
-    @functools.partial(jax.jit, static_argnums=1)
-    def draw(key: Key[Array, ""], leaf: jax.ShapeDtypeStruct) -> Array:
-        if leaf.dtype == jnp.int8:
-            made = jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
-            made = made if code_dtype(platform_of(None)) == jnp.int8 else unsigned(made)
-        elif len(leaf.shape) > 1:
-            made = jax.random.normal(key, leaf.shape, leaf.dtype) / math.sqrt(leaf.shape[-1])
-        else:
-            made = jnp.full(leaf.shape, 1.0 / config.width if leaf.dtype != dtype else 1.0, leaf.dtype)
-        return made if leaf.sharding is None else jax.lax.with_sharding_constraint(made, leaf.sharding)
+    with tempfile.TemporaryDirectory() as written:
+        if model.directory is None:
+            write_checkpoint(model.weights, model.config, Path(written))
+        return AutoModelForCausalLM.from_pretrained(model.directory or written, dtype=torch.float32)
 
-    leaves, tree = jax.tree.flatten(shaped.weights)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [draw(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
-    return Model(jax.tree.unflatten(tree, drawn), config, shaped.name, mesh=mesh)
+
+def time_transformers(
+    peer: Any, model: Model, tokens: Int[np.ndarray, "b n"], steps: int | None, repeats: int
+) -> Contender:
+    """Time greedy decode steps after a prompt, or the prompt, of which only the last logits are computed."""
+    import torch
+    from transformers import DynamicCache
+
+    # transformers has called this argument `cache` since 5.24.
+    name = "cache" if "cache" in inspect.signature(peer.forward).parameters else "past_key_values"
+    ids, seconds, first = torch.tensor(tokens), list[float](), DynamicCache(config=peer.config)
+    with torch.inference_mode():
+        if steps is not None:
+            peer(ids[:, :-1], **{name: first})
+        for _ in range(repeats + 1):
+            cache, token = copy.deepcopy(first), ids[:, -1:]
+            began = time.perf_counter()
+            if steps is None:
+                peer(ids, logits_to_keep=1, **{name: cache})
+            for _ in range(steps or 0):
+                token = peer(token, **{name: cache}).logits[:, -1:].argmax(-1)
+            seconds.append(time.perf_counter() - began)
+    config = model.config
+    held = 2 * tokens.size * config.layers * config.kv_heads * config.head_width * 4
+    return Contender("transformers", "full", lambda: None, held, seconds=seconds[1:])

@@ -1,11 +1,11 @@
-"""An operation at one size, which can be traced, compiled, and run on random inputs."""
+"""An operation at one size, which runs on random inputs."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.decode_step import Query, Slots
-
-Shape = jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,14 +24,8 @@ class Program:
     run: Callable[..., Any]
     """Function of `shapes` by name, and of `implementation` and `platform`."""
     shapes: dict[str, Any]
-    forms: tuple[str, ...] = ("tpu", "gpu")
-    """Platforms for which the operation has a Pallas kernel."""
-    donated: tuple[str, ...] = ()
-    """Inputs whose memory the results reuse; a call makes them invalid."""
-    again: Callable[[Any], dict[str, Any]] = lambda results: {}
-    """Function from the last call's results to the next call's donated inputs."""
-    traffic: int | None = None
-    """Bytes that must be read and written; None for all inputs and results, each once."""
+    in_place: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    """Inputs that a call makes invalid, as in `Op.in_place`; the functions return those of the next call."""
 
     def __str__(self) -> str:
         return f"{self.op} {self.label}"
@@ -41,7 +33,7 @@ class Program:
     def jit(self, implementation: str, platform: str | None = None) -> Any:
         """Return the compiled function of `shapes` by name; a call raises `Unsupported` if it cannot run."""
         run = functools.partial(self.run, implementation=implementation, platform=platform)
-        return jax.jit(run, donate_argnames=self.donated)
+        return jax.jit(run, donate_argnames=tuple(self.in_place))
 
     def arrays(self) -> dict[str, Any]:
         """Return random inputs: every slot is live, and queries come after all slots."""
@@ -50,7 +42,7 @@ class Program:
         for name in records:
             shapes |= shapes[name]._asdict()
 
-        def fill(path: tuple[Any, ...], shape: Shape) -> jax.Array:
+        def fill(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
             # The argument's name, or its field's if it is a record of arguments, and the name of the last field.
             names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
             name, field = names[names[0] in records], names[-1]
@@ -89,11 +81,3 @@ class Program:
             return jnp.full(shape.shape, share and shapes["position"].shape[-1] // share, shape.dtype)
 
         return jax.tree_util.tree_map_with_path(fill, self.shapes)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that must be read and written."""
-        if self.traffic is not None:
-            return self.traffic
-        results = jax.eval_shape(functools.partial(self.run, implementation="xla", platform="cpu"), **self.shapes)
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.shapes, results)))
