@@ -41,15 +41,11 @@ def prefill_scores(x: PrefillScores) -> PromptAttention:
         count = jnp.broadcast_to(count, (b, h, *count.shape[2:]))
         return PromptAttention(*partial, jnp.einsum("bhmt,bhgts->bhms", count, probs))
 
-    blocks = [_blocks(y, axis, size) for y, axis in ((x.q, 3), (query_position, 1), (query_place, 2), (counted, 3))]
+    arrays = ((x.q, 3), (query_position, 1), (query_place, 2), (counted, 3))
+    blocks = [split_queries(pad_to(y, axis, padded(y.shape[axis], size)), axis, size) for y, axis in arrays]
     # Padding of the last block attends to nothing.
     blocks[1] = jnp.where((jnp.arange(blocks[1].shape[0] * size) < n).reshape(-1, 1, size), blocks[1], -1)
     blocks[3] = jnp.where((blocks[1] >= 0)[:, :, None, None], blocks[3], 0)
     found = jax.lax.map(read, tuple(blocks))
     out, lse = (join_queries(y, 3)[:, :, :, :n] for y in found[:2])
     return PromptAttention(out, lse, found.scores.sum(0) if x.scores else None)
-
-
-def _blocks(x: Array, axis: int, size: int) -> Array:
-    # Blocks are along a new first axis; padding of the last one is ignored.
-    return split_queries(pad_to(x, axis, padded(x.shape[axis], size)), axis, size)

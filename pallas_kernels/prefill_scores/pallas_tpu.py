@@ -242,9 +242,8 @@ def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
     ref["sum"][...] = summed
     ref["total"][...] = ref["total"][...] * shrink + _row_sum(totals)
     if "tempered_total" in ref:
-        ref["tempered_total"][...] = ref["tempered_total"][...] * _power(before - highest, tau) + _row_sum(
-            tempered_totals
-        )
+        shrink = _power(before - highest, tau)
+        ref["tempered_total"][...] = ref["tempered_total"][...] * shrink + _row_sum(tempered_totals)
     if "then" in ref:
         ref["then"][pl.ds(j, 1)] = highest
 

@@ -94,7 +94,8 @@ def prefill_scores(x: PrefillScores, options: Options) -> PromptAttention:
     (b, h, g, n, _), c, dtype = x.q.shape, x.k.shape[2], wide(x.q.dtype)
     most = ACCELERATOR if options.platform != "cpu" else CPU if x.scores or n < CPU_LONG.queries else CPU_LONG
     heads = b * h * g, h * g
-    size, alone = (min(power_below(max(32, most.rows // some)), most.queries, _power_above(n)) for some in heads)
+    shortest = 1 << (n - 1).bit_length()  # a power of two
+    size, alone = (min(power_below(max(32, most.rows // some)), most.queries, shortest) for some in heads)
     if options.platform == "cpu" and size < alone:
         # Row by row, blocks of queries are larger, so cores read the keys less often than in small blocks of all rows.
         names = "q", "k", "v", "query_position", "key_position", "weights", "noise", "places"
@@ -232,7 +233,3 @@ def _parts(k: Operand | Joined, v: Operand | Joined, most: int) -> list[_Part]:
             parts.append(_Part(part_k, part_v, start, slots, min(most, slots)))
         start += slots
     return parts
-
-
-def _power_above(x: int) -> int:
-    return 1 << (x - 1).bit_length()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,9 +48,9 @@ class Tiles:
         rows = begin, end, seen.sum(1)
         return jnp.stack([jnp.pad(row, (0, max(self.queries, self.keys) - len(row))) for row in rows]).astype(jnp.int32)
 
-    def bound(self, refs: Mapping[str, Any] = MappingProxyType({})) -> Tiles:
+    def bound(self, refs: Mapping[str, Any] | None = None) -> Tiles:
         """Return the division for a kernel's references, of which `bounds` are those of this one's."""
-        return replace(self, bounds=refs.get("bounds"))
+        return replace(self, bounds=(refs or {}).get("bounds"))
 
     def begin(self, i: Any) -> Any:
         """Return the first token of block i of the queries."""
