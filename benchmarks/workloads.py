@@ -22,7 +22,7 @@ from pallas_kernels.less_kernels import phi, psi
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_scores import Own, prefill_scores
-from pallas_kernels.program import Program
+from pallas_kernels.race import Program
 from pallas_kernels.ranking import Protection
 from pallas_kernels.rotate import rotate
 

@@ -23,7 +23,7 @@ from kvjax.cache.dense import Dense
 from kvjax.models.weights import weight_shapes
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised
-from pallas_kernels.program import Program
+from pallas_kernels.race import Program
 from tests.kernels import H100
 from tests.paths import ROOT
 
