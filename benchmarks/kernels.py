@@ -21,7 +21,7 @@ from benchmarks import workloads
 from benchmarks.models import SHAPES, random_model
 from benchmarks.workloads import Sizes, Workload
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.bench import race as bench
+from kvjax.evaluation import bench
 from kvjax.methods import policy
 from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.utils.files import output_file, write_text

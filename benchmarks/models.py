@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
-from kvjax.evaluation.bench.models import SYNTHETIC
+from kvjax.evaluation.bench import SYNTHETIC
 from kvjax.inference.sharding import placed_shapes
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope
