@@ -14,12 +14,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from benchmarks.footprint import footprint
-from benchmarks.models import SHAPES, shaped_model
+from benchmarks.models import SHAPES
 from benchmarks.targets import GIB, MEMORY, devices_of
 from experiments.store import Store
 from kvjax.cache.memory import device_bytes
 from kvjax.cli.bench_entries import say
 from kvjax.cli.commands import Parser, finish
+from kvjax.evaluation.bench import shaped_model
 from kvjax.inference.decode import lower_step
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.padding import full_slots, round_slots

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from benchmarks.footprint import footprint
-from benchmarks.models import config_named, random_model, shaped_model
+from benchmarks.models import config_named
 from benchmarks.targets import HERE, VIRTUAL, devices_of, mesh_shape
 from kvjax.cli.bench_entries import BenchEntry, add_bench_options, bench_entries, say
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.bench import decoder, race
+from kvjax.evaluation.bench import decoder, race, random_model, shaped_model
 from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.inference.decode import lower_step
 from kvjax.inference.shapes import state_shapes

@@ -21,9 +21,9 @@ from benchmarks.aot.page import bundles, markdown, plot
 from benchmarks.aot.programs import programs
 from benchmarks.aot.rows import Kind, Rows
 from benchmarks.aot.tpu import compile_for, mesh_of
-from benchmarks.workloads import Workload
 from kvjax.utils.files import output_directory
 from pallas_kernels.common import Unsupported
+from pallas_kernels.workloads import Workload
 
 
 class Work(NamedTuple):

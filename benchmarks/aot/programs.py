@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from benchmarks.workloads import (
+from pallas_kernels.attention import Partial
+from pallas_kernels.less_kernels import remember
+from pallas_kernels.less_kernels.api import Remember
+from pallas_kernels.workloads import (
     Shape,
     Sizes,
     Workload,
@@ -20,9 +23,6 @@ from benchmarks.workloads import (
     rotating,
     stepping,
 )
-from pallas_kernels.attention import Partial
-from pallas_kernels.less_kernels import remember
-from pallas_kernels.less_kernels.api import Remember
 
 
 def programs() -> Iterator[Workload]:

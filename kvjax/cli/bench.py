@@ -17,8 +17,10 @@ from kvjax.evaluation import bench
 from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.utils.files import output_file, write_text
 
-OTHERS = {name: f"benchmarks.{name}" for name in ("kernels", "parts", "scale", "deployments", "serving")}
-"""Modules of other benchmarks, which exist only in a checkout."""
+OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
+    name: f"benchmarks.{name}" for name in ("parts", "scale", "deployments", "serving")
+}
+"""Modules of other benchmarks; those of `benchmarks` exist only in a checkout."""
 
 
 def run(options: argparse.Namespace) -> None:

@@ -16,9 +16,10 @@ import kvjax
 from benchmarks import deployments, scale
 from benchmarks.deployments import FEW, MORE, Deployment, Variant
 from benchmarks.footprint import collectives
-from benchmarks.models import SHAPES, config_named, shaped_model
+from benchmarks.models import SHAPES, config_named
 from benchmarks.targets import MEMORY, mesh_shape
 from kvjax.cli import bench
+from kvjax.evaluation.bench import shaped_model
 from kvjax.inference import prefill
 from kvjax.inference.shapes import state_shapes
 from kvjax.models.integers import signed

@@ -14,9 +14,9 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from benchmarks.workloads import Sizes, decode
 from pallas_kernels.common import CAPABILITIES, Unsupported
 from pallas_kernels.decode_attention import decode_attention, mosaic_gpu
+from pallas_kernels.workloads import Sizes, decode
 from tests.kernel_cases.decode_attention import arguments, case
 from tests.kernels import Case, Way, check, gpu
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from jax.sharding import use_abstract_mesh
 
 import kvjax
-from benchmarks.workloads import paged as paged_program
 from kvjax.cache.paged.storage import Paged
 from kvjax.inference import decode
 from kvjax.inference.state import State, held_positions, slot_limits
@@ -26,6 +25,7 @@ from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised, Turned
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pages import MOST_TOLD, ranges, tile, told
+from pallas_kernels.workloads import paged as paged_program
 from tests.cases import fastgen_case, slow
 from tests.kernel_cases.paged_attention import case
 from tests.kernels import GPU_WAYS, H100, TPU_WAYS, XLA, check

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.workloads import Sizes, decode
 from kvjax.cli import commands, main
 from kvjax.inference import decoder, extend
 from kvjax.inference.decoder import settle_step, step_shapes
@@ -32,6 +31,7 @@ from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_step import one_pass
 from pallas_kernels.race import Runner, Verdict
+from pallas_kernels.workloads import Sizes, decode
 
 DEVICE = "Chip 9"
 VERDICT = Verdict(("triton", "xla"), {"xla": 9.5, "pallas": 3.0, "triton": 2.0}, {"xla": 0.0, "pallas": None})

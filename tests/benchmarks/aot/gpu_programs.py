@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from benchmarks.aot import gpu
 from benchmarks.aot.programs import programs
-from benchmarks.workloads import Sizes, Workload, decode, prefill
 from pallas_kernels.common import Unsupported
+from pallas_kernels.workloads import Sizes, Workload, decode, prefill
 
 
 def corners() -> Iterator[Workload]:

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import kernels
 from kvjax.cli import bench
+from kvjax.cli import bench_kernels as kernels
 
 SMALL = "--repeats 1 --batch 1 --slots 64 --kv-heads 2 --groups 2 --head-width 16 --prompt-tokens 64"
 

@@ -17,17 +17,16 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import workloads
-from benchmarks.models import SHAPES, random_model
-from benchmarks.workloads import Sizes, Workload
 from kvjax.cli.commands import Parser, finish
 from kvjax.evaluation import bench
 from kvjax.methods import policy
 from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import whole_number
+from pallas_kernels import workloads
 from pallas_kernels.common import IMPLEMENTATIONS, Unsupported
 from pallas_kernels.race import Runner, race, runner_of
+from pallas_kernels.workloads import Sizes, Workload
 
 OPS = ("decode", "paged", "evict", "step", "hamming", "prefill", "rotate", "less")
 COPY, JAX = "copy", "jax.nn"
@@ -178,8 +177,8 @@ def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, An
 
 def time_decode_steps(options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Time decode steps of a whole model on a filled cache, with and without LESS."""
-    config = SHAPES[options.step_model]
-    model, steps = random_model(config, options.dtype), 16
+    config = bench.SHAPES[options.step_model]
+    model, steps = bench.random_model(config, options.dtype), 16
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, config.vocab_size, (options.step_batch, options.step_slots))
     kernels = init_kernels(jax.random.key(1), config)
