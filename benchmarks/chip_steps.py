@@ -16,7 +16,7 @@ from benchmarks.aot.chips import SPECIFICATIONS
 from benchmarks.aot.module import Instruction
 from benchmarks.aot.tpu import Compiled, compile_traced, mesh_of, placed
 from benchmarks.models import SHAPES
-from kvjax.evaluation.bench.models import random_model, shaped_model
+from kvjax.evaluation.bench import random_model, shaped_model
 from kvjax.inference.decode import trace_step
 from kvjax.inference.extend import prefill
 from kvjax.inference.shapes import state_shapes

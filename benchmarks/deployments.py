@@ -20,7 +20,7 @@ from experiments.store import Store
 from kvjax.cache.buffers import device_bytes
 from kvjax.cli.bench import say
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.bench.models import shaped_model
+from kvjax.evaluation.bench import shaped_model
 from kvjax.inference.decode import lower_step
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.padding import full_slots, round_slots

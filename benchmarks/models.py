@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from kvjax.evaluation.bench import models
+from kvjax.evaluation import bench
 from kvjax.models import ModelConfig, Rope
 from kvjax.models.checkpoints.locate import locate
 from kvjax.models.checkpoints.tensors import read_json
 from kvjax.models.families import read_model_config
 
 LLAMA_8B = dataclasses.replace(
-    models.SHAPES["llama_7b"],
+    bench.SHAPES["llama_7b"],
     vocab_size=128256,
     kv_heads=8,
     mlp_width=14336,
@@ -67,7 +67,7 @@ _, GEMMA3 = read_model_config(
 )
 """Shape of Gemma 3 270M."""
 
-SHAPES = models.SHAPES | {
+SHAPES = bench.SHAPES | {
     "llama_8b": LLAMA_8B,
     "llama_70b": LLAMA_70B,
     "llama_405b": LLAMA_405B,

@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax.cli.bench import say
 from kvjax.cli.commands import Parser, add_model_options, finish
 from kvjax.cli.options import add_policy, named
-from kvjax.evaluation.bench.models import model_named
-from kvjax.evaluation.bench.race import Contender, decoder, race
+from kvjax.evaluation.bench import Contender, decoder, model_named, race
 from kvjax.generation.detokenize import Pieces
 from kvjax.generation.loop import draw
 from kvjax.generation.sampling import Sampling

@@ -16,8 +16,7 @@ from benchmarks.models import config_named
 from benchmarks.targets import HERE, VIRTUAL, devices_of, mesh_shape
 from kvjax.cli.bench import BenchEntry, add_bench_options, bench_entries, say
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.bench.models import random_model, shaped_model
-from kvjax.evaluation.bench.race import decoder, race
+from kvjax.evaluation.bench import decoder, race, random_model, shaped_model
 from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.inference.decode import lower_step
 from kvjax.inference.shapes import state_shapes

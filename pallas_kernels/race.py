@@ -1,22 +1,23 @@
-"""Benchmarks of an operation's implementations: agreement with XLA, and time per call."""
+"""Benchmarks of an operation's implementations on random inputs: agreement with XLA, and time per call."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common import IMPLEMENTATIONS, Asked, Unsupported
-from pallas_kernels.programs import Program
+from pallas_kernels.common import Asked
+from pallas_kernels.decode_step import Query, Slots
 
 LEAST = 0.05
 """Minimum seconds of one measurement: calls are queued together, which hides the cost of starting them."""
@@ -28,6 +29,74 @@ factors of float32 lose digits on GPU (TF32). A TPU multiplies float32 as bfloat
 REPEATS = 3
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An operation at one size."""
+
+    op: str
+    label: str
+    run: Callable[..., Any]
+    """Function of `shapes` by name, and of `implementation` and `platform`."""
+    shapes: dict[str, Any]
+    in_place: Mapping[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    """Inputs that a call makes invalid, as in `Op.in_place`; the functions return those of the next call."""
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.label}"
+
+    def jit(self, implementation: str, platform: str | None = None) -> Any:
+        """Return the compiled function of `shapes` by name; a call raises `Unsupported` if it cannot run."""
+        run = functools.partial(self.run, implementation=implementation, platform=platform)
+        return jax.jit(run, donate_argnames=tuple(self.in_place))
+
+    def arrays(self) -> dict[str, Any]:
+        """Return random inputs: every slot is live, and queries come after all slots."""
+        rng, shapes = np.random.default_rng(0), dict(self.shapes)
+        records = [name for name, shape in shapes.items() if isinstance(shape, Slots | Query)]
+        for name in records:
+            shapes |= shapes[name]._asdict()
+
+        def fill(path: tuple[Any, ...], shape: jax.ShapeDtypeStruct) -> jax.Array:
+            # The argument's name, or its field's if it is a record of arguments, and the name of the last field.
+            names = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+            name, field = names[names[0] in records], names[-1]
+            if shape.dtype in (jnp.int8, jnp.uint8):
+                info = jnp.iinfo(shape.dtype)
+                return jnp.asarray(rng.integers(info.min + 1, info.max, size=shape.shape, dtype=shape.dtype))
+            if jnp.issubdtype(shape.dtype, jnp.floating):
+                key = jax.random.key(int(rng.integers(2**31)))
+                made = jax.random.normal(key, shape.shape, shape.dtype)
+                if field == "scale":  # decoded numbers are around one
+                    return (jnp.abs(made) + 1) / (8 if getattr(shapes[name], "bits", 8) == 4 else 128)
+                if (name == "layers" or field in ("first", "second", "third")) and made.ndim > 2:  # linear maps
+                    return made * made.shape[-2] ** -0.5
+                if name == "q":  # attention that peaks at a few slots shows errors best
+                    return 3 * made
+                return jnp.abs(made) + 1 if field == "tau" or name in ("weights", "low_rank", "memory") else made
+            if shape.dtype == jnp.uint32:
+                return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
+            if shape.dtype == jnp.bool_:  # slots to keep: one in eight
+                return jnp.asarray(rng.random(shape.shape) < 1 / 8)
+            if name in ("owner", "pages"):  # each head's pages are adjacent, and all pages are used
+                pages = shapes["position"].shape[0]
+                heads = math.prod(shapes["q"].shape[:2])
+                return jnp.asarray([0, pages], jnp.int32) if name == "pages" else jnp.arange(pages) * heads // pages
+            if name in ("position", "key_position"):
+                return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
+            if "key_position" in shapes and name != "places":
+                # A prompt's queries are its newest tokens; one of several readers has its first tokens.
+                keys, queries = shapes["key_position"].shape[-1], shapes["q"].shape[3]
+                first = 0 if "own" in shapes else keys - queries
+                return jnp.broadcast_to(first + jnp.arange(queries, dtype=shape.dtype), shape.shape)
+            if name in ("places", "scores"):  # places, which matter only with slopes; numbers of layers and heads
+                return jnp.zeros(shape.shape, shape.dtype)
+            # Queries come after every slot. A head may use all of its slots; half of them are recent tokens.
+            share = {"sinks": 0, "recent": 2}.get(field, 1)
+            return jnp.full(shape.shape, share and shapes["position"].shape[-1] // share, shape.dtype)
+
+        return jax.tree_util.tree_map_with_path(fill, self.shapes)
+
+
 @dataclasses.dataclass
 class Runner:
     """One implementation of an operation: `start` queues a call and `wait` waits for it."""
@@ -35,11 +104,12 @@ class Runner:
     op: str
     label: str
     name: str
-    bytes: int
     start: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
-    compared: bool = False
+    compared: bool = True
     """True if the results should equal those of the operation's other implementations."""
+    bytes: int = 0
+    """Bytes that a call must read and write, for a table of bandwidths."""
     error: float | None = None
     """Largest difference from the XLA reference, relative to numbers above one."""
     calls: int = 1
@@ -140,17 +210,6 @@ def judge(runners: list[Runner], tolerance: float) -> Verdict | None:
     return Verdict(tuple(sorted(right, key=times.__getitem__)), times, errors)
 
 
-def ways(program: Program) -> Iterator[Runner]:
-    """Yield each implementation that runs here."""
-    arrays = program.arrays()
-    for name in IMPLEMENTATIONS[1:]:
-        try:
-            program.jit(name).trace(**arrays)
-        except Unsupported:
-            continue
-        yield _runner(program, name, arrays)
-
-
 def settle(asked: Asked) -> Verdict | None:
     """Benchmark the candidates for a task on random inputs of its shapes; see `judge`."""
     program = program_of(asked)
@@ -158,23 +217,24 @@ def settle(asked: Asked) -> Verdict | None:
     tolerance = max((TOLERANCES["bfloat16" if jax.default_backend() == "tpu" else name] for name in floats), default=0)
     try:
         arrays = program.arrays()
-        return judge([_runner(program, name, arrays) for name in asked.candidates], tolerance)
+        return judge([runner_of(program, name, arrays) for name in asked.candidates], tolerance)
     except jax.errors.JaxRuntimeError as error:  # most likely the inputs do not fit in memory
         print(f"{program} is not raced: {in_one_line(error)}", file=sys.stderr)
         return None
 
 
-def _runner(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
+def runner_of(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
+    """Return one implementation of a program, on these inputs."""
     run = program.jit(name)
     # The first call donates its own copy, later calls the results of the call before.
-    own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.donated}
+    own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.in_place}
 
     def start() -> Any:
         results = run(**(arrays | own))
-        own.update(program.again(results))
+        own.update({name: find(results) for name, find in program.in_place.items()})
         return results
 
-    return Runner(program.op, program.label, name, program.bytes, start, compared=True)
+    return Runner(program.op, program.label, name, start)
 
 
 def program_of(asked: Asked) -> Program:
@@ -190,15 +250,8 @@ def program_of(asked: Asked) -> Program:
         filled = {name: jax.tree.map(given, getattr(call, name), tree) for name, tree in arrays.items()}
         return dataclasses.replace(call, **filled)(implementation=implementation, platform=platform)
 
-    found = {name: find for name, find in call.in_place.items() if name in shapes}
-    return Program(
-        op,
-        label,
-        run,
-        shapes,
-        donated=tuple(found),
-        again=lambda results: {name: find(results) for name, find in found.items()},
-    )
+    in_place = {name: find for name, find in call.in_place.items() if name in shapes}
+    return Program(op, label, run, shapes, in_place)
 
 
 def _is_shape(x: object) -> bool:

@@ -23,7 +23,7 @@ from benchmarks.aot.rows import Kind, Rows
 from benchmarks.aot.tpu import compile_for, mesh_of
 from kvjax.utils.files import output_directory
 from pallas_kernels.common import Unsupported
-from pallas_kernels.programs import Program
+from pallas_kernels.workloads import Workload
 
 
 class Work(NamedTuple):
@@ -51,7 +51,7 @@ def wanted(chip: str, implementations: Sequence[str], steps: bool, only: str) ->
             if not exists or only not in name:
                 continue
 
-            def kernel(program: Program = program, implementation: str = implementation) -> dict[str, Any]:
+            def kernel(program: Workload = program, implementation: str = implementation) -> dict[str, Any]:
                 traffic = {"bytes": program.bytes, "limit": SPECIFICATIONS[chip].limit(program.bytes)}
                 return compiler_of(chip)(chip, program, implementation) | traffic
 

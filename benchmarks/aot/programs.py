@@ -9,10 +9,11 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.attention import Partial
 from pallas_kernels.less_kernels import remember
-from pallas_kernels.programs import (
-    Program,
+from pallas_kernels.less_kernels.api import Remember
+from pallas_kernels.workloads import (
     Shape,
     Sizes,
+    Workload,
     decode,
     eviction,
     features,
@@ -24,7 +25,7 @@ from pallas_kernels.programs import (
 )
 
 
-def programs() -> Iterator[Program]:
+def programs() -> Iterator[Workload]:
     """Yield workloads of every operation at sizes of real models, and at odd sizes."""
     half, whole = jnp.bfloat16, jnp.float32
     large = Sizes(32, 8, 4, 4096, 128, half)
@@ -106,7 +107,7 @@ def programs() -> Iterator[Program]:
     yield features("psi", "float32, d 256, hidden 2048", 1, 1, 1, 100, 256, whole, hidden=2048, rank=16)
 
 
-def remembering(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike, *, hidden: int = 512) -> Program:
+def remembering(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike, *, hidden: int = 512) -> Workload:
     """Return a workload of `remember` of `less_kernels`, in place, with weights in `dtype`."""
     rank, single = 8, jnp.float32
     pair = Shape((b, h, d), single), Shape((b, h, d), single), Shape((b, h), jnp.int32)
@@ -122,6 +123,4 @@ def remembering(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike, *,
         | {"third": Shape((h, rank, rank), single)},
     }
     label = f"remember, {label}"
-    return Program(
-        "less_kernels", label, remember, shapes, ("tpu",), ("memory",), lambda found: {"memory": (found.h, found.z)}
-    )
+    return Workload("less_kernels", label, remember, shapes, Remember.in_place, forms=("tpu",))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax.evaluation.bench.race import decoder
+from kvjax.evaluation.bench import decoder
 from kvjax.utils.settings import parse_budget
 
 

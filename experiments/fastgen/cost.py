@@ -7,7 +7,7 @@ import jax
 from experiments.claims import Claim, Section
 from experiments.fastgen.measurements import Report
 from kvjax import methods
-from kvjax.evaluation.bench.race import decoder, race, reader
+from kvjax.evaluation.bench import decoder, race, reader
 from kvjax.model import Model
 from kvjax.types import HEADS, ROWS, SLOTS
 from kvjax.utils.markdown import markdown_table

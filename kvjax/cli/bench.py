@@ -14,9 +14,7 @@ import numpy as np
 from kvjax import methods
 from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.bench.models import model_named
-from kvjax.evaluation.bench.peers import time_transformers, transformers_model
-from kvjax.evaluation.bench.race import decoder, print_timings, race, reader
+from kvjax.evaluation import bench
 from kvjax.evaluation.refusals import Unsupported, refusals
 from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
@@ -68,12 +66,12 @@ def add_bench_options(options: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Benchmark the policies that the command line names."""
     named = bench_entries(options)
-    model = model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    model = bench.model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
     make = {
-        "decode": lambda policy, budget: decoder(model, policy, budget, tokens, options.new_tokens),
-        "prefill": lambda policy, budget: reader(model, policy, budget, tokens),
+        "decode": lambda policy, budget: bench.decoder(model, policy, budget, tokens, options.new_tokens),
+        "prefill": lambda policy, budget: bench.reader(model, policy, budget, tokens),
     }[options.what]
     say("compiling full")
     contenders, own_slots = [make("full", 1.0)], 1
@@ -91,18 +89,18 @@ def run(options: argparse.Namespace) -> None:
             contenders[-1].budget = f"own: {own_slots}"
     if named and len(contenders) == 1:
         raise ValueError("no policy is left to benchmark, for the reasons above.")
-    peer = transformers_model(model) if options.against else None
+    peer = bench.transformers_model(model) if options.against else None
     say(f"timing {len(contenders)} programs, {options.repeats} rounds")
-    race(contenders, options.repeats)
+    bench.race(contenders, options.repeats)
     steps = options.new_tokens if options.what == "decode" else None
     if peer is not None:
-        contenders.append(time_transformers(peer, model, tokens, steps, options.repeats))
+        contenders.append(bench.time_transformers(peer, model, tokens, steps, options.repeats))
     count = options.batch * (steps or options.prompt_tokens)
     title = (
         f"{options.what}: {model.name}, batch {options.batch}, {options.prompt_tokens} prompt tokens, "
         f"{jax.devices()[0].device_kind}, medians of {options.repeats}"
     )
-    rows = print_timings(contenders, count, title)
+    rows = bench.print_timings(contenders, count, title)
     if options.json:
         write_text(options.json, json.dumps({"title": title, "rows": rows}, indent=1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -17,15 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.bench import race as bench
-from kvjax.evaluation.bench.models import SHAPES, random_model
+from kvjax.evaluation import bench
 from kvjax.methods import policy
 from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import whole_number
-from pallas_kernels import programs
-from pallas_kernels.programs import Program, Sizes
-from pallas_kernels.race import Runner, race, ways
+from pallas_kernels import workloads
+from pallas_kernels.common import IMPLEMENTATIONS, Unsupported
+from pallas_kernels.race import Runner, race, runner_of
+from pallas_kernels.workloads import Sizes, Workload
 
 OPS = ("decode", "paged", "evict", "step", "hamming", "prefill", "rotate", "less")
 COPY, JAX = "copy", "jax.nn"
@@ -39,7 +40,18 @@ SMALL |= dict(step_batch=4, step_slots=64)
 """Default sizes with an accelerator (`LARGE`) and without one (`SMALL`)."""
 
 
-def peers(program: Program, causal: bool) -> Iterator[Runner]:
+def ways(program: Workload) -> Iterator[Runner]:
+    """Yield each implementation that runs here."""
+    arrays = program.arrays()
+    for name in IMPLEMENTATIONS[1:]:
+        try:
+            program.jit(name).trace(**arrays)
+        except Unsupported:
+            continue
+        yield dataclasses.replace(runner_of(program, name, arrays), bytes=program.bytes)
+
+
+def peers(program: Workload, causal: bool) -> Iterator[Runner]:
     """Yield the attention of other libraries over the same keys and values, each in the layout that it needs.
 
     They return no scores and take no mask of slots.
@@ -53,12 +65,13 @@ def peers(program: Program, causal: bool) -> Iterator[Runner]:
     for name in ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",):
         run = jax.jit(lambda *x, name=name: jax.nn.dot_product_attention(*x, is_causal=causal, implementation=name))
         label = JAX if name == "xla" else f"{JAX} {name}"
-        yield Runner(program.op, program.label, label, size, lambda run=run: run(q, k, v))
+        call = functools.partial(run, q, k, v)
+        yield Runner(program.op, program.label, label, call, compared=False, bytes=size)
     if importlib.util.find_spec("torch") is not None and jax.default_backend() in ("gpu", "cpu"):
         yield from _torch(program, causal, size)
 
 
-def _torch(program: Program, causal: bool, size: int) -> Iterator[Runner]:
+def _torch(program: Workload, causal: bool, size: int) -> Iterator[Runner]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,17 +90,17 @@ def _torch(program: Program, causal: bool, size: int) -> Iterator[Runner]:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    yield Runner(program.op, program.label, "torch", size, start, wait)
+    yield Runner(program.op, program.label, "torch", start, wait, compared=False, bytes=size)
 
 
 def copy(size: int) -> Runner:
     """Return a copy within the device that moves `size` bytes, half of them read and half written."""
     x = jnp.ones(max(1, size // 2) // 4, jnp.float32)
     run = jax.jit(lambda x: x + 1)
-    return Runner(COPY, f"{size / 1e6:,.0f} MB", COPY, 2 * x.nbytes, lambda: run(x))
+    return Runner(COPY, f"{size / 1e6:,.0f} MB", COPY, lambda: run(x), compared=False, bytes=2 * x.nbytes)
 
 
-def workloads(options: argparse.Namespace) -> Iterator[tuple[str, str, Program]]:
+def programs(options: argparse.Namespace) -> Iterator[tuple[str, str, Workload]]:
     """Yield the operation, the title of its table and a program for each benchmark."""
     b, c, h, g, d = (options.batch, options.slots, options.kv_heads, options.groups, options.head_width)
     n, dtype, heads = options.prompt_tokens, jnp.dtype(options.dtype), f"{options.kv_heads} x {options.groups} heads"
@@ -101,26 +114,26 @@ def workloads(options: argparse.Namespace) -> Iterator[tuple[str, str, Program]]
         ("rank 8", sizes, 8),
         ("Gumbel scores, rank 8", noisy, 8),
     ):
-        yield "decode", f"decode_attention: {size}", programs.decode(label, each, rank=rank)
-    program = programs.paged(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
+        yield "decode", f"decode_attention: {size}", workloads.decode(label, each, rank=rank)
+    program = workloads.paged(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
     yield "paged", f"paged_attention: {size}", program
-    yield "evict", f"evict: {size}", programs.eviction("a pair and its score", b, h, c, d, dtype)
-    yield "step", f"decode_step: {size}", programs.stepping("sums", summed)
-    yield "hamming", f"hamming: {size}", programs.hashes("16 bits", b, h, g, c, 16)
+    yield "evict", f"evict: {size}", workloads.eviction("a pair and its score", b, h, c, d, dtype)
+    yield "step", f"decode_step: {size}", workloads.stepping("sums", summed)
+    yield "hamming", f"hamming: {size}", workloads.hashes("16 bits", b, h, g, c, 16)
     title = f"prefill_scores: 1 row, {n} tokens, {heads}, d {d}, {dtype.name}"
-    yield "prefill", title, programs.prefill("plain", prompt, scores=False)
-    yield "prefill", title, programs.prefill("column sums", prompt)
-    yield "prefill", title, programs.prefill("Gumbel column sums", prompt, "noise")
+    yield "prefill", title, workloads.prefill("plain", prompt, scores=False)
+    yield "prefill", title, workloads.prefill("column sums", prompt)
+    yield "prefill", title, workloads.prefill("Gumbel column sums", prompt, "noise")
     title = f"rotate: {b} rows, {heads}, d {d}, {dtype.name}"
-    yield "rotate", title, programs.rotating("one token", b, h, g, d, dtype)
+    yield "rotate", title, workloads.rotating("one token", b, h, g, d, dtype)
     for which, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
-        program = programs.features(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
+        program = workloads.features(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
         yield "less", f"less_kernels: {heads}, d {d}, {dtype.name}", program
 
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
     """Yield the title and runners of each table, the copy first."""
-    known = list(workloads(options))
+    known = list(programs(options))
     for (op, title), of_op in itertools.groupby(known, key=lambda each: each[:2]):
         if op in options.ops.split(","):
             runners = [copy(known[0][2].bytes)]
@@ -164,8 +177,8 @@ def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, An
 
 def time_decode_steps(options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Time decode steps of a whole model on a filled cache, with and without LESS."""
-    config = SHAPES[options.step_model]
-    model, steps = random_model(config, options.dtype), 16
+    config = bench.SHAPES[options.step_model]
+    model, steps = bench.random_model(config, options.dtype), 16
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, config.vocab_size, (options.step_batch, options.step_slots))
     kernels = init_kernels(jax.random.key(1), config)

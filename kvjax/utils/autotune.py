@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +140,11 @@ def read(file: Path) -> Verdicts:
 
 def keep(file: Path, device: str, verdicts: dict[str, Verdict]) -> None:
     """Add results to a file, under a lock, so that concurrent processes keep each other's results."""
+    import fcntl  # not on Windows, where JAX has no accelerators
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(file):
+    with file.with_name(f".{file.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         held = read(file)
         devices = held | {device: held.get(device, {}) | verdicts}
         entries = {
@@ -164,12 +166,3 @@ def _verdict(order: list[str], microseconds: dict[str, float], errors: dict[str,
 
 def _versions() -> dict[str, str]:
     return {"kvjax": version(), "jax": jax.__version__}
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Generator[None]:
-    import fcntl  # not on Windows, where JAX has no accelerators
-
-    with file.with_name(f".{file.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -72,11 +72,15 @@ def evict(x: Evict, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
     for kind, leaf, value in zip(kinds, leaves, jax.tree.leaves(x.added), strict=True):
         value, width = value.astype(leaf.dtype), leaf.shape[-1]
         if kind == "narrow":
-            before, after = block(_word(leaf), part(c)), block(_word(value)[..., None], part(1))
+            if leaf.dtype == jnp.bool_:
+                leaf, value = leaf.astype(jnp.int32), value.astype(jnp.int32)
+            before, after = block(leaf, part(c)), block(value[..., None], part(1))
         elif kind == "planes":  # in the stored order, so XLA makes no copy
             before, after = block(leaf.swapaxes(2, 3), part(width, c)), block(value[..., None], part(width, 1))
         else:
-            before, after = block(leaf, pl.BlockSpec(memory_space=pl.ANY)), block(_whole(value), part(width, late=1))
+            # A block of eight heads does not fill a tile of 8-bit numbers.
+            value = value.astype(jnp.int32) if value.dtype.itemsize == 1 else value
+            before, after = block(leaf, pl.BlockSpec(memory_space=pl.ANY)), block(value, part(width, late=1))
         held.append(before)
         added.append(after)
         tiles.append(pltpu.VMEM((2, heads, copied(leaf), width), leaf.dtype) if kind == "wide" else None)
@@ -132,15 +136,6 @@ def copied(leaf: Array) -> int:
 def counted(dtype: DTypeLike) -> Any:
     """Return the 32-bit dtype in which kernels select and sum numbers of a dtype."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
-
-
-def _word(x: Array) -> Array:
-    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-
-
-def _whole(x: Array) -> Array:
-    # A block of eight heads does not fill a tile of 8-bit numbers.
-    return x.astype(jnp.int32) if x.dtype.itemsize == 1 else x
 
 
 def _kernel(x: Evict, outputs: Outputs, scratch: Scratch, *, units: int, blocks: int, kinds: list[str]) -> None:

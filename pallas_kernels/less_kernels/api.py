@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -159,6 +161,7 @@ class Remember(Op[Remembered]):
 
     name = "less_remember"
     backends = ("pallas_tpu",)
+    in_place = MappingProxyType({"memory": operator.attrgetter("h", "z")})
 
     def limits(self, backend: str) -> Iterator[Limit]:
         yield from layers_limits(self.q, self.of_phi["first"], self.of_phi["second"])

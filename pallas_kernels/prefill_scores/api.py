@@ -117,7 +117,7 @@ def prefill_scores(
 
     @run.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[PromptAttention, PromptAttention]:
-        differentiable = op.module("derivative").prefill_scores
+        differentiable = op.module("reference").differentiable
         return run(*primals), jax.jvp(differentiable, primals, tangents)[1]
 
     return run(op)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec, add_logits, log_sum, pad_to, positive
-from pallas_kernels.blocks import block, made, run
+from pallas_kernels.blocks import made, run
 from pallas_kernels.common import padded
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
 from pallas_kernels.decode_attention.pallas_gpu import PARAMS, products
@@ -35,8 +35,6 @@ def prefill_scores(x: PrefillScores, *, interpret: Any) -> PromptAttention:
         blocks["noise"] = row(x.noise.astype(jnp.float32), tiles.keys * tiles.width, 0)
     if x.spec.slopes is not None:
         blocks["slope"] = x.spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
-    # Numbers per token are [b, heads, n] here; only weights have rows.
-    blocks = {name: y if name in "qkv" else y[:, :, 0] for name, y in blocks.items()}
     if x.own is not None:
         blocks["bounds"] = tiles.bounds_of(x.own)
     numbers: dict[str, Any] = dict(tiles=tiles, spec=x.spec, tau=x.tau, noisy=noisy, interpret=interpret)
@@ -78,14 +76,14 @@ def _attend(
         for name, highest, total in zip(("lse", "noisy_lse"), running[::2], running[1::2], strict=False):
             outputs[name][...] = log_sum(highest, total)
 
-    of_rows = pl.BlockSpec((None, None, tiles.size), lambda i, m, r: (r, m, i))
+    of_rows = pl.BlockSpec((None, None, None, tiles.size), lambda i, m, r: (r, m, 0, i))
     of_queries = pl.BlockSpec((None, None, tiles.size, e), lambda i, m, r: (r, m, i, 0))
     names = ("lse", "noisy_lse")[: 1 + noisy]
     outputs = {"out": made((b, heads, n, e), of_queries)}
     found = run(
         kernel,
-        (_placed(blocks, tiles, by_query=True),),
-        outputs | {name: made((b, heads, n), of_rows) for name in names},
+        (tiles.placed(blocks, lambda _, i, m, r: (r, m, i, i), whole="keys"),),
+        outputs | {name: made((b, heads, 1, n), of_rows) for name in names},
         grid=(tiles.queries, heads, b),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -109,7 +107,7 @@ def _collect(
 
         def look(i: Any, sums: Array) -> Array:
             queries = pl.ds(i * tiles.size, tiles.size)
-            lse, own = refs["lse"][queries], pl.ds(0, tiles.width)
+            lse, own = refs["lse"][0, queries], pl.ds(0, tiles.width)
             x = _logits(refs, queries, own, spec, tau, noisy, multiply)[1]
             p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse)[:, None])
             if several:
@@ -123,7 +121,7 @@ def _collect(
     of_keys = pl.BlockSpec((None, None, wanted, tiles.width), lambda j, m, r: (r, m, 0, j))
     return run(
         kernel,
-        (_placed(blocks, tiles, by_query=False),),
+        (tiles.placed(blocks, lambda _, j, m, r: (r, m, j, j), whole="queries"),),
         made((b, heads, wanted, c), of_keys),
         grid=(tiles.keys, heads, b),
         compiler_params=PARAMS,
@@ -139,30 +137,6 @@ def _sizes(width: int, dtype: DTypeLike) -> tuple[int, int]:
     return (64, 64) if width <= 128 else (64, 32)
 
 
-def _placed(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[str, Any]:
-    # Arrays of the program's own block are cut; the others are whole, and the program loops over them.
-    heads = blocks["q"].shape[1]
-
-    def spec(name: str, array: Array) -> pl.BlockSpec:
-        if name == "slope":
-            return pl.BlockSpec((None, None, 1), lambda s, m, r: (0, m, 0))
-        if name == "bounds":
-            return pl.BlockSpec(array.shape, lambda s, m, r: (0, 0))
-        of_query = name in ("q", "query", "lse", "weight")
-        tokens = 2 if name in "qkv" else array.ndim - 1
-        own, share = of_query == by_query, heads // array.shape[1]
-        sizes = list(array.shape[2:])
-        if own:
-            sizes[tokens - 2] = tiles.size if of_query else tiles.width
-
-        def index(s: Any, m: Any, r: Any) -> tuple[Any, ...]:
-            return r, m // share, *(s if own and axis == tokens else 0 for axis in range(2, array.ndim))
-
-        return pl.BlockSpec((None, None, *sizes), index)
-
-    return {name: block(array, spec(name, array)) for name, array in blocks.items()}
-
-
 def _logits(
     refs: Any,
     queries: Any,
@@ -173,15 +147,15 @@ def _logits(
     multiply: Callable[[Array, Array], Array],
 ) -> tuple[Array, Array]:
     """Return masked logits [queries, keys], and those with noise at temperature tau (or the same)."""
-    query, key = refs["query"][queries], refs["key"][keys][None, :]
+    query, key = refs["query"][0, queries], refs["key"][0, keys][None, :]
     visible = seen(key, query[:, None], spec.window)
     pieces = channels(refs["q"].shape[-1], refs["q"].dtype)
     products = (multiply(refs["q"][queries, some], refs["k"][keys, some].T) for some in pieces)
     x = spec.capped(functools.reduce(jnp.add, products))
     if "slope" in refs:
-        x += refs["slope"][0] * (key - query[:, None]).astype(jnp.float32)
+        x += refs["slope"][0, 0] * (key - query[:, None]).astype(jnp.float32)
     x = jnp.where(visible, x, LOWEST)
     if not noisy:
         return x, x
-    drawn = x + refs["noise"][keys][None, :] if "noise" in refs else x
+    drawn = x + refs["noise"][0, keys][None, :] if "noise" in refs else x
     return x, jnp.where(visible, drawn / tau, LOWEST)

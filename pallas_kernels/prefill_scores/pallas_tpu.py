@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
 from pallas_kernels.attention import AttentionSpec, positive
-from pallas_kernels.blocks import block, made, run
+from pallas_kernels.blocks import made, run
 from pallas_kernels.common import LANES, chip, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, matmul
 from pallas_kernels.prefill_scores.api import PrefillScores, PromptAttention
@@ -196,7 +196,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
 
     return run(
         kernel,
-        (_placed(blocks, tiles, wanted),),
+        (tiles.placed(blocks, wanted),),
         outputs,
         grid=(b, h, g, tiles.queries, tiles.keys),
         scratch_shapes=[OrderedDict(scratch)],
@@ -242,9 +242,8 @@ def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
     ref["sum"][...] = summed
     ref["total"][...] = ref["total"][...] * shrink + _row_sum(totals)
     if "tempered_total" in ref:
-        ref["tempered_total"][...] = ref["tempered_total"][...] * _power(before - highest, tau) + _row_sum(
-            tempered_totals
-        )
+        shrink = _power(before - highest, tau)
+        ref["tempered_total"][...] = ref["tempered_total"][...] * shrink + _row_sum(tempered_totals)
     if "then" in ref:
         ref["then"][pl.ds(j, 1)] = highest
 
@@ -287,7 +286,7 @@ def _collect(blocks: dict[str, Array], common: _Common) -> Array:
 
     return run(
         kernel,
-        (_placed(blocks, tiles, wanted),),
+        (tiles.placed(blocks, wanted),),
         made((b, h, rows, c), pl.BlockSpec((1, 1, rows, tiles.width), lambda r, m, j, *_: (r, m, 0, j))),
         grid=(b, h, tiles.keys, g, tiles.queries),
         scratch_shapes=[pltpu.VMEM((rows, tiles.width, LANES), jnp.float32)],
@@ -296,29 +295,6 @@ def _collect(blocks: dict[str, Array], common: _Common) -> Array:
         interpret=common.interpret,
         name="prefill_column_sums",
     )
-
-
-def _placed(blocks: dict[str, Array], tiles: Tiles, at: Callable[..., Any]) -> dict[str, Any]:
-    # `at` returns the row, query head, block of queries and block of keys of a step, which has five numbers.
-    heads = blocks["q"].shape[1]
-
-    def placed(name: str, array: Array) -> Any:
-        of_keys = int(name not in ("q", "query", "lse", "weight"))
-        length = (tiles.size, tiles.width)[of_keys]
-        share = heads // array.shape[1]  # query heads per head of this array
-
-        def index(*step: Any) -> tuple[Any, ...]:
-            r, m, *which = at(tiles.bound(*step[5:]), *step[:5])
-            if name == "slope":
-                return 0, m, 0, 0
-            along = (which[of_keys], 0) if name in "qkv" else (0, which[of_keys])
-            return r, m // share, *along
-
-        shape = (length, array.shape[3]) if name in "qkv" else (array.shape[2], length)
-        return block(array, pl.BlockSpec((1, 1, *((1, LANES) if name == "slope" else shape)), index))
-
-    # JAX would sort a dict's names, and the compiler's schedules depend on the order.
-    return OrderedDict((name, placed(name, array)) for name, array in blocks.items())
 
 
 def _logits(ref: dict[str, Any], spec: AttentionSpec, key: Array, part: slice) -> Array:

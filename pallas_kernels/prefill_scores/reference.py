@@ -11,7 +11,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.attention import add_logits, log_sum, pad_to, positive, power_below, wide
+from pallas_kernels.attention import (
+    add_logits,
+    attend,
+    join_queries,
+    log_sum,
+    pad_to,
+    positive,
+    power_below,
+    split_queries,
+    tempered,
+    wide,
+)
+from pallas_kernels.common import padded
 from pallas_kernels.op import Options
 from pallas_kernels.operands import Joined, Operand, cut, values
 from pallas_kernels.prefill_scores.api import PrefillScores, PromptAttention
@@ -36,6 +48,10 @@ CPU_LONG = Blocks(8192, 512, 512)
 
 ACCELERATOR = Blocks(8192, 512, 2048)
 """Fewer and larger steps, as each step takes the same time to start; never measured on a chip."""
+
+
+LOGITS = 1 << 22
+"""Approximate number of logits in a block of the differentiable form; all of them exist at one time."""
 
 
 class _Running(NamedTuple):
@@ -94,7 +110,8 @@ def prefill_scores(x: PrefillScores, options: Options) -> PromptAttention:
     (b, h, g, n, _), c, dtype = x.q.shape, x.k.shape[2], wide(x.q.dtype)
     most = ACCELERATOR if options.platform != "cpu" else CPU if x.scores or n < CPU_LONG.queries else CPU_LONG
     heads = b * h * g, h * g
-    size, alone = (min(power_below(max(32, most.rows // some)), most.queries, _power_above(n)) for some in heads)
+    shortest = 1 << (n - 1).bit_length()  # a power of two
+    size, alone = (min(power_below(max(32, most.rows // some)), most.queries, shortest) for some in heads)
     if options.platform == "cpu" and size < alone:
         # Row by row, blocks of queries are larger, so cores read the keys less often than in small blocks of all rows.
         names = "q", "k", "v", "query_position", "key_position", "weights", "noise", "places"
@@ -123,10 +140,10 @@ def prefill_scores(x: PrefillScores, options: Options) -> PromptAttention:
         q, spec = q * jnp.asarray(spec.scale, q.dtype), dataclasses.replace(spec, scale=1.0)
     if spec.slopes is not None:
         spec = dataclasses.replace(spec, slopes=spec.slopes.astype(dtype))
-    tempered = scores and tau != 1
+    second = scores and tau != 1  # whether the sums are of a second softmax
     # At tau = 1 the noise is a factor per key on the same exponentials: e^(x + zeta) = e^x e^zeta.
     factor = None
-    if scores and not tempered and noise is not None:
+    if scores and not second and noise is not None:
         factor = jnp.exp(noise.astype(dtype) - noise.astype(dtype).max(-1, keepdims=True))
     rows, shape, m = (b, h, g, size), (b, h, g, n + pad), 1 if weights is None else weights.shape[2]
 
@@ -157,7 +174,7 @@ def prefill_scores(x: PrefillScores, options: Options) -> PromptAttention:
             if factor is not None:
                 mass = jnp.einsum("bhgts,bhs->bhgt", p, take(factor))
                 after = after._replace(noisy_total=seen.noisy_total * shrink + mass)
-            if tempered:
+            if second:
                 drawn = 0.0 if noise is None else take(noise).astype(dtype)[:, :, None, None]
                 y = jnp.where(visible, (x + drawn) / tau, lowest)
                 p, _, highest, total = add_logits(seen.noisy_highest, seen.noisy_total, y)
@@ -188,8 +205,8 @@ def prefill_scores(x: PrefillScores, options: Options) -> PromptAttention:
         lse = put(lse, log_sum(seen.highest, seen.total))
         if not scores:
             return out, lse, sums, held
-        highest = seen.noisy_highest if tempered else seen.highest
-        total = seen.noisy_total if tempered or factor is not None else seen.total
+        highest = seen.noisy_highest if second else seen.highest
+        total = seen.noisy_total if second or factor is not None else seen.total
         share = weight[:, :, :, None] / positive(total)[:, :, None]
 
         def add(part: _Part, held: tuple[Array, Array], j: Any, sums: Array) -> Array:
@@ -234,5 +251,38 @@ def _parts(k: Operand | Joined, v: Operand | Joined, most: int) -> list[_Part]:
     return parts
 
 
-def _power_above(x: int) -> int:
-    return 1 << (x - 1).bit_length()
+def differentiable(x: PrefillScores) -> PromptAttention:
+    """Return what JAX can differentiate: blocks of queries over all keys, recomputed in the backward pass.
+
+    The other forms have loops whose bounds depend on the prompt, which JAX cannot differentiate in reverse mode.
+    """
+    (b, h, g, n, _), c, dtype = x.q.shape, x.k.shape[2], wide(x.q.dtype)
+    query_position, key_position, noise = x.query_position, x.key_position, x.noise
+    keys, vals = (values(y, x.q.dtype) for y in (x.k, x.v))
+    query_place, key_place = (query_position[:, None], key_position) if x.places is None else x.places
+    counted = (query_position >= 0)[:, None, None].astype(dtype)
+    counted = counted if x.weights is None else counted * x.weights.astype(dtype)
+    size = max(1, min(n, LOGITS // (b * h * g * c)))
+
+    @jax.checkpoint
+    def read(block: tuple[Array, ...]) -> PromptAttention:
+        queries, position, place, count = block
+        mask, bias = x.spec.mask(position, key_position), x.spec.bias(place, key_place)
+        partial, probs = attend(queries, keys, vals, mask, x.spec, bias)
+        if not x.scores:
+            return PromptAttention(*partial, None)
+        if x.tau != 1 or noise is not None:
+            probs = tempered(probs, None if noise is None else noise.astype(dtype)[:, :, None, None], x.tau)
+            total = probs.sum(-1, keepdims=True)
+            probs = probs / jnp.where(total > 0, total, 1)
+        count = jnp.broadcast_to(count, (b, h, *count.shape[2:]))
+        return PromptAttention(*partial, jnp.einsum("bhmt,bhgts->bhms", count, probs))
+
+    arrays = ((x.q, 3), (query_position, 1), (query_place, 2), (counted, 3))
+    blocks = [split_queries(pad_to(y, axis, padded(y.shape[axis], size)), axis, size) for y, axis in arrays]
+    # Padding of the last block attends to nothing.
+    blocks[1] = jnp.where((jnp.arange(blocks[1].shape[0] * size) < n).reshape(-1, 1, size), blocks[1], -1)
+    blocks[3] = jnp.where((blocks[1] >= 0)[:, :, None, None], blocks[3], 0)
+    found = jax.lax.map(read, tuple(blocks))
+    out, lse = (join_queries(y, 3)[:, :, :, :n] for y in found[:2])
+    return PromptAttention(out, lse, found.scores.sum(0) if x.scores else None)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from pallas_kernels.attention import pad_to
+from pallas_kernels.blocks import block
 from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
 from pallas_kernels.prefill_scores.api import Own, PrefillScores
 
@@ -49,9 +51,9 @@ class Tiles:
         rows = begin, end, seen.sum(1)
         return jnp.stack([jnp.pad(row, (0, max(self.queries, self.keys) - len(row))) for row in rows]).astype(jnp.int32)
 
-    def bound(self, refs: Mapping[str, Any] = MappingProxyType({})) -> Tiles:
+    def bound(self, refs: Mapping[str, Any] | None = None) -> Tiles:
         """Return the division for a kernel's references, of which `bounds` are those of this one's."""
-        return replace(self, bounds=refs.get("bounds"))
+        return replace(self, bounds=(refs or {}).get("bounds"))
 
     def begin(self, i: Any) -> Any:
         """Return the first token of block i of the queries."""
@@ -100,6 +102,35 @@ class Tiles:
         q = pad_to(x.q.reshape(b, h * g, n, d), 2, queries)
         query, key = row(x.query_position[:, None], queries, -1), row(x.key_position, keys, -1)
         return {"q": q, "k": k, "v": v, "query": query, "key": key}
+
+    def placed(self, blocks: dict[str, Array], at: Callable[..., Any], whole: str = "") -> OrderedDict[str, Any]:
+        """Return arrays in whole blocks as inputs of a kernel.
+
+        Args:
+            blocks: arrays by name, as `padded` lays them out.
+            at: function from this division and a grid step to its row, query head, block of queries and of keys.
+            whole: `queries` or `keys` if programs loop over all of them; their blocks have no axes of rows and heads.
+        """
+        heads, lead = blocks["q"].shape[1], None if whole else 1
+
+        def placed(name: str, array: Array) -> Any:
+            if name == "bounds":
+                return block(array, pl.BlockSpec(array.shape, lambda *_: (0, 0)))
+            of_queries = name in ("q", "query", "lse", "weight")
+            cut, axis = name != "slope" and whole != ("queries" if of_queries else "keys"), int(name not in "qkv")
+            sizes, share = [*array.shape[2:]], heads // array.shape[1]  # query heads per head of this array
+            if cut:
+                sizes[axis] = self.size if of_queries else self.width
+
+            def index(*step: Any) -> tuple[Any, ...]:
+                r, m, i, j = at(self.bound(*step[5:]), *step[:5])
+                along = (i if of_queries else j) if cut else 0
+                return 0 if name == "slope" else r, m // share, *((0, along) if axis else (along, 0))
+
+            return block(array, pl.BlockSpec((lead, lead, *sizes), index))
+
+        # JAX would sort a dict's names, and the compiler's schedules depend on the order.
+        return OrderedDict((name, placed(name, array)) for name, array in blocks.items())
 
     def weights(self, weights: Array | None, b: int) -> Array:
         """Return the weight of each query, [b, heads or 1, m, n] in whole blocks."""

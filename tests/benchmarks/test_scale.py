@@ -19,7 +19,7 @@ from benchmarks.footprint import collectives
 from benchmarks.models import SHAPES, config_named
 from benchmarks.targets import MEMORY, mesh_shape
 from kvjax.cli import bench
-from kvjax.evaluation.bench.models import shaped_model
+from kvjax.evaluation.bench import shaped_model
 from kvjax.inference import prefill
 from kvjax.inference.shapes import state_shapes
 from kvjax.models.integers import signed

@@ -26,7 +26,7 @@ from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token
 from pallas_kernels.decode_step.api import DecodeStep
 from pallas_kernels.evict import Protection, evict
 from pallas_kernels.hamming import Hashing, hamming, hashes
-from pallas_kernels.programs import operand
+from pallas_kernels.workloads import operand
 from tests.kernel_cases.evict import case, run
 from tests.kernel_cases.hamming import case as hamming_case
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Way, check

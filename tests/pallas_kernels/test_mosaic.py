@@ -16,7 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from pallas_kernels.common import CAPABILITIES, Unsupported
 from pallas_kernels.decode_attention import decode_attention, mosaic_gpu, partials
-from pallas_kernels.programs import Sizes, decode
+from pallas_kernels.workloads import Sizes, decode
 from tests.kernel_cases.decode_attention import arguments, case
 from tests.kernels import Case, Way, check, gpu
 

@@ -30,8 +30,8 @@ from pallas_kernels.common import Asked, Survey, Task, Tuned, bucket, choose
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_step import one_pass
-from pallas_kernels.programs import Sizes, decode
 from pallas_kernels.race import Runner, Verdict
+from pallas_kernels.workloads import Sizes, decode
 from tests.kernel_cases.decode_step import CASES
 
 DEVICE = "Chip 9"
@@ -61,7 +61,7 @@ def contenders(each: Asked) -> Verdict | None:
         return right
 
     starts = {"xla": slow, "pallas": lambda: right + 0.5, "triton": lambda: right + 1e-3}
-    return race.judge([Runner("op", "b<=2", name, 8, starts[name], compared=True) for name in starts], 1e-2)
+    return race.judge([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
 
 
 def test_the_fastest_that_is_right_wins_and_who_is_wrong_is_told(chip, capsys):
@@ -82,7 +82,7 @@ def test_the_fastest_that_is_right_wins_and_who_is_wrong_is_told(chip, capsys):
 
 def test_results_that_are_no_numbers_are_wrong():
     starts = {"xla": lambda: np.zeros(2), "pallas": lambda: np.full(2, np.nan)}
-    runners = [Runner("op", "b<=2", name, 8, start, compared=True) for name, start in starts.items()]
+    runners = [Runner("op", "b<=2", name, start) for name, start in starts.items()]
     with pytest.warns(UserWarning, match="'pallas' differs from 'xla' by nan"):
         verdict = race.judge(runners, 1e-2)
     assert verdict is not None and verdict.order == ("xla",) and verdict.errors == {"xla": 0.0, "pallas": None}
@@ -94,7 +94,7 @@ def test_nothing_is_told_where_the_reference_fails(chip, capsys):
 
     def by(each: Asked) -> Verdict | None:
         starts = {"xla": fail, "pallas": lambda: np.zeros(2)}
-        return race.judge([Runner("op", "b<=2", name, 8, starts[name], compared=True) for name in starts], 1e-2)
+        return race.judge([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
 
     tuner = Autotuner(DEVICE)
     assert tuner.settle([asked()], by=by) == {}
@@ -262,7 +262,7 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     monkeypatch.setattr(common, "kind_of_device", lambda _: DEVICE)
     assert fits()
     assert not fits(implementation=lost)
-    assert race.program_of(asked).donated == ("slots",)  # slots hold nothing else but scores
+    assert list(race.program_of(asked).in_place) == ["slots"]  # slots hold nothing else but scores
 
 
 def test_the_calls_that_a_step_over_codes_stands_for_run():

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from benchmarks.aot import gpu
 from benchmarks.aot.programs import programs
 from pallas_kernels.common import Unsupported
-from pallas_kernels.programs import Program, Sizes, decode, prefill
+from pallas_kernels.workloads import Sizes, Workload, decode, prefill
 
 
-def corners() -> Iterator[Program]:
+def corners() -> Iterator[Workload]:
     """Shapes at the edge of what the kernels take, besides those of real models: they need the most registers."""
     yield decode("float32, d 256, 8 bits, Gumbel", Sizes(2, 4, 4, 4096, 256, jnp.float32, bits=8, noisy=True), rank=8)
     wide: dict[str, Any] = dict(scores="each", slopes=True, window=100, soft_cap=50.0)
@@ -34,7 +34,7 @@ def corners() -> Iterator[Program]:
     yield prefill("bfloat16, d 256 and e 16", Sizes(1, 1, 4, 500, 256, jnp.bfloat16, e=16), "noise")
 
 
-def of_gpu() -> list[Program]:
+def of_gpu() -> list[Workload]:
     """All that have a kernel for GPUs."""
     return [program for program in (*programs(), *corners()) if "gpu" in program.forms]
 

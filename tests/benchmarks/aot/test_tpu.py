@@ -23,7 +23,7 @@ from kvjax.cache.dense import Dense
 from kvjax.models.weights import weight_shapes
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised
-from pallas_kernels.programs import Program
+from pallas_kernels.race import Program
 from tests.kernels import H100
 from tests.paths import ROOT
 
@@ -47,7 +47,7 @@ def test_every_kernel_compiles_for_tpu(chip, tmp_path):
     rows = list(json.loads((tmp_path / "chips" / f"{chip}.json").read_text())["kernels"].values())
     assert len(rows) == len(OF_TPU)
     for program in OF_TPU:
-        donated = jax.tree.leaves([program.shapes[name] for name in program.donated])
+        donated = jax.tree.leaves([program.shapes[name] for name in program.in_place])
         row = next(row for row in rows if (row["op"], row["size"]) == (program.op, program.label))
         assert row["alias"] >= sum(x.size * x.dtype.itemsize for x in donated), f"{program} copies what it was given"
         assert row["kernels"] and all(kernel["step"] > 0 for kernel in row["kernels"]), program

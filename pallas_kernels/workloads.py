@@ -1,7 +1,8 @@
-"""Workloads of each operation: its arguments at given sizes."""
+"""Workloads of the kernels at any sizes, to benchmark them and to compile them for absent chips."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -13,15 +14,37 @@ from jaxtyping import Array
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
 from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token, decode_step
+from pallas_kernels.decode_step.api import DecodeStep
 from pallas_kernels.evict import evict
+from pallas_kernels.evict.api import Evict
 from pallas_kernels.hamming import Hashing, hamming
 from pallas_kernels.less_kernels import phi, psi
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_scores import Own, prefill_scores
-from pallas_kernels.programs.program import Program, Shape
+from pallas_kernels.race import Program
 from pallas_kernels.ranking import Protection
 from pallas_kernels.rotate import rotate
+
+Shape = jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload(Program):
+    """An operation at one size, with the figures that reports need."""
+
+    forms: tuple[str, ...] = ("tpu", "gpu")
+    """Platforms for which the operation has a Pallas kernel."""
+    traffic: int | None = None
+    """Bytes that must be read and written; None for all inputs and results, each once."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must be read and written."""
+        if self.traffic is not None:
+            return self.traffic
+        results = jax.eval_shape(functools.partial(self.run, implementation="xla", platform="cpu"), **self.shapes)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.shapes, results)))
 
 
 def operand(shape: tuple[int, ...], dtype: DTypeLike, bits: int | None) -> Any:
@@ -73,19 +96,19 @@ class Sizes(NamedTuple):
         } | ({"scores": Gumbel(*noise)} if self.noisy else {})
 
 
-def decode(label: str, sizes: Sizes, *, rank: int = 0) -> Program:
+def decode(label: str, sizes: Sizes, *, rank: int = 0) -> Workload:
     """Return a `decode_attention` workload; `rank` adds LESS's low-rank attention."""
     b, h, g = sizes[:3]
     shapes = sizes.shapes() | {"query_position": Shape((b,), jnp.int32)}
     if rank:
         share = ((b, h, g, rank), (b, h, rank, sizes.width), (b, h, rank))
         shapes["low_rank"] = LowRank(*(operand(size, jnp.float32, None) for size in share))
-    return Program("decode_attention", label, functools.partial(decode_attention, scores=sizes.scores), shapes)
+    return Workload("decode_attention", label, functools.partial(decode_attention, scores=sizes.scores), shapes)
 
 
 def paged(
     label: str, b: int, h: int, g: int, pages: int, size: int, d: int, dtype: DTypeLike, *, bits: int | None = None
-) -> Program:
+) -> Workload:
     """Return a `paged_attention` workload over a pool whose pages all belong to one layer."""
     shapes: dict[str, Any] = {
         "q": Shape((b, h, g, d), dtype),
@@ -97,7 +120,7 @@ def paged(
         "query_position": Shape((b,), jnp.int32),
     }
     run = functools.partial(paged_attention, spec=AttentionSpec(d**-0.5))
-    return Program("paged_attention", label, run, shapes)
+    return Workload("paged_attention", label, run, shapes)
 
 
 def prefill(
@@ -108,7 +131,7 @@ def prefill(
     rows: int | None = None,
     readers: int = 1,
     **settings: Any,
-) -> Program:
+) -> Workload:
     """Return a `prefill_scores` workload.
 
     `extra` names optional arrays, and `cached` keys come before the prompt's. `readers` divide the prompt's queries
@@ -127,7 +150,7 @@ def prefill(
     weights = (b, 1, own) if rows is None else (b, 1, rows, own)
     optional = {"noise": (b, h, c), "weights": weights}
     shapes |= {name: Shape(optional[name], jnp.float32) for name in extra}
-    return Program("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
+    return Workload("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
 
 
 def features(
@@ -142,7 +165,7 @@ def features(
     *,
     hidden: int = 512,
     rank: int = 8,
-) -> Program:
+) -> Workload:
     """Return a workload of `phi` or `psi` of `less_kernels`."""
     heads = (h, g) if which == "phi" else (h,)
 
@@ -151,9 +174,11 @@ def features(
 
     shapes = {"first": weight(d, hidden), "second": weight(hidden, rank)}
     if which == "phi":
-        return Program("less_kernels", f"phi, {label}", phi, {"q": Shape((b, h, g, t, d), dtype), **shapes}, ("tpu",))
-    shapes |= {"third": weight(rank, rank), "outer_scale": weight(rank), "residual_scale": weight(rank)}
-    return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes}, ("tpu",))
+        run, shapes = phi, {"q": Shape((b, h, g, t, d), dtype), **shapes}
+    else:
+        run, shapes = psi, {"k": Shape((b, h, t, d), dtype), **shapes}
+        shapes |= {"third": weight(rank, rank), "outer_scale": weight(rank), "residual_scale": weight(rank)}
+    return Workload("less_kernels", f"{which}, {label}", run, shapes, forms=("tpu",))
 
 
 def _choice(b: int, h: int, c: int, keep: bool) -> dict[str, Any]:
@@ -165,7 +190,7 @@ def _choice(b: int, h: int, c: int, keep: bool) -> dict[str, Any]:
 
 def eviction(
     label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike, *, words: int = 0, keep: bool = False
-) -> Program:
+) -> Workload:
     """Return an in-place `evict` workload: a pair, its accumulated score, and `words` a slot; integers have scales."""
 
     def run(**arrays: Any) -> Any:
@@ -181,14 +206,13 @@ def eviction(
 
     shapes = _choice(b, h, c, keep) | {"buffers": held(c), "added": held()}
     pairs = 2 * b * h * d * jnp.dtype(dtype).itemsize
-    return Program(
+    return Workload(
         "evict",
         label,
         run,
         shapes,
+        Evict.in_place,
         forms=("tpu",),
-        donated=("position", "buffers"),
-        again=lambda results: {"position": results[3], "buffers": results[4]},
         traffic=8 * b * h * c + 3 * pairs,  # scores and positions; the evicted pair, the new pair, and its input
     )
 
@@ -202,7 +226,7 @@ def stepping(
     pairs: bool = False,
     adds: bool = False,
     hashed: int = 0,
-) -> Program:
+) -> Workload:
     """Return an in-place `decode_step` workload with an accumulated score.
 
     The first `apart` tokens use a separate query, and slopes place them nearer. `pairs` returns the evicted pairs.
@@ -251,27 +275,26 @@ def stepping(
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((k, v)))
     # Positions, and scores or words, before and after; requested scores.
     rows = 4 * b * h * c * (2 + 2 * max(words, 1) + (asks and not adds))
-    return Program(
+    return Workload(
         "decode_step",
         label,
         run,
         shapes,
+        DecodeStep.in_place,
         forms=("tpu",),
-        donated=("slots",),
-        again=lambda found: {"slots": found.slots},
         traffic=stored + rows,
     )
 
 
-def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Program:
+def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Workload:
     """Return a `hamming` workload."""
     words = -(-bits // 32)
     shapes = _choice(b, h, c, keep)
     shapes |= {"query": Shape((b, h, g, words), jnp.uint32), "codes": (Shape((b, h, c), jnp.uint32),) * words}
-    return Program("hamming", label, hamming, shapes, forms=("tpu",))
+    return Workload("hamming", label, hamming, shapes, forms=("tpu",))
 
 
-def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Program:
+def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Workload:
     """Return a `rotate` workload: queries, keys and values, all in the layout of the projections."""
 
     def run(q: Array, k: Array, v: Array, cos: Array, sin: Array, **how: Any) -> tuple[Array, ...]:
@@ -280,4 +303,4 @@ def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Pr
 
     shapes = {name: Shape((b, heads * d), dtype) for name, heads in (("q", h * g), ("k", h), ("v", h))}
     shapes |= {name: Shape((b, d), jnp.float32) for name in ("cos", "sin")}
-    return Program("rotate", label, run, shapes, ("tpu",))
+    return Workload("rotate", label, run, shapes, forms=("tpu",))
