@@ -71,6 +71,12 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     if _names_file(name):
         return _from_file(name, own)
     if name not in REGISTRY:
+        head = name.partition("+")[0].partition("[")[0]
+        if head in REGISTRY:
+            raise ValueError(
+                f"there is no policy {name!r}; commands take parts and settings in its name, and Python takes them as "
+                f"arguments: kvjax.policy({head!r}, codec='int8', recent=16)."
+            )
         raise ValueError(
             f"there is no policy {name!r}; {choices(name, REGISTRY, ', or one of your own as FILE.py:NAME')}"
         )

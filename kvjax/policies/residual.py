@@ -44,7 +44,8 @@ class Residual(Part, interface=True):
         """Absorb the pairs that one token per row evicted, and merge `share` into its attention [b h g 1 e]."""
         state = self.absorb(state, evicted)
         share = self.share(state, new)
-        return state, attended.out if share is None else merge(attended, share_of_evicted(share)).out
+        assert share is not None
+        return state, merge(attended, share_of_evicted(share)).out
 
 
 class SlotResidual(Residual, interface=True):
@@ -70,6 +71,9 @@ class SlotResidual(Residual, interface=True):
 
     def share(self, state: Any, new: New) -> None:
         """Return nothing: slots are all that queries attend to."""
+
+    def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
+        return state, attended.out
 
 
 class Selection(Part, interface=True):

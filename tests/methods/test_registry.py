@@ -215,3 +215,10 @@ def test_settings_of_a_comparison_reach_every_policy_that_has_them() -> None:
         compared("full[nope=3]", {}, {})
     with pytest.raises(ValueError, match="--set bits: none of the policies less has this setting"):
         compared("less", {}, {"bits": 8})
+
+
+@pytest.mark.parametrize("written", ["h2o+int8", "h2o[recent=16]", "h2o+less[recent=16]"])
+def test_the_form_of_commands_is_refused_with_that_of_python(written: str) -> None:
+    with pytest.raises(ValueError, match=r"arguments: kvjax.policy\('h2o', codec='int8', recent=16\)"):
+        kvjax.prefill(kvjax.load("tiny"), written, [[1, 2, 3]])
+    kvjax.policy("h2o", codec="int8", recent=16)
