@@ -171,18 +171,17 @@ def arguments(text: Path, out: Path, *more: str) -> list[str]:
     return [*shape.split(), "--text", str(text), "--out", str(out), *more]
 
 
-def start(*words: str) -> subprocess.Popen[bytes]:
+def start(text: Path, out: Path) -> subprocess.Popen[bytes]:
     """A run in a process of its own: those that are compared to the last bit are compiled as users' runs are."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvjax", "train_less", *words], env=environment, stdout=subprocess.DEVNULL
-    )
+    kept = {"PYTHONPATH": os.pathsep.join(sys.path), "KVJAX_CACHE_DIR": str(text.parent / "programs")}
+    command = [sys.executable, "-m", "kvjax", "train_less", *arguments(text, out)]
+    return subprocess.Popen(command, env=os.environ | kept, stdout=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")
 def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run") / "kernels"
-    assert start(*arguments(text_file, out)).wait() == 0
+    assert start(text_file, out).wait() == 0
     return out
 
 
@@ -307,7 +306,7 @@ def test_a_picture_of_losses_leaves_matplotlib_alone(tmp_path: Path) -> None:
 
 def test_a_killed_run_ends_with_the_same_kernels(trained: Path, text_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
-    child = start(*arguments(text_file, out))
+    child = start(text_file, out)
     try:
         deadline = time.monotonic() + 240
         while not any((out / "training").glob("step-*")):
@@ -317,7 +316,7 @@ def test_a_killed_run_ends_with_the_same_kernels(trained: Path, text_file: Path,
         child.send_signal(signal.SIGKILL)
         child.wait()
     assert not (out / "settings.json").exists()
-    assert start(*arguments(text_file, out)).wait() == 0
+    assert start(text_file, out).wait() == 0
     model = kvjax.load("tiny")
     kernels, whole = (checkpoint.load(directory, model, "h2o")[0] for directory in (out, trained))
     jax.tree.map(np.testing.assert_array_equal, kernels, whole)
