@@ -62,8 +62,10 @@ class AdaKV(Uniform, interface=True):
         # Protected slots rank +inf: they come first, as they will when slots are given out.
         best = (jnp.arange(heads * slots) < total) & (worth < jnp.inf)
         counts = (best[:, None] & (head[:, None] == jnp.arange(heads)[:, None])).sum(-1)
-        left = total - counts.sum(1, keepdims=True)
-        shares = self.floor * budget + (1 - self.floor) * (counts + left / heads)
+        # Slots without a token to compete for them; heads of layers that keep to a window have no budget.
+        part = budget > 0
+        left = (total - counts.sum(1, keepdims=True)) / jnp.maximum(part.sum(1, keepdims=True), 1)
+        shares = self.floor * budget + (1 - self.floor) * (counts + jnp.where(part, left, 0))
         whole = jnp.floor(shares + 1e-4).astype(jnp.int32)
         # Of equal remainders the first head's counts, whichever way a program rounds them.
         remainders = jnp.round((shares - whole) * 64)

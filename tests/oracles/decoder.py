@@ -311,7 +311,7 @@ class Decoder:
             for oracle, prompt in zip(self.oracles, prompts, strict=True):
                 oracle.lay(prompt)
             self._read_again([int(token) for token in tokens])
-        type(self.oracles[0]).couple(self.oracles)
+        self._couple()
         for oracle, prompt in zip(self.oracles, prompts, strict=True):
             for head, staying in zip(oracle.heads, oracle.keep(prompt), strict=True):
                 head.retain(staying)
@@ -439,12 +439,17 @@ class Decoder:
                     read[h].append(out * beside_sink(layer, h * oracle.groups + g, total))
             oracle.after(new, probs)
             x = self._finish(layer, x, read)
-        type(self.oracles[0]).couple(self.oracles)
+        self._couple()
         self.attended = self.kept()
         for oracle, new in zip(self.oracles, news, strict=True):
             if not (oracle.given or oracle.evicts_first):
                 self._evict(oracle, new)
         return self._unembed(x)
+
+    def _couple(self) -> None:
+        # Layers with a window of their own have another kind of oracle.
+        for kind in dict.fromkeys(map(type, self.oracles)):
+            kind.couple([oracle for oracle in self.oracles if type(oracle) is kind])
 
     def _evict(self, oracle: Oracle, new: New) -> None:
         for head, leaving in zip(oracle.heads, oracle.leaving(new), strict=True):
