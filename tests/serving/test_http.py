@@ -204,7 +204,7 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"prompt": "a", "model": 7}, 400, "model"),
     ({"prompt": "a", "temperature": 2.5}, 400, "temperature"),
     ({"prompt": "a", "temperature": 10**400}, 400, "temperature"),
-    ({"prompt": "a", "top_p": 0}, 400, "top_p"),
+    ({"prompt": "a", "top_p": -0.1}, 400, "top_p"),
     ({"prompt": "a", "n": 129}, 400, "n"),
     ({"prompt": ["a", "b"], "n": 65}, 400, "n"),
     ({"prompt": "a", "stop": ""}, 400, "stop"),
