@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Array, Header, Restore, Settings
-from kvjax.models.checkpoints.gguf_parts import merged, part_files
+from kvjax.models.checkpoints.gguf_parts import merge_parts, part_files
 from kvjax.models.checkpoints.gguf_settings import config_settings
 from kvjax.models.checkpoints.gguf_tokenizer import check_split
 from kvjax.models.checkpoints.tensors import Stored, Tensor
@@ -31,10 +31,7 @@ _PLAIN: Mapping[str, np.dtype] = {
 
 
 def _open(file: Path) -> tuple[Reader, dict[str, Any]]:
-    try:
-        from kvjax.models.checkpoints.gguf_reader import Reader
-    except ImportError:
-        raise LoadError(f"reading {file} needs the package gguf: pip install 'kvjax[gguf]'.") from None
+    from kvjax.models.checkpoints.gguf_reader import Reader
 
     try:
         reader = Reader(file)
@@ -56,6 +53,11 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     Returns:
         The settings of a Hugging Face config.json, the metadata of its tokenizer, and the tensors.
     """
+    try:
+        import gguf
+    except ImportError:
+        raise LoadError(f"reading {file} needs the package gguf: pip install 'kvjax[gguf]'.") from None
+
     header = _open(file)
     parts = {part: header if part == file else _open(part) for part in part_files(file, header[1])}
     file, (_, metadata) = next(iter(parts.items()))
@@ -65,7 +67,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         raise LoadError(
             f"{file}: architecture (general.architecture) {name!r} is not supported; supported are {known}."
         )
-    tensors = merged({part: (described, reader.tensors) for part, (reader, described) in parts.items()})
+    tensors = merge_parts({part: (part_metadata, reader.tensors) for part, (reader, part_metadata) in parts.items()})
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{file}: tensor token_embd.weight is missing.")
     shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, (_, tensor) in tensors.items()}
@@ -76,8 +78,6 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         check_split(metadata)
     except ValueError as error:
         raise LoadError(f"{file}: {str(error).removesuffix('.')}.") from None
-    import gguf
-
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, settings["num_hidden_layers"])
     stored = {

@@ -33,7 +33,7 @@ def part_files(file: Path, metadata: Mapping[str, Any]) -> list[Path]:
     return files
 
 
-def merged(
+def merge_parts(
     parts: Mapping[Path, tuple[Mapping[str, Any], list[ReaderTensor]]],
 ) -> dict[str, tuple[Path, ReaderTensor]]:
     """Return the tensors of all parts with their files, given the metadata and the tensors of each part in order."""

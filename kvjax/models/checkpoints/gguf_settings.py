@@ -101,8 +101,10 @@ def config_settings(header: Header) -> Settings:
             f"the factors of RoPE in {' and '.join(header.factors)} are not supported for {header.name}; {supported}."
         )
     ids = {role: header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
+    vocabulary = header.shapes["token_embd.weight"][0]
+    ids = {role: token for role, token in ids.items() if role in ("bos", "eos") or 0 <= (token or 0) < vocabulary}
     settings |= {
-        "vocab_size": header.shapes["token_embd.weight"][0],
+        "vocab_size": vocabulary,
         "head_dim": width,
         "rope_parameters": _rope(header, width),
         "tie_word_embeddings": "output.weight" not in header.shapes,

@@ -41,20 +41,27 @@ def decoded(stored: Stored, quantization: Quantization) -> Stored:
     """
     tensors = {name: tensor for name, tensor in stored.tensors.items() if not _OF_ACTIVATIONS.fullmatch(name)}
     spare: set[str] = {name for name in tensors if name.endswith(".weight_zero_point")}
+
+    def put(name: str, tensor: Tensor) -> None:
+        if name in tensors:
+            raise LoadError(f"{tensor.file}: tensor {name} is stored twice, quantised and as it is.")
+        tensors[name] = tensor
+
     for name, tensor in stored.tensors.items():
         scale = next((name + end for end in _SCALES if name + end in stored.tensors), None)
         if name.endswith("_blocks") and (of_blocks := f"{name.removesuffix('_blocks')}_scales") in tensors:
-            del tensors[name]
-            tensors[name.removesuffix("_blocks")] = _of_blocks(name, tensor, tensors.pop(of_blocks))
+            put(name.removesuffix("_blocks"), _of_blocks(name, tensors.pop(name), tensors.pop(of_blocks)))
         elif scale is not None and tensor.kind in _CODES:
             tensors[name] = _of_codes(name, tensor, tensors.pop(scale), quantization.block)
         elif quantization.packing is not None and name.endswith(".qweight"):
             module = name.removesuffix("qweight")
             parts = {part: tensors.pop(module + part) for part in _PACKED if module + part in tensors}
-            if f"{module}weight" in tensors:
-                raise LoadError(f"{tensor.file}: {module.removesuffix('.')} has both a weight and a qweight.")
-            tensors[f"{module}weight"] = _of_words(module, parts, quantization.packing)
+            put(f"{module}weight", _of_words(module, parts, quantization.packing))
             spare.add(f"{module}bias")  # AutoGPTQ writes one for every module
+        elif tensor.kind == "F8_E4M3":
+            raise LoadError(
+                f"{tensor.file}: tensor {name} is stored as {tensor.kind}, but has no {name}_scale beside it."
+            )
     return dataclasses.replace(stored, tensors=tensors, spare=frozenset(spare))
 
 

@@ -22,13 +22,13 @@ def check_weight_files(directory: Path, settings: Settings) -> None:
     """Refuse a directory whose weights have the name that a program for quantization gave them."""
     if (directory / SINGLE).exists() or (directory / INDEX).exists():
         return
-    declared = bool(settings.get("quantization_config"))
+    has_settings = bool(settings.get("quantization_config"))
     for file in sorted(directory.glob("*.safetensors*")):
-        if _NAMES.search(file.name) or declared or _settings_file(directory) is not None:
+        if _NAMES.search(file.name) or has_settings or _settings_file(directory) is not None:
             name = INDEX if file.name.endswith(".index.json") else SINGLE
             sharded = re.search(r"-\d+-of-\d+\.safetensors$", file.name)
             rename = f"add the index of its shards as {INDEX}" if sharded else f"rename it to {name}"
-            missing = "" if declared else f", and {_remedy(directory)}"
+            missing = "" if has_settings else f", and {_remedy(directory)}"
             raise LoadError(
                 f"{directory} has neither {SINGLE} nor {INDEX}, but {file.name}, which is quantised: {rename}{missing}."
             )

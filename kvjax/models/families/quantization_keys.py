@@ -74,15 +74,15 @@ _ONLY: Mapping[str, Settings] = {
 """Supported values of keys that have no other ones."""
 
 
-def check_keys(given: Settings, method: str) -> None:
+def check_keys(config: Settings, method: str) -> None:
     """Refuse keys that may change what the weights stand for: unknown ones, and unsupported values of known ones.
 
     Args:
-        given: `quantization_config`, or a part of one.
+        config: `quantization_config`, or a part of one.
         method: name of the method, or of the part.
     """
     only = _ONLY.get(method, {})
-    for key, value in given.items():
+    for key, value in config.items():
         if key == "sparsity_config" and method == "compressed-tensors":
             if isinstance(value, dict) and value.get("format") not in (None, "dense"):
                 raise LoadError(
