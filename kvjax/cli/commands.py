@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvjax.utils.compilation import enable_compilation_cache
+from kvjax.utils.platforms import platform_failure
 from kvjax.utils.processes import join
 from kvjax.utils.suggest import alike, choices, meant
 from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
@@ -210,9 +211,11 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
         run()
     except BrokenPipeError:
         return BROKEN_PIPE
-    except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
+    except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError, AssertionError) as error:
         said = " ".join(str(error).split())
-        if isinstance(error, RuntimeError):
+        if (failure := platform_failure(error)) is not None:
+            said = failure
+        elif isinstance(error, (RuntimeError, AssertionError)):
             if said.startswith("RESOURCE_EXHAUSTED") or "Out of memory" in said:  # the latter on a CPU
                 said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
             elif distributed is not None:

@@ -34,6 +34,7 @@ from kvjax.models.families.quantization import read_quantization
 from kvjax.models.integers import code_dtype
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
+from kvjax.utils.platforms import default_platform
 
 _LARGE = 1 << 30
 """Smallest size of a checkpoint, in bytes, that is loaded with a progress bar."""
@@ -74,7 +75,7 @@ def read_checkpoint(
         raise ValueError(f"weights={weights!r} is not supported: give int8, auto, or None for weights in the dtype.")
     if mesh is not None:
         check_mesh(mesh)
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    platform = default_platform() if mesh is None else mesh.devices.flat[0].platform
     int8 = weights == "int8" or (weights == "auto" and platform == "cpu" and wanted.name != "float64")
     if int8 and weights == "auto":
         print(f"kvjax: weights in int8, which decode faster than {wanted.name} on a CPU.", file=sys.stderr)
