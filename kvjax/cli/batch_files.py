@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.cli.commands import load_model
+from kvjax.cli.options import tell_sampling_defaults
 from kvjax.cli.output import samples, text_fields
 from kvjax.generation.generate import Generation, check_room, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.generation.questions import answer, encode_questions
+from kvjax.generation.sampling import defaults_in_force
 from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prepare import prepare
 from kvjax.model import Model
@@ -145,12 +147,18 @@ class Results:
             self._aside.unlink()
 
 
-def _results(options: argparse.Namespace, file: Path, lines: Sequence[Line], prompt: Any = None) -> Results:
-    """Return the results of a command line, which resume an interrupted run of the same one."""
+def _started(
+    options: argparse.Namespace, settings: dict[str, Any], file: Path, lines: Sequence[Line], prompt: Any = None
+) -> tuple[Results, Model]:
+    """Return the results of a command line, which resume an interrupted run of the same one, and the model."""
+    model = load_model(options)
     run = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "json")}
     content = hashlib.sha256(file.read_bytes()).hexdigest()
-    described = {"content": content, "prompt": prompt, "run": run}
-    return Results(options.out, described, [line.number for line in lines])
+    described: dict[str, Any] = {"content": content, "prompt": prompt, "run": run}
+    if options.beams == 1 and (values := defaults_in_force(model.sampling_defaults, settings)):
+        tell_sampling_defaults("generate", model, settings)
+        described["sampling"] = values
+    return Results(options.out, described, [line.number for line in lines]), model
 
 
 def _found(model: Model, made: Generation, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -163,7 +171,7 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
     """Continue each prompt of `--prompt-file`, in batches of similar length."""
     file, size = options.prompt_file, options.batch_size or BATCH_SIZE
     lines = read_prompt_lines(file)
-    results, model = _results(options, file, lines), load_model(options)
+    results, model = _started(options, settings, file, lines)
     reading: dict[str, Any] = {name: settings[name] for name in ("budget", "budget_of", "max_new_tokens")}
     reading |= {"chunk": settings["prefill_chunk"], "lengths": None, "key": None, "plan": None}
     rows = bucket_rows(1, model.mesh)  # rows of a batch with this line alone
@@ -190,7 +198,7 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
 def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bool, prompt: str | Messages) -> None:
     """Answer each question of `--questions` about one prompt, which is read once; see `continue_lines`."""
     lines = read_question_lines(options.questions)
-    results, model = _results(options, options.questions, lines, prompt), load_model(options)
+    results, model = _started(options, settings, options.questions, lines, prompt)
     before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], chat, options.system)
     left = [(line, ids) for line, ids in zip(lines, asked, strict=True) if line.number not in results.done]
     longest = max(map(len, asked))

@@ -10,7 +10,14 @@ import sys
 from pathlib import Path
 
 from kvjax.cli.commands import Parser, add_model_options, command, load_model
-from kvjax.cli.options import add_policy, named, print_policy_help
+from kvjax.cli.options import (
+    add_policy,
+    add_sampling_options,
+    named,
+    own_sampling,
+    print_policy_help,
+    tell_sampling_defaults,
+)
 from kvjax.utils.files import read_text
 from kvjax.utils.settings import whole_number
 
@@ -40,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="compile all programs before the first request (default: yes)",
     )
+    add_sampling_options(options, 1.0, ", for requests that give none")
     options.add_argument("--chat-tokens", type=int, default=512, help="maximum tokens of a chat answer, by default")
     options.add_argument("--host", default="127.0.0.1", help="address to listen on")
     options.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free port")
@@ -98,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     for name, size in sizes.items():
         whole_number(name, size, *SIZES[name])
-    file = options.api_key_file
+    sampling, file = own_sampling(options), options.api_key_file
     keys = [] if file is None else [line.strip() for line in read_text(file).splitlines() if line.strip()]
     if file is not None and not keys:
         raise ValueError(f"{file} has no key; write one, or several on a line each.")
@@ -113,6 +121,8 @@ def run(options: argparse.Namespace) -> None:
         _say(f"loading {options.model}")
         model = load_model(options)
         model.name = options.name or model.name
+        tell_sampling_defaults("serve", model, sampling)
+        model.sampling_defaults = model.sampling_defaults.replaced(sampling)
         with Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **sizes) as engine:
             if options.warmup:
                 getattr(model.tokenizer, "chat_template", None)  # imports transformers now, before the first chat

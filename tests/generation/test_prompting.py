@@ -112,7 +112,7 @@ def test_a_stream_refuses_at_once(model: kvjax.Model) -> None:
         (["a", "b"], {}, "2 prompts cannot be streamed at once"),
         ("a", {"num_samples": 2}, "num_samples=2: one text can be streamed"),
         ("a", {"beams": 2}, "model.stream has no keyword 'beams'"),
-        ("a", {"top_k": 0}, "top_k is 0"),
+        ("a", {"top_k": -2}, "top_k is -2"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             model.stream(prompt, **settings)

@@ -23,6 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cli import serve
+from kvjax.generation.sampling import Sampling
+from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.serving.app import Service, is_loopback
 from kvjax.serving.http import Server
 from kvjax.serving.openai.answer import Answer
@@ -66,7 +68,7 @@ def test_completions(client: openai.OpenAI, engine: FakeEngine) -> None:
     assert (made.usage.prompt_tokens, made.usage.completion_tokens, made.usage.total_tokens) == (2, 4, 6)
     assert made.model_extra == {"kv": KV}
     asked = engine.requests[0]
-    assert (asked.prompt, asked.max_tokens, asked.sampling.temperature) == ((97, 98), 4, 1.0)
+    assert (asked.prompt, asked.max_tokens, asked.sampling) == ((97, 98), 4, Sampling(1.0))
     assert client.completions.create(model="letters", prompt="ab", seed=0).choices[0].text == "abcdefghijklmnop"
 
 
@@ -86,11 +88,22 @@ def test_every_setting_reaches_the_engine(client: openai.OpenAI, engine: FakeEng
         extra_body=more,
     )
     asked = engine.requests[0]
-    drawn = asked.sampling
-    assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.min_p) == (0.0, 0.5, 5, 0.1)
-    assert (drawn.repetition_penalty, asked.presence_penalty, asked.frequency_penalty) == (1.5, 1.0, -1.0)
+    assert asked.sampling == Sampling(0.0, 5, 0.5, 0.1, 1.5)
+    assert (asked.presence_penalty, asked.frequency_penalty) == (1.0, -1.0)
     assert (asked.stop, asked.stop_ids, asked.ignore_eos, asked.budget) == (("c",), (7,), True, 32)
     assert (asked.logprobs, asked.seed, asked.prompt) == (2, 2**32 - 1, (1, 2))
+
+
+def test_the_models_sampling_settings_are_those_of_requests_that_give_none(
+    client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = SamplingDefaults({"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}, "m")
+    monkeypatch.setattr(engine.model, "sampling_defaults", defaults)
+    for more in ({}, {"temperature": 0.2, "top_p": 0.5, "top_k": -1, "repetition_penalty": None}):
+        client.completions.create(model="letters", prompt="ab", max_tokens=1, extra_body=more)
+    given, own = (request.sampling for request in engine.requests)
+    assert given == Sampling(0.6, 20, repetition_penalty=1.1)
+    assert own == Sampling(0.2, None, 0.5, None, 1.1)
 
 
 def test_choices_of_several_prompts(client: openai.OpenAI, engine: FakeEngine) -> None:
