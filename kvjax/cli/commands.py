@@ -271,9 +271,9 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
     leave(INTERRUPTED)
 
 
-def leave(code: int) -> NoReturn:
-    """Exit with a code, without an error message if the output is a broken pipe."""
-    interrupted = code == INTERRUPTED
+def leave(code: int, at_once: bool = False) -> NoReturn:
+    """Exit with a code, without an error message if the output is a broken pipe; `at_once` without other threads."""
+    at_once = at_once or code == INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
@@ -286,8 +286,8 @@ def leave(code: int) -> NoReturn:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             except RuntimeError:  # interrupted during a write
                 continue
-    if interrupted:
-        os._exit(INTERRUPTED)  # compiler threads that still run would crash a normal exit
+    if at_once:
+        os._exit(code)  # compiler threads that still run would crash a normal exit
     gc.freeze()  # otherwise the interpreter visits all objects several times at exit, which takes 0.3 s
     sys.exit(code)
 

@@ -82,8 +82,8 @@ def add_parts(options: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(options: argparse.ArgumentParser, temperature: float = TEMPERATURE, of: str = "") -> None:
-    """Add the options of sampling: `temperature` is the default without one of the model, `of` tells which texts."""
+def add_sampling_options(options: argparse.ArgumentParser, temperature: float = TEMPERATURE, also: str = "") -> None:
+    """Add the options of sampling; `temperature` is the default without one of the model, `also` ends each help."""
     for name, kind, what, default in (
         ("temperature", float, "divides the logits; 0 is greedy", temperature),
         ("top-k", int, "sample from this many likeliest tokens, 0 for all", 0),
@@ -91,7 +91,7 @@ def add_sampling_options(options: argparse.ArgumentParser, temperature: float = 
         ("min-p", float, "sample from tokens above this fraction of the top probability", 0.0),
         ("repetition-penalty", float, "divides positive logits of tokens in the text", 1.0),
     ):
-        options.add_argument(f"--{name}", type=kind, help=f"{what}{of} (default: the model's, or {default})")
+        options.add_argument(f"--{name}", type=kind, help=f"{what} (default: the model's, or {default}{also})")
 
 
 def add_end_options(options: argparse.ArgumentParser) -> None:

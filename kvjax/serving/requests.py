@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _MOST = 2**31 - 1
 SIZES = {"context": (2, _MOST), "chunk": (16, _MOST), "steps": (1, _MOST), "snapshot_bytes": (0, 2**63 - 1)}
 """Least and largest values of settings of the engine."""
+CHUNK, STEPS, SNAPSHOT_BYTES = 256, 16, 256 * 2**20
+"""Default values of these settings."""
 
 
 @dataclasses.dataclass(frozen=True)

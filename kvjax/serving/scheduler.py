@@ -169,12 +169,15 @@ class Device:
             jax.block_until_ready(self.state)
 
         # On a mesh, programs started by two threads can deadlock; only the first job runs any, the others compile.
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        try:
             jobs = [pool.submit(writes), *(pool.submit(compiles, size) for size in sizes[1:])]
             told(0, len(jobs))
             for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 job.result()
                 told(done, len(jobs))
+        finally:  # an interruption does not wait for programs, which take minutes
+            pool.shutdown(wait=False, cancel_futures=True)
         for size in sizes[1:]:
             jax.block_until_ready(self.read(text, [0] * size))
 

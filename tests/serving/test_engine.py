@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import queue
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -184,6 +185,21 @@ def test_answers_are_those_of_generate(policy: str, request) -> None:
                 found = ask(served, each, prompt=prompt)
                 assert found.tokens == usual.tokens[0]
                 assert found.end.reason == "length" and found.text == Letters().decode(found.tokens)
+
+
+def test_an_interruption_does_not_wait_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine() as own:
+        compiled = threading.Event()
+        monkeypatch.setattr(own.device, "_reading", lambda *_: compiled.wait(20))
+
+        def interrupt(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            own.warm_up(interrupt)
+        assert time.monotonic() - began < 10
+        compiled.set()
 
 
 def test_nothing_is_compiled_after_warm_up() -> None:

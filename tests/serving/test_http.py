@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -26,12 +28,15 @@ from kvjax.cli import serve
 from kvjax.generation.sampling import Sampling
 from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.serving.app import Service, is_loopback
+from kvjax.serving.engine import Engine
 from kvjax.serving.http import Server
 from kvjax.serving.openai.answer import Answer
 from kvjax.serving.openai.bodies import Asked
 from kvjax.serving.openai.fields import CHAT, COMPLETION
 from kvjax.serving.requests import Finished, Held, Request
+from kvjax.utils.compilation import Compiling
 from tests.fake_engine import FakeEngine, events, served
+from tests.paths import ROOT
 
 ENGINE = FakeEngine()
 KV = {"seen": 6, "kept": 6, "bytes": 4096, "policy": "h2o"}
@@ -647,10 +652,76 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
     assert engine.warm and engine.settings["rows"] == 3 and engine.settings["steps"] == 4
     assert "context" not in engine.settings and engine.settings["policy"].codec.bits == 8
     *lines, models, completion = ("".join(said) + capsys.readouterr().err).splitlines()
-    compiling = [f"kvjax serve: compiling {done} of 2" for done in range(3)]
-    assert lines[:4] == ["kvjax serve: loading tiny", *compiling] and len(lines) == 5
+    compiling = [f"compiling {done} of 2 programs{left}" for done, left in enumerate(("", ", 0 s left", ""))]
+    assert lines[:4] == [f"kvjax serve: {line}" for line in ("loading tiny", *compiling)] and len(lines) == 5
     assert " GET /v1/models 200 " in models
     assert " POST /v1/completions 200 1 tokens in, 20 out, " in completion and completion.endswith(" s")
+
+
+SLOW = """
+import sys, threading, time, types
+from kvjax.cli.main import main
+from tests.fake_engine import FakeEngine
+
+class Engine(FakeEngine):
+    def __init__(self, model, **settings):
+        super().__init__()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def warm_up(self, told):
+        threading.Thread(target=time.sleep, args=[60]).start()  # as a compiler's
+        told(0, 9)
+        time.sleep(60)
+
+import kvjax.model
+kvjax.model.load = lambda *_: FakeEngine().model
+sys.modules["kvjax.serving.engine"] = types.SimpleNamespace(Engine=Engine)
+sys.argv = ["kvjax", "serve", "--port", "0"]
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_server_that_still_compiles(number: int, code: int) -> None:
+    command = [sys.executable, "-c", SLOW]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert [process.stderr.readline() for _ in range(2)][1] == "kvjax serve: compiling 0 of 9 programs\n"
+        process.send_signal(number)
+        assert process.wait(10) == code
+        assert process.stderr.read() == ""
+
+
+def test_progress_tells_programs_that_are_read_from_those_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    compiling, said = Compiling(), []
+    for programs, read in ((0, 0), (3, 3), (3, 4), (5, 4)):
+        compiling.programs, compiling.read = programs, read
+        serve._progress(compiling)(2, 4)
+        said.append(capsys.readouterr().err)
+    assert [re.sub(r"\d+ s", "1 s", line) for line in said] == [
+        f"kvjax serve: {doing}, 1 s left\n"
+        for doing in (
+            "compiling 2 of 4 programs",
+            *["reading 2 of 4 programs from disk"] * 2,
+            "compiling 2 of 4 programs",
+        )
+    ]
+
+
+def test_help_has_the_engines_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "engine's" not in text
+    usual = {name: each.default for name, each in inspect.signature(Engine).parameters.items()}
+    for name in ("chunk", "steps", "snapshot_bytes", "rows", "queue"):
+        option = f"--{name.replace('_', '-')} {name.upper()} "
+        assert f"(default: {usual[name]})" in text.rpartition(option)[2].partition(" --")[0]
 
 
 @pytest.mark.parametrize(
