@@ -16,7 +16,10 @@ class Bar:
 
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         shown = sys.stderr.isatty()
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True)
+        # Otherwise what a command prints into a file would be shown above the bar instead.
+        redirected = sys.stdout is not None and sys.stdout.isatty()
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, disable=not shown, transient=True, redirect_stdout=redirected)
         self._shown, self._total, self._done = shown, total, done
         self._task = self._bar.add_task(what, total=total, completed=done)
         self._began, self._made, self._said = time.monotonic(), 0, -math.inf
