@@ -121,10 +121,8 @@ def run(options: argparse.Namespace) -> None:
     keys = [] if file is None else [line.strip() for line in read_text(file).splitlines() if line.strip()]
     if file is not None and not keys:
         raise ValueError(f"{file} has no key; write one, or several on a line each.")
-    with (
-        _bound(options.host, options.port) as listener,
-        _ends_at_sigterm(),
-    ):  # before a model is loaded, in case the port is taken
+    # The port is bound before a model is loaded, in case it is taken.
+    with _bound(options.host, options.port) as listener, _ends_at_sigterm():
         host, port = listener.getsockname()[:2]
         public = not is_loopback(host)
         if public and not keys and not options.no_key:
