@@ -19,7 +19,7 @@ from experiments.store import Store
 from kvjax.cli.bench import say
 from kvjax.cli.commands import Parser, finish
 from kvjax.generation.generate import generate_ids
-from kvjax.generation.sampling import Sampling
+from kvjax.generation.sampling import GREEDY, Sampling
 from kvjax.model import Model, load
 from kvjax.serving.engine import Engine
 from kvjax.serving.requests import Finished, Piece, Request, Ticket
@@ -236,7 +236,7 @@ def in_batches(model: Model, requests: Sequence[Request], clients: int, policy: 
 
     def answer(batch: Sequence[Request]) -> float:
         began, longest = time.perf_counter(), max(request.max_tokens for request in batch)
-        settings: dict[str, Any] = dict(policy=policy, budget=BUDGET, max_new_tokens=longest, temperature=0.0)
+        settings: dict[str, Any] = dict(policy=policy, budget=BUDGET, max_new_tokens=longest, **GREEDY)
         generate_ids(model, [request.prompt for request in batch], stop_at_eos=False, **settings)
         return time.perf_counter() - began
 

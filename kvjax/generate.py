@@ -12,18 +12,20 @@ from typing import Any
 from kvjax.cli.batch_files import answer_lines, continue_lines
 from kvjax.cli.commands import Parser, add_model_options, command, leave, load_model, unreadable_input
 from kvjax.cli.options import (
+    add_end_options,
     add_policy_options,
     add_sampling_options,
     policy_and_budget,
     print_policy_help,
     sampling_settings,
+    tell_sampling_defaults,
 )
 from kvjax.cli.output import report, samples, summary, text_fields
 from kvjax.evaluation import cache_map, figures, trace
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.inference.budget import WHOLES
-from kvjax.utils.files import JSON_LINES, parse_json, read_text
+from kvjax.utils.files import JSON_LINES, check_writable, parse_json, read_text
 from kvjax.utils.settings import Messages, conversation, whole_number
 
 
@@ -60,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     add_policy_options(options, "full", 1.0, WHOLES[0])
     options.add_argument("--max-new-tokens", type=int, default=128, help="number of tokens to generate")
     add_sampling_options(options)
+    add_end_options(options)
     options.add_argument("--num-samples", type=int, default=1, help="texts per prompt, after a single prefill")
     options.add_argument("--beams", type=int, default=1, help="number of beams of a search for the likeliest text")
     options.add_argument(
@@ -114,6 +117,8 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
             raise ValueError(f"{sentence}.")
     if options.batch_size is not None:
         whole_number("batch_size", options.batch_size)
+    if options.out is not None:
+        check_writable(options.out, JSON_LINES)
     if options.save_cache_map is not None:
         figures.check_figure(options.save_cache_map)
     if options.trace is not None:
@@ -171,6 +176,8 @@ def run(options: argparse.Namespace) -> None:
 def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
     prompt, policy, stop = prompt_of(options), settings["policy"], settings["stop"]
     model = load_model(options)
+    if options.beams == 1:
+        tell_sampling_defaults("generate", model, settings)
     ids = encode(model, prompt, chat, options.system)
     settings["chat"] = chat or not isinstance(prompt, str)
     streams = not options.json and options.num_samples == options.beams == 1

@@ -100,4 +100,4 @@ def load(
     if weights is None and table.dtype.name == "bfloat16" and all(each.platform == "cpu" for each in table.devices()):
         print(f"kvjax: {_BFLOAT16}", file=sys.stderr)
     directory = read.place if read.metadata is None else None
-    return Model(read.weights, read.config, read.name, directory, read.metadata, mesh)
+    return Model(read.weights, read.config, read.name, directory, read.metadata, mesh, read.sampling)

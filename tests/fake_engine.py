@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvjax.generation.generate import Logprob
+from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.serving.app import Service
 from kvjax.serving.http import Server
 from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError, Tell
@@ -57,7 +58,11 @@ class FakeEngine:
     def __init__(self) -> None:
         self.tokenizer = Letters()
         self.model: Any = SimpleNamespace(
-            name="letters", tokenizer=self.tokenizer, mesh=None, config=SimpleNamespace(vocab_size=256)
+            name="letters",
+            tokenizer=self.tokenizer,
+            mesh=None,
+            config=SimpleNamespace(vocab_size=256),
+            sampling_defaults=SamplingDefaults(),
         )
         self.policy_name, self.budget, self.context = "h2o", 64, 256
         self.told = threading.Condition()

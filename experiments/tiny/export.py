@@ -36,7 +36,7 @@ def write_model(weights: Weights, config: ModelConfig, data: Path, directory: Pa
         directory: output directory.
     """
     write_checkpoint(weights, config, directory, "bfloat16")
-    generation = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1, "do_sample": True, "temperature": 0.7}
+    generation = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     (directory / "model.safetensors").chmod(0o644)  # safetensors makes it readable only to its owner
     write_tokenizer(load_tokenizer(data), directory, config.max_positions)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.cli.commands import load_model
-from kvjax.cli.output import samples, text_fields
+from kvjax.cli.options import tell_sampling_defaults
+from kvjax.cli.output import Totals, samples, text_fields
 from kvjax.generation.generate import Generation, check_room, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.generation.questions import answer, encode_questions
+from kvjax.generation.sampling import defaults_in_force
 from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prepare import prepare
 from kvjax.model import Model
@@ -111,6 +113,8 @@ class Results:
             begun = [json.dumps({"run": self._run}), *self.done.values()]
             write_text(self._aside, "".join(f"{line}\n" for line in begun))
         self._bar = Bar("lines", len(self.numbers), len(self.done)).__enter__()
+        if len(self.done) < len(self.numbers):
+            self._bar.update(len(self.done), "lines")
         return self
 
     def write(self, number: int, result: dict[str, Any]) -> None:
@@ -120,7 +124,10 @@ class Results:
             self._print()
         else:
             append_line(self._aside, text)
-        self._bar.advance()
+
+    def show(self, speed: str) -> None:
+        """Show how many lines are done, and the speed so far."""
+        self._bar.update(len(self.done), f"lines, {speed}")
 
     def _print(self, rest: bool = False) -> None:
         """Print finished lines in file order up to the first unfinished one, or with `rest` all that are left."""
@@ -145,12 +152,18 @@ class Results:
             self._aside.unlink()
 
 
-def _results(options: argparse.Namespace, file: Path, lines: Sequence[Line], prompt: Any = None) -> Results:
-    """Return the results of a command line, which resume an interrupted run of the same one."""
+def _started(
+    options: argparse.Namespace, settings: dict[str, Any], file: Path, lines: Sequence[Line], prompt: Any = None
+) -> tuple[Results, Model]:
+    """Return the results of a command line, which resume an interrupted run of the same one, and the model."""
+    model = load_model(options)
     run = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "json")}
     content = hashlib.sha256(file.read_bytes()).hexdigest()
-    described = {"content": content, "prompt": prompt, "run": run}
-    return Results(options.out, described, [line.number for line in lines])
+    described: dict[str, Any] = {"content": content, "prompt": prompt, "run": run}
+    if options.beams == 1 and (values := defaults_in_force(model.sampling_defaults, settings)):
+        tell_sampling_defaults("generate", model, settings)
+        described["sampling"] = values
+    return Results(options.out, described, [line.number for line in lines]), model
 
 
 def _found(model: Model, made: Generation, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -163,7 +176,7 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
     """Continue each prompt of `--prompt-file`, in batches of similar length."""
     file, size = options.prompt_file, options.batch_size or BATCH_SIZE
     lines = read_prompt_lines(file)
-    results, model = _results(options, file, lines), load_model(options)
+    results, model = _started(options, settings, file, lines)
     reading: dict[str, Any] = {name: settings[name] for name in ("budget", "budget_of", "max_new_tokens")}
     reading |= {"chunk": settings["prefill_chunk"], "lengths": None, "key": None, "plan": None}
     rows = bucket_rows(1, model.mesh)  # rows of a batch with this line alone
@@ -176,6 +189,7 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
 
     encoded = [(line, of_line(file, line.number, lambda line=line: ids_of(line))) for line in lines]
     left = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
+    totals = Totals()
     # Turns end on other tokens than plain texts, so a batch never mixes them.
     with results:
         for turn in (False, True):
@@ -183,30 +197,49 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
             for start in range(0, len(pairs), size):
                 batch = pairs[start : start + size]
                 made = generate_ids(model, [ids for _, ids in batch], chat=turn, **settings)
+                totals.add(made, len(batch))
                 for (line, _), found in zip(batch, _found(model, made, settings), strict=True):
                     results.write(line.number, line.given | found)
+                results.show(totals.speed)
+    _tell(totals, options.out)
 
 
 def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bool, prompt: str | Messages) -> None:
     """Answer each question of `--questions` about one prompt, which is read once; see `continue_lines`."""
     lines = read_question_lines(options.questions)
-    results, model = _results(options, options.questions, lines, prompt), load_model(options)
+    results, model = _started(options, settings, options.questions, lines, prompt)
     before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], chat, options.system)
     left = [(line, ids) for line, ids in zip(lines, asked, strict=True) if line.number not in results.done]
-    longest = max(map(len, asked))
+    longest, totals = max(map(len, asked)), Totals()
 
-    def answers() -> Iterator[dict[str, Any]]:
+    def answers() -> Iterator[list[tuple[Line, dict[str, Any]]]]:
+        """Yield the lines of each batch with their results."""
         questions, turn = [ids for _, ids in left], chat or not isinstance(prompt, str)
         asking: dict[str, Any] = settings | {"chat": turn, "batch_size": options.batch_size or BATCH_SIZE}
         for made in answer(model, before, questions, longest=longest, **asking) if left else ():
-            yield from _found(model, made, settings)
+            found, done = _found(model, made, settings), totals.lines
+            totals.add(made, len(found))
+            yield [(line, each) for (line, _), each in zip(left[done:], found, strict=False)]
 
     if options.json or options.out is not None:
         with results:
-            for (line, _), found in zip(left, answers(), strict=True):
-                results.write(line.number, line.given | found)
-        return
-    for (line, _), found in zip(left, answers(), strict=True):
-        print(f"--- {str(line.prompt).strip()}")
-        for each in found.get("samples", [found]):
-            print(each["text"], flush=True)
+            for batch in answers():
+                for line, found in batch:
+                    results.write(line.number, line.given | found)
+                results.show(totals.speed)
+    else:
+        with Bar("questions", len(left)) as bar:
+            bar.update(0, "questions")
+            for batch in answers():
+                for line, found in batch:
+                    print(f"--- {str(line.prompt).strip()}")
+                    for each in found.get("samples", [found]):
+                        print(each["text"], flush=True)
+                bar.update(totals.lines, f"questions, {totals.speed}")
+    _tell(totals, options.out)
+
+
+def _tell(totals: Totals, file: Path | None) -> None:
+    """Print the summary of a run, unless another one had done all lines."""
+    if totals.lines:
+        print(totals.summary(file), file=sys.stderr)

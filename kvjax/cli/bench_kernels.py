@@ -213,8 +213,8 @@ def run(options: argparse.Namespace) -> None:
         write_text(options.json, json.dumps({"tables": tables}, indent=1))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+def parser() -> Parser:
+    """Build the command line's parser; the default sizes depend on JAX's devices."""
     sizes = SMALL if jax.default_backend() == "cpu" else LARGE
     options = Parser(prog="kvjax bench kernels", description=__doc__)
     options.add_argument("--ops", default=",".join(OPS), help="operations, separated by commas")
@@ -230,4 +230,9 @@ def main(argv: list[str] | None = None) -> int:
         if name != "dtype":
             options.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="a size, from 1")
     options.add_argument("--json", type=output_file, help="also write the numbers to this file")
-    return finish("bench kernels", lambda: run(options.parse_args(argv)))
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return finish("bench kernels", lambda: run(parser().parse_args(argv)))

@@ -14,11 +14,13 @@ from typing import Any
 
 from kvjax.cli.commands import Help, Parser, add_model_options, command, load_model, unreadable_input
 from kvjax.cli.options import (
+    add_end_options,
     add_policy_options,
     add_sampling_options,
     policy_and_budget,
     print_policy_help,
     sampling_settings,
+    tell_sampling_defaults,
 )
 from kvjax.generation.chat import Conversation, check_devices
 from kvjax.utils.files import expanded
@@ -55,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--max-new-tokens", type=int, default=256, help="maximum tokens of an answer")
     add_sampling_options(options)
+    add_end_options(options)
     return options
 
 
@@ -167,6 +170,7 @@ def run(options: argparse.Namespace) -> None:
     if options.mesh is not None:
         check_devices(parse_mesh(options.mesh).shape["data"])
     model = load_model(options)
+    tell_sampling_defaults("chat", model, settings)
     chat = Chat(Conversation(model, system=options.system, context=options.context, **settings))
     if options.load is not None:
         chat.line(f"/load {options.load}")

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvjax.utils.compilation import enable_compilation_cache
+from kvjax.utils.platforms import platform_failure
 from kvjax.utils.processes import join
 from kvjax.utils.suggest import alike, choices, meant
 from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
@@ -210,9 +211,11 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
         run()
     except BrokenPipeError:
         return BROKEN_PIPE
-    except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
+    except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError, AssertionError) as error:
         said = " ".join(str(error).split())
-        if isinstance(error, RuntimeError):
+        if (failure := platform_failure(error)) is not None:
+            said = failure
+        elif isinstance(error, (RuntimeError, AssertionError)):
             if said.startswith("RESOURCE_EXHAUSTED") or "Out of memory" in said:  # the latter on a CPU
                 said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
             elif distributed is not None:
@@ -268,9 +271,9 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
     leave(INTERRUPTED)
 
 
-def leave(code: int) -> NoReturn:
-    """Exit with a code, without an error message if the output is a broken pipe."""
-    interrupted = code == INTERRUPTED
+def leave(code: int, at_once: bool = False) -> NoReturn:
+    """Exit with a code, without an error message if the output is a broken pipe; `at_once` without other threads."""
+    at_once = at_once or code == INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
@@ -283,8 +286,8 @@ def leave(code: int) -> NoReturn:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             except RuntimeError:  # interrupted during a write
                 continue
-    if interrupted:
-        os._exit(INTERRUPTED)  # compiler threads that still run would crash a normal exit
+    if at_once:
+        os._exit(code)  # compiler threads that still run would crash a normal exit
     gc.freeze()  # otherwise the interpreter visits all objects several times at exit, which takes 0.3 s
     sys.exit(code)
 

@@ -24,6 +24,9 @@ def convert(checkpoint: Checkpoint, out: Path) -> None:
     with directory_aside(out) as aside:
         if checkpoint.metadata is not None:
             lazy_tokenizer(*gguf_tokenizer(checkpoint.metadata)).whole.save_pretrained(aside)
+            if checkpoint.sampling.settings:
+                content = json.dumps(dict(checkpoint.sampling.settings), indent=2)
+                (aside / "generation_config.json").write_text(content + "\n", encoding="utf-8")
         else:
             for file in (file for pattern in _BESIDE for file in checkpoint.place.glob(pattern)):
                 if not file.name.endswith(".index.json"):

@@ -15,6 +15,7 @@ from typing import Any
 from kvjax.cli.commands import Parser, finish
 from kvjax.utils.autotune import verdicts_file
 from kvjax.utils.compilation import cache_directory, version
+from kvjax.utils.platforms import platform_failure
 
 BACKENDS = ("jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
 """Packages that jax runs on and kvjax does not require."""
@@ -60,8 +61,8 @@ def _devices() -> list[str]:
 
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # a plugin without its driver, a TPU that another process holds
-        return [f"none: {' '.join(str(error).split())}"]
+    except (RuntimeError, AssertionError) as error:  # a plugin without its driver, a TPU that another process holds
+        return [f"none: {platform_failure(error) or ' '.join(str(error).split())}"]
     lines = [f"{jax.default_backend()}: {' '.join(devices[0].client.platform_version.split())}"]
     for device in devices:
         memory = (device.memory_stats() or {}).get("bytes_limit")

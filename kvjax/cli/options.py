@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -13,11 +13,13 @@ from rich.text import Text
 
 from kvjax import methods
 from kvjax.generation.detokenize import stop_strings
-from kvjax.generation.sampling import Sampling
+from kvjax.generation.sampling import TEMPERATURE, Sampling, defaults_in_force
 from kvjax.inference.budget import WHOLES
 from kvjax.inference.prepare import check_bounded
 from kvjax.methods import describe
 from kvjax.methods.notation import both, parse_policy
+from kvjax.models.model import LanguageModel
+from kvjax.models.sampling_defaults import SETTINGS
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import PART_KEYS, parse_budgets, parse_settings, read_config, seed_number
 from kvjax.utils.suggest import choices
@@ -80,19 +82,20 @@ def add_parts(options: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(options: argparse.ArgumentParser) -> None:
-    """Add the options of sampling and of stop conditions."""
-    options.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: 0.8)")
-    options.add_argument("--top-k", type=int, help="sample from this many likeliest tokens (default: all)")
-    options.add_argument(
-        "--top-p", type=float, help="sample from the likeliest tokens up to this probability (default: 1.0)"
-    )
-    options.add_argument(
-        "--min-p", type=float, help="sample from tokens above this fraction of the top probability (default: 0.0)"
-    )
-    options.add_argument(
-        "--repetition-penalty", type=float, help="divides positive logits of tokens in the text (default: 1.0)"
-    )
+def add_sampling_options(options: argparse.ArgumentParser, temperature: float = TEMPERATURE, also: str = "") -> None:
+    """Add the options of sampling; `temperature` is the default without one of the model, `also` ends each help."""
+    for name, kind, what, default in (
+        ("temperature", float, "divides the logits; 0 is greedy", temperature),
+        ("top-k", int, "sample from this many likeliest tokens, 0 for all", 0),
+        ("top-p", float, "sample from the likeliest tokens up to this probability", 1.0),
+        ("min-p", float, "sample from tokens above this fraction of the top probability", 0.0),
+        ("repetition-penalty", float, "divides positive logits of tokens in the text", 1.0),
+    ):
+        options.add_argument(f"--{name}", type=kind, help=f"{what} (default: the model's, or {default}{also})")
+
+
+def add_end_options(options: argparse.ArgumentParser) -> None:
+    """Add the options of stop conditions, and the seed."""
     options.add_argument(
         "--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="strings before which a text ends"
     )
@@ -102,11 +105,24 @@ def add_sampling_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--seed", type=int, default=0, help="random seed, from 0 to 2^32 - 1")
 
 
+def own_sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling settings that a user gives, after checking them."""
+    given = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    Sampling(**given)
+    return given
+
+
+def tell_sampling_defaults(command: str, model: LanguageModel, settings: Mapping[str, Any]) -> None:
+    """Print which of the model's sampling defaults apply beside a user's settings, if any do, on standard error."""
+    values = defaults_in_force(model.sampling_defaults, settings)
+    if values:
+        shown = ", ".join(f"{name}={value:g}" for name, value in values.items())
+        print(f"kvjax {command}: {model.sampling_defaults.source} sets {shown}; options replace them.", file=sys.stderr)
+
+
 def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling settings and stop conditions as keywords of `kvjax.generation.generate.begin`."""
-    names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    Sampling(**given)
+    given = own_sampling(options)
     ends = {"stop": stop_strings(options.stop), "stop_token_ids": tuple(options.stop_token_ids)}
     return given | ends | {"seed": seed_number(options.seed)}
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,8 +90,7 @@ def _choices(made: Generation) -> dict[str, Any]:
 def summary(made: Generation, report: dict[str, Any]) -> str:
     """Summarize a report in a few lines."""
     kept = np.mean([(positions >= 0).sum(-1).mean() for positions in made.cache_positions])
-    rate = report["decode_tokens_per_second"]
-    speed = "too few to time" if rate is None else f"{rate:,.0f} tokens/s"
+    speed = _speed(report["decode_tokens_per_second"])
     return (
         f"prompt: {report['prompt_tokens']} tokens in {report['prefill_seconds']:.2f} s; "
         f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
@@ -98,6 +99,47 @@ def summary(made: Generation, report: dict[str, Any]) -> str:
         f"budget {report['budget']}: {report['allocated_slots']} slots{_local(made)}{_excess(made, report)}"
         f"{_spare(made)}"
     )
+
+
+@dataclasses.dataclass
+class Totals:
+    """What the batches of a file have cost so far."""
+
+    lines: int = 0
+    tokens: int = 0
+    timed_tokens: int = 0
+    decode_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    cache_bytes: int = 0
+    """Bytes of the largest batch, as in the next field."""
+    full_cache_bytes: int = 0
+
+    def add(self, made: Generation, lines: int) -> None:
+        """Add a batch of some lines."""
+        self.lines += lines
+        self.tokens += sum(map(len, made.tokens))
+        self.timed_tokens += made.timed_tokens
+        self.decode_seconds += made.decode_seconds
+        self.compile_seconds += made.compile_seconds
+        self.cache_bytes = max(self.cache_bytes, cache_bytes(made.state))
+        self.full_cache_bytes = max(self.full_cache_bytes, full_cache_bytes(made.state))
+
+    @property
+    def speed(self) -> str:
+        """Generated tokens of all rows per second, as text."""
+        return _speed(self.timed_tokens / self.decode_seconds if self.timed_tokens else None)
+
+    def summary(self, file: Path | None) -> str:
+        """Summarize the batches in two lines; `file` has their results, None for standard output."""
+        return (
+            f"lines: {self.lines:,}; new: {self.tokens:,} tokens, {self.speed}; compilation: "
+            f"{self.compile_seconds:.1f} s\ncache: {self.cache_bytes:,} bytes in the largest batch, a full cache "
+            f"{self.full_cache_bytes:,} bytes; results: {file or 'standard output'}"
+        )
+
+
+def _speed(rate: float | None) -> str:
+    return "too few to time" if rate is None else f"{rate:,.0f} tokens/s"
 
 
 def _local(made: Generation) -> str:

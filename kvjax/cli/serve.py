@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import re
+import signal
 import socket
 import sys
+import threading
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 
-from kvjax.cli.commands import Parser, add_model_options, command, load_model
-from kvjax.cli.options import add_policy, named, print_policy_help
+from kvjax.cli.commands import Parser, add_model_options, command, leave, load_model
+from kvjax.cli.options import (
+    add_policy,
+    add_sampling_options,
+    named,
+    own_sampling,
+    print_policy_help,
+    tell_sampling_defaults,
+)
+from kvjax.serving.requests import CHUNK, SIZES, SNAPSHOT_BYTES, STEPS
+from kvjax.utils.compilation import Compiling
 from kvjax.utils.files import read_text
+from kvjax.utils.progress import time_left
 from kvjax.utils.settings import whole_number
 
 NEEDS = ("prometheus_client", "starlette", "uvicorn")
@@ -30,16 +45,21 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
     options.add_argument("--rows", type=int, default=8, help="texts that are generated in parallel")
     options.add_argument("--context", type=int, help="maximum tokens of a text (default: the model's positions)")
-    options.add_argument("--chunk", type=int, help="prompt tokens per chunk of prefill (default: the engine's)")
-    options.add_argument("--steps", type=int, help="maximum tokens per row and dispatch (default: the engine's)")
+    options.add_argument("--chunk", type=int, help=f"prompt tokens per chunk of prefill (default: {CHUNK})")
+    options.add_argument("--steps", type=int, help=f"maximum tokens per row and dispatch (default: {STEPS})")
     options.add_argument("--queue", type=int, default=64, help="maximum waiting requests; others get status 429")
-    options.add_argument("--snapshot-bytes", type=int, help="bytes for cached prompt prefixes (default: the engine's)")
+    options.add_argument(
+        "--snapshot-bytes",
+        type=int,
+        help=f"bytes for cached prompt prefixes, 0 for none (default: {SNAPSHOT_BYTES})",
+    )
     options.add_argument(
         "--warmup",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compile all programs before the first request (default: yes)",
+        help="compile all programs before the first request, not when requests need them (default: yes)",
     )
+    add_sampling_options(options, 1.0, "; requests may give their own")
     options.add_argument("--chat-tokens", type=int, default=512, help="maximum tokens of a chat answer, by default")
     options.add_argument("--host", default="127.0.0.1", help="address to listen on")
     options.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free port")
@@ -83,7 +103,6 @@ def run(options: argparse.Namespace) -> None:
     from kvjax.serving.app import Service, is_loopback
     from kvjax.serving.engine import Engine
     from kvjax.serving.http import Server
-    from kvjax.serving.requests import SIZES
 
     policy, config = named(options, POLICY)
     budget = config.get("budget", BUDGET) if options.budget is None else options.budget
@@ -98,11 +117,12 @@ def run(options: argparse.Namespace) -> None:
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     for name, size in sizes.items():
         whole_number(name, size, *SIZES[name])
-    file = options.api_key_file
+    sampling, file = own_sampling(options), options.api_key_file
     keys = [] if file is None else [line.strip() for line in read_text(file).splitlines() if line.strip()]
     if file is not None and not keys:
         raise ValueError(f"{file} has no key; write one, or several on a line each.")
-    with _bound(options.host, options.port) as listener:  # before a model is loaded, in case the port is taken
+    # The port is bound before a model is loaded, in case it is taken.
+    with _bound(options.host, options.port) as listener, _ends_at_sigterm():
         host, port = listener.getsockname()[:2]
         public = not is_loopback(host)
         if public and not keys and not options.no_key:
@@ -113,10 +133,13 @@ def run(options: argparse.Namespace) -> None:
         _say(f"loading {options.model}")
         model = load_model(options)
         model.name = options.name or model.name
-        with Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **sizes) as engine:
+        tell_sampling_defaults("serve", model, sampling)
+        model.sampling_defaults = model.sampling_defaults.replaced(sampling)
+        sizes |= {"rows": options.rows, "queue": options.queue}
+        with Compiling() as compiling, Engine(model, policy=policy, budget=budget, **sizes) as engine:
             if options.warmup:
                 getattr(model.tokenizer, "chat_template", None)  # imports transformers now, before the first chat
-                engine.warm_up(lambda done, total: _say(f"compiling {done} of {total}"))
+                engine.warm_up(_progress(compiling))
             settings = options.max_body, options.chat_tokens, options.read_timeout
             service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -144,6 +167,31 @@ def _check(options: argparse.Namespace) -> None:
     for name, least in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
         if not least <= getattr(options, name) <= 86_400:
             raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
+
+
+@contextlib.contextmanager
+def _ends_at_sigterm() -> Generator[None]:
+    """Exit immediately with code 0 at SIGTERM, while no requests are running that could be drained."""
+    if threading.current_thread() is not threading.main_thread():  # only that one can handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: leave(0, at_once=True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _progress(compiling: Compiling) -> Callable[[int, int], None]:
+    """Return a function that prints how many programs of all are there, and the time left."""
+    began = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        reads = compiling.read > 0 and compiling.read >= compiling.programs
+        doing = f"reading {done} of {total} programs from disk" if reads else f"compiling {done} of {total} programs"
+        _say(f"{doing}{time_left(done, total - done, time.monotonic() - began)}")
+
+    return tell
 
 
 def _say(line: str) -> None:

@@ -37,8 +37,8 @@ from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import Compiling, temporary_bytes
 from kvjax.utils.settings import Messages, seed_number, whole_number
 
-FILTERS = ("top_k", "top_p", "min_p")
-"""Generation settings of a task that only matter for sampling."""
+FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Generation settings of a task that only matter for sampling, with the values that have no effect."""
 GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", *FILTERS, "repetition_penalty")
 """Generation settings of a task that are supported; `max_new_tokens` and others are aliases of `max_gen_toks`."""
 
@@ -321,6 +321,6 @@ def _generation(given: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
         "max_new_tokens": settings["max_gen_toks"],
         "stop": tuple(stop for stop in settings["until"] if stop),
         "temperature": settings.get("temperature", 1.0) if drawn else 0.0,
-        "repetition_penalty": settings.get("repetition_penalty"),
+        "repetition_penalty": settings.get("repetition_penalty") or 1.0,
     }
-    return made | {name: settings.get(name) or None for name in FILTERS if drawn}
+    return made | {name: settings.get(name) or idle for name, idle in FILTERS.items() if drawn}

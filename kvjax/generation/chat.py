@@ -18,6 +18,7 @@ import numpy as np
 from kvjax.generation.generate import begin, check_room
 from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
+from kvjax.generation.sampling import sampling_of
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import extend
 from kvjax.inference.prepare import instead, longest_text, prepare
@@ -100,6 +101,7 @@ class Conversation:
         # Raises every error that would occur with any first turn.
         check_devices(1 if self.model.mesh is None else self.model.mesh.shape[ROWS])
         tokens, given = min(64, self.context - 1), self.settings
+        sampling_of(self.model.sampling_defaults, given)
         policy, budget = policy_by_name(given.get("policy", "full")), given.get("budget", 1.0)
         names = {"plan": "plan", "prefill_chunk": "chunk", "budget_of": "budget_of"}
         reading: dict[str, Any] = {"plan": None} | {names[name]: given[name] for name in names if name in given}

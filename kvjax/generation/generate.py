@@ -19,7 +19,7 @@ from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.detokenize import Stream as Stream
 from kvjax.generation.loop import Begun, Drawn
 from kvjax.generation.prompts import encode, end_ids
-from kvjax.generation.sampling import Sampling
+from kvjax.generation.sampling import GREEDY, sampling_of
 from kvjax.inference.cache import policy_seeds
 from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.padding import bucket_rows
@@ -102,7 +102,7 @@ def begin(
     budget_of: str = "text",
     prefill_chunk: int | None = None,
     max_new_tokens: int = 128,
-    temperature: float = 0.8,
+    temperature: float | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
@@ -123,7 +123,8 @@ def begin(
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     num_samples = whole_number("num_samples", num_samples)
     logprobs = None if logprobs is None else whole_number("logprobs", logprobs, 0, model.config.vocab_size)
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    drawing = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = sampling_of(model.sampling_defaults, drawing | {"repetition_penalty": repetition_penalty})
     stop, several = stop_strings(stop), isinstance(stop_token_ids, (list, tuple, np.ndarray))
     if not several or any(isinstance(id, bool) or not isinstance(id, (int, np.integer)) for id in stop_token_ids):
         raise TypeError(f"stop_token_ids={stop_token_ids!r} is not a list of token ids.")
@@ -209,6 +210,8 @@ def generate_ids(
     check_beams(beams, length_penalty, settings)
     if beams > 1 and on_tokens is not None:
         raise ValueError("a beam search knows its text only at the end and cannot stream; leave on_tokens out.")
+    if beams > 1:
+        settings = {**settings, **GREEDY}
     return go_on(begin(model, prompts, **settings), beams, length_penalty, on_tokens)
 
 
@@ -218,7 +221,7 @@ def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) 
         raise ValueError(f"length_penalty={length_penalty} has no effect without beams; give beams, too.")
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty={length_penalty} is not a finite number.")
-    usual = dict(temperature=0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, logprobs=None)
+    usual = dict(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, logprobs=None)
     for name, nothing in (usual | {"num_samples": 1}).items() if beams > 1 else ():
         if settings.get(name) not in (None, nothing):
             raise ValueError(f"{name}={settings[name]} has no effect on a beam search; leave it out.")
@@ -307,8 +310,9 @@ def generate_texts(
         chat: wrap each text as a user turn with the tokenizer's chat template.
         system: the system turn of a chat, before all others.
         settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`: see `kvjax.prefill`;
-            `max_new_tokens` (128); `temperature` (0.8, 0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`:
-            see `Sampling`; `stop`: strings that end a text before them, including texts of special tokens;
+            `max_new_tokens` (128); `temperature` (0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`: see
+            `Sampling`, by default those of `model.sampling_defaults`, and otherwise a temperature of 0.8 alone;
+            `stop`: strings that end a text before them, including texts of special tokens;
             `stop_token_ids`: ids that also end a text; `stop_at_eos` (True): True if the model's end ids end a text,
             and in a chat also those of the tokenizer and the chat template;
             `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;

@@ -12,6 +12,7 @@ import numpy as np
 from kvjax.generation.generate import Generation, begin, check_beams, go_on
 from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, encode, render, token_ids, with_system
+from kvjax.generation.sampling import GREEDY
 from kvjax.inference.extend import extend
 from kvjax.inference.padding import bucket, bucket_rows
 from kvjax.inference.state import take_rows
@@ -90,7 +91,7 @@ def answer(
     new = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
     longest = max(longest, *map(len, questions))
     longest = min(bucket(longest), max(longest, model.config.max_positions - len(prompt) - new))
-    planned: dict[str, Any] = settings | {"max_new_tokens": longest + new}
+    planned: dict[str, Any] = {**settings, "max_new_tokens": longest + new, **(GREEDY if beams > 1 else {})}
     begun = begin(model, [prompt], **planned)
     samples = len(begun.prompts)
     for start in range(0, len(questions), batch_size):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,10 +13,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax.models.sampling_defaults import SETTINGS, SamplingDefaults
+
 ALL = 2**31 - 1
 """Value of `top_k` that keeps all tokens of any vocabulary."""
 LEAST, MOST = 1e-30, 1e30
 """Numbers beyond these have the same effect as these; in float32 they would become 0 or infinite."""
+TEMPERATURE = 0.8
+"""Temperature where neither a user nor the model's checkpoint gives one."""
+GREEDY: Mapping[str, Any] = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
+"""Settings of greedy decoding that leave the model's own defaults without effect."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -26,7 +34,7 @@ class Sampling:
 
     Args:
         temperature: divides the logits, at least 0; 0 takes the likeliest token and ignores the filters.
-        top_k: sample from this many likeliest tokens, at least 1; None for all of them.
+        top_k: sample from this many likeliest tokens, at least 1; None, 0 or -1 for all of them.
         top_p: sample from the fewest likeliest tokens that have this fraction of the probability left by `top_k`,
             in [0, 1]; 0 for the likeliest token, None or 1 for all of them (nucleus sampling, Holtzman et al., 2020,
             equations 2 and 3).
@@ -39,7 +47,7 @@ class Sampling:
         ValueError: a setting is out of its range.
     """
 
-    temperature: float = 0.8
+    temperature: float = TEMPERATURE
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -48,8 +56,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"The temperature is {self.temperature}: give 0 for greedy decoding or a positive number.")
+        if self.top_k in (0, -1):
+            object.__setattr__(self, "top_k", None)
         if self.top_k is not None and not (self.top_k >= 1 and self.top_k % 1 == 0):
-            raise ValueError(f"top_k is {self.top_k}: give a whole number of tokens, at least 1, or None.")
+            raise ValueError(f"top_k is {self.top_k}: give a whole number of tokens, at least 1, or 0 for all.")
         if self.top_p is not None and not 0 <= self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give a share of the probability, 0 to 1, or None.")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -80,6 +90,51 @@ class Sampling:
         for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
             object.__setattr__(made, field.name, number)
         return made
+
+
+_FILTERS = ("top_k", "top_p", "min_p")
+
+
+def sampling_of(defaults: SamplingDefaults, settings: Mapping[str, Any], temperature: float = TEMPERATURE) -> Sampling:
+    """Return a user's settings, completed with a model's defaults.
+
+    Args:
+        settings: the user's, by name; None for those that the user does not give. Other names have no effect.
+        temperature: temperature if neither the user nor the model has one.
+
+    Raises:
+        ValueError: a setting is out of its range; the message names the file of the model's.
+    """
+    own = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+    Sampling(**own)
+    others = {name: value for name, value in defaults.settings.items() if name not in own}
+    samples = others.pop("do_sample", True)
+    try:
+        if "temperature" not in own:
+            if type(samples) is not bool:
+                raise ValueError(f"do_sample is {samples!r}: give true or false.")
+            others |= {} if samples else {"temperature": 0.0}
+        if 0 in (own.get("temperature"), others.get("temperature")):  # without effect, so even a wrong one does no harm
+            others = {name: value for name, value in others.items() if name not in _FILTERS}
+        for name, value in others.items():
+            if type(value) not in (int, float):
+                raise ValueError(f"{name} is {value!r}: give a number.")
+        Sampling(**others)
+    except ValueError as error:
+        raise ValueError(f"{defaults.source}: {str(error).rstrip('.')}, or replace it by a setting of yours.") from None
+    values: dict[str, Any] = {"temperature": temperature, **others, **own}
+    return Sampling(**values)
+
+
+def defaults_in_force(defaults: SamplingDefaults, settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return the model's defaults that change how texts are sampled beside a user's settings, by name."""
+    sampling = sampling_of(defaults, settings)
+    names = [name for name in SETTINGS if settings.get(name) is None and name in defaults.settings]
+    if defaults.settings.get("do_sample") is False and settings.get("temperature") is None:
+        names = ["temperature", *(name for name in names if name != "temperature")]
+    idle = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    values = {name: getattr(sampling, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None and value != idle.get(name)}
 
 
 def penalised(

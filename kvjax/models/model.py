@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
+from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.models.sharding import program_mesh
 from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer, token_classes
 from kvjax.utils.autotune import automatic
@@ -35,6 +36,7 @@ class LanguageModel:
         directory: directory of the tokenizer files; None for a model without any.
         metadata: metadata of the GGUF file, which contains the tokenizer; None for a model from another source.
         mesh: mesh that the weights are sharded over, see `load`; None for the default device.
+        sampling_defaults: sampling settings that apply where a user gives none; None for kvjax's own.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class LanguageModel:
         directory: str | Path | None = None,
         metadata: Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
+        sampling_defaults: SamplingDefaults | None = None,
     ) -> None:
         self.weights = weights
         self.config = config
         self.name = name
         self.directory = None if directory is None else Path(directory)
         self.metadata = metadata
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self.mesh = None if mesh is None else program_mesh(config, mesh)
         """Same devices with the axis names of programs and states, see `program_mesh`."""
 

@@ -19,12 +19,24 @@ from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.serving.batch import UNDEFINED, Planned, Text, Written
 from kvjax.serving.prefix_cache import Key, Snapshots
-from kvjax.serving.requests import SIZES, Finished, FullError, Held, Piece, Request, StoppingError, Tell, Ticket
+from kvjax.serving.requests import (
+    CHUNK,
+    SIZES,
+    SNAPSHOT_BYTES,
+    STEPS,
+    Finished,
+    FullError,
+    Held,
+    Piece,
+    Request,
+    StoppingError,
+    Tell,
+    Ticket,
+)
 from kvjax.serving.scheduler import Device
 from kvjax.utils.compilation import Compiling
 from kvjax.utils.settings import whole_number
 
-SNAPSHOT_BYTES = 256 * 2**20
 BLOCK_SECONDS = 0.1
 """Time limit of a dispatch of several steps, in seconds; no request can join or leave during a dispatch."""
 
@@ -89,8 +101,8 @@ class Engine:
         budget: int = 512,
         rows: int = 8,
         context: int | None = None,
-        chunk: int = 256,
-        steps: int = 16,
+        chunk: int = CHUNK,
+        steps: int = STEPS,
         queue: int = 64,
         snapshot_bytes: int = SNAPSHOT_BYTES,
     ) -> None:

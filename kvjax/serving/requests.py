@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _MOST = 2**31 - 1
 SIZES = {"context": (2, _MOST), "chunk": (16, _MOST), "steps": (1, _MOST), "snapshot_bytes": (0, 2**63 - 1)}
 """Least and largest values of settings of the engine."""
+CHUNK, STEPS, SNAPSHOT_BYTES = 256, 16, 256 * 2**20
+"""Default values of these settings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Request:
     Args:
         prompt: token ids, at least one.
         max_tokens: maximal number of new tokens, at least 1.
+        sampling: sampling settings; None for the model's defaults, see `LanguageModel`.
         presence_penalty: subtracted from the logits of tokens that have been generated, -2 to 2.
         frequency_penalty: subtracted once for each time that a token has been generated, -2 to 2.
         seed: the only source of the text's randomness.
@@ -39,7 +42,7 @@ class Request:
 
     prompt: tuple[int, ...]
     max_tokens: int = 128
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    sampling: Sampling | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.buffers import allocated_bytes, device_bytes
 from kvjax.generation.loop import Drawn
 from kvjax.generation.prompts import end_ids
-from kvjax.generation.sampling import Sampling
+from kvjax.generation.sampling import Sampling, sampling_of
 from kvjax.inference.budget import lines_of, plan_slots
 from kvjax.inference.decoder import Decoder, read_more, step_shapes
 from kvjax.inference.padding import among_devices, bucket, check_rows
@@ -103,6 +103,7 @@ class Device:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= (penalty := getattr(request, name)) <= 2:
                 raise ValueError(f"{name}={penalty} is not a number from -2 to 2.")
+        self._sampling(request)  # checks the model's defaults
         if request.logprobs is not None:
             whole_number("logprobs", request.logprobs, 0, self.logprobs)
         check_vocabulary(np.asarray(request.stop_ids, np.int64), config)
@@ -163,17 +164,20 @@ class Device:
             batch.read.lower(*self._reading(text, [0] * size)).compile()
 
         def writes() -> None:
-            self.put(0, *self.read(text, [0] * sizes[0]), Request((0,), max_tokens=1))
+            self.put(0, *self.read(text, [0] * sizes[0]), Request((0,), max_tokens=1, sampling=Sampling()))
             self.write({0}, 1)
             jax.block_until_ready(self.state)
 
         # On a mesh, programs started by two threads can deadlock; only the first job runs any, the others compile.
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        try:
             jobs = [pool.submit(writes), *(pool.submit(compiles, size) for size in sizes[1:])]
             told(0, len(jobs))
             for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 job.result()
                 told(done, len(jobs))
+        finally:  # an interruption does not wait for programs, which take minutes
+            pool.shutdown(wait=False, cancel_futures=True)
         for size in sizes[1:]:
             jax.block_until_ready(self.read(text, [0] * size))
 
@@ -209,8 +213,11 @@ class Device:
     def _ends(self, request: Request) -> tuple[int, ...]:
         return tuple({*request.stop_ids, *(() if request.ignore_eos else self._own_ends(request.chat))})
 
+    def _sampling(self, request: Request) -> Sampling:
+        return sampling_of(self.model.sampling_defaults, {}) if request.sampling is None else request.sampling
+
     def _wishes(self, request: Request) -> Wishes:
-        sampling = request.sampling
+        sampling = self._sampling(request)
         if not sampling.temperature:  # greedy decoding needs no filters, and they take time
             sampling = dataclasses.replace(sampling, top_k=None, top_p=None)
         own = self._ends(request)

@@ -17,6 +17,7 @@ from jax import monitoring
 
 _MAKING = "/jax/core/compile/"
 _MADE = "/jax/core/compile/backend_compile_duration"
+_READ = "/jax/compilation_cache/cache_hits"
 _LONG = 0.1
 """Seconds of compiling or reading a program after which memory is returned to the system."""
 _MANY_MAPPINGS = 40_000
@@ -94,6 +95,8 @@ class Compiling:
         self._spans: list[tuple[float, float]] = []
         self.programs = 0
         """Programs compiled or read so far, by any thread."""
+        self.read = 0
+        """Those of them that came from the cache directory."""
         self._lock = threading.Lock()
 
     @property
@@ -109,10 +112,16 @@ class Compiling:
     def __enter__(self) -> Self:
         self._lap = time.perf_counter(), 0.0
         monitoring.register_event_time_span_listener(self._note)
+        monitoring.register_event_listener(self._count)
         return self
 
     def __exit__(self, *_: object) -> None:
         monitoring.unregister_event_time_span_listener(self._note)
+        monitoring.unregister_event_listener(self._count)
+
+    def _count(self, event: str, **_: str | int) -> None:
+        with self._lock:
+            self.read += event == _READ
 
     def _note(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
         if not event.startswith(_MAKING):

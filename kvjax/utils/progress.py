@@ -16,7 +16,10 @@ class Bar:
 
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         shown = sys.stderr.isatty()
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True)
+        # Otherwise what a command prints into a file would be shown above the bar instead.
+        redirected = sys.stdout is not None and sys.stdout.isatty()
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, disable=not shown, transient=True, redirect_stdout=redirected)
         self._shown, self._total, self._done = shown, total, done
         self._task = self._bar.add_task(what, total=total, completed=done)
         self._began, self._made, self._said = time.monotonic(), 0, -math.inf
@@ -46,11 +49,14 @@ class Bar:
     def say(self, line: str) -> None:
         """Print a line above the bar; without a terminal, prefix it with the count and the time left."""
         if not self._shown:
-            left = (self._total - self._done) * (time.monotonic() - self._began) / max(self._made, 1)
-            soon = f", {_duration(left)} left" if self._made and self._done < self._total else ""
-            line = f"[{self._done}/{self._total}{soon}] {line}"
+            left = time_left(self._made, self._total - self._done, time.monotonic() - self._began)
+            line = f"[{self._done}/{self._total}{left}] {line}"
         self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+def time_left(done: int, rest: int, seconds: float) -> str:
+    """Return the end of a line of progress, after `done` pieces of work in so many seconds: the time for the rest."""
+    if not done or not rest:
+        return ""
+    left = rest * seconds / done
+    return f", {left:.0f} s left" if left < 100 else f", {left / 60:.0f} min left"

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,10 +56,16 @@ def test_a_file_is_converted_with_its_tokenizer(tmp_path: Path) -> None:
     from tests.models.checkpoints.test_gguf import VARIANTS, add, pieces, tensors_of, write_gguf
 
     described, _ = VARIANTS["llama"]
-    write_gguf(tmp_path / "m.gguf", described, tensors_of(described), extra=lambda writer: add(writer, pieces()))
+
+    def extra(writer: Any) -> None:
+        add(writer, pieces())
+        writer.add_float32("general.sampling.temp", 0.5)
+
+    write_gguf(tmp_path / "m.gguf", described, tensors_of(described), extra=extra)
     assert main(["convert", "--model", str(tmp_path / "m.gguf"), "--out", str(tmp_path / "out")]) == 0
     before, after = kvjax.load(tmp_path / "m.gguf", "bfloat16"), kvjax.load(tmp_path / "out", "bfloat16")
     assert after.config == before.config
+    assert after.sampling_defaults.settings == before.sampling_defaults.settings == {"temperature": 0.5}
     jax.tree.map(np.testing.assert_array_equal, after.weights, before.weights)
     for text in ("ab ab", "b<mark></s>A"):
         assert after.tokenizer.encode(text) == before.tokenizer.encode(text)

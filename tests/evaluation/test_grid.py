@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from kvjax.generation.questions import answer_each
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.less.memory import LowRankMemory
 from kvjax.methods.notation import combination
+from kvjax.tiny import WEIGHTS
 
 WORDS = "The old man went down to the river with his dog and a lamp, for it was late. " * 12
 
@@ -239,6 +241,11 @@ def test_answers_of_a_file_are_scored(tmp_path: Path, capsys: pytest.CaptureFixt
     assert evaluate.main(words) == 0, capsys.readouterr().err
     for row in RowFile(out / "generation.jsonl").rows:
         assert {"rouge-1", "rouge-2", "rouge-l", "f1", "exact_match"} <= set(row) and row["cases"] == 1
+    shutil.copytree(WEIGHTS, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text('{"temperature": "hot", "repetition_penalty": 9.0}')
+    assert evaluate.main([*words, "--model", str(tmp_path / "m")]) == 0, capsys.readouterr().err
+    answers = [row["answers"] for row in RowFile(out / "generation.jsonl").rows]
+    assert len(answers) == 4 and answers[:2] == answers[2:]
     file.write_text("{}\n")
     assert evaluate.main(words) == 2
     assert "line 1" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from kvjax.cli import evaluate
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.harness import adapter
 from kvjax.inference.padding import bucket_rows
+from kvjax.models.sampling_defaults import SamplingDefaults
 
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
 PAIRS = [
@@ -195,6 +196,15 @@ def test_answers_end_before_their_stop_string(lm_eval: Any, model: kvjax.Model) 
     assert drawn_alone.generate_until(asked("generate_until", requests[1]), disable_tqdm=True) == [other]
     with pytest.raises(ValueError, match="generates with num_beams=2, which is none of until, "):
         lm.generate_until(asked("generate_until", (STORY, {"num_beams": 2})), disable_tqdm=True)
+
+
+def test_sampling_defaults_of_the_model_change_no_answer(lm_eval: Any, model: kvjax.Model) -> None:
+    defaults = SamplingDefaults({"temperature": "hot", "top_k": 2, "repetition_penalty": 3.0}, "m")
+    other = kvjax.Model(model.weights, model.config, model.name, model.directory, sampling_defaults=defaults)
+    kinds = {"until": ["zzz"]}, {"until": [], "do_sample": True, "temperature": 1.5}
+    requests = asked("generate_until", *((STORY, kind) for kind in kinds))
+    plain, same = (adapter(each, max_new_tokens=20) for each in (model, other))
+    assert plain.generate_until(requests, disable_tqdm=True) == same.generate_until(requests, disable_tqdm=True)
 
 
 def test_answers_are_written_on_what_is_left(lm_eval: Any, model: kvjax.Model) -> None:

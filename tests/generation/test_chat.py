@@ -177,7 +177,7 @@ def test_a_conversation_in_a_terminal_outlives_commands(
         (["--policy", "nope"], "", "no policy 'nope'"),
         (["--context", "1"], "", "context=1 is not a whole number from 2"),
         (["--max-new-tokens", "0"], "", "max_new_tokens=0"),
-        (["--top-k", "0"], "", "top_k is 0"),
+        (["--top-k=-2"], "", "top_k is -2"),
         (["--budget", "0"], "", "budget=0"),
         (["--context", "5000"], "", "do not fit the model's 1152 positions"),
         (["--load", "nowhere"], "", "nowhere has no saved conversation"),

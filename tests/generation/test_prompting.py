@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_a_stream_refuses_at_once(model: kvjax.Model) -> None:
         (["a", "b"], {}, "2 prompts cannot be streamed at once"),
         ("a", {"num_samples": 2}, "num_samples=2: one text can be streamed"),
         ("a", {"beams": 2}, "model.stream has no keyword 'beams'"),
-        ("a", {"top_k": 0}, "top_k is 0"),
+        ("a", {"top_k": -2}, "top_k is -2"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             model.stream(prompt, **settings)
@@ -178,15 +179,22 @@ def test_a_file_of_prompts_goes_on_where_it_was_cut(
     assert "has the beginning of a run with other prompts or settings" in capsys.readouterr().err
     monkeypatch.setattr(batch_files, "generate_ids", made)
     assert generate.main(words) == 0
-    assert "2 of 4 lines are already done" in capsys.readouterr().err
+    already, *progress, costs, caches = capsys.readouterr().err.splitlines()
+    assert already.endswith("2 of 4 lines are already done.")
+    assert progress[0] == "[2/4] lines"  # later ones come after 10 seconds
+    assert all(re.fullmatch(r"\[[34]/4(, \d+ s left)?\] lines, .*", line) for line in progress[1:])
     found = lines(out)
+    new = sum(each["new_tokens"] for each in found[2:])
+    assert re.fullmatch(rf"lines: 2; new: {new} tokens, [\d,]+ tokens/s; compilation: [\d.]+ s", costs)
+    assert re.fullmatch(r"cache: [\d,]+ bytes in the largest batch, a full cache [\d,]+ bytes; results: (.*)", caches)
+    assert caches.endswith(f" results: {out}")
     assert [each["line"] for each in found] == [1, 3, 5, 7]
     assert [each.get("id") for each in found] == [0, 1, 2, None]
     wanted = [model.generate(prompt, **GREEDY)[0] for prompt in prompts]
     assert [each["text"] for each in found] == [*wanted, *model.generate(asked, chat=True, **GREEDY)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.jsonl.run", "in.jsonl", "out.jsonl"]
     assert generate.main(words) == 0
-    assert "all of 4 lines are already done" in capsys.readouterr().err and lines(out) == found
+    assert capsys.readouterr().err == f"{out}: all of 4 lines are already done.\n" and lines(out) == found
     for settings in (["--seed", "5"], ["--top-k", "3"]):
         assert generate.main([*words, *settings]) == 2
         said = capsys.readouterr().err
@@ -206,9 +214,14 @@ def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     file.write_text(" Who is Lily?\r\n\n What did she do?\n")
     words = ["--prompt", STORY, "--questions", str(file), *WORDS]
     assert generate.main(words) == 0
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    assert re.match(
+        r"\[0/2\] questions\n(\[.*\n)*lines: 2; new: 40 tokens, .* tokens/s; .*\n.* results: standard output", told
+    )
     assert generate.main([*words, "--json"]) == 0
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    out, told = capsys.readouterr()
+    assert re.match(r"\[0/2\] lines\n(\[.*\n)*lines: 2; new: 40 tokens, ", told)
+    found = [json.loads(line) for line in out.splitlines()]
     assert [(each["line"], each["question"]) for each in found] == [(1, " Who is Lily?"), (3, " What did she do?")]
     assert said == "".join(f"--- {each['question'].strip()}\n{each['text']}\n" for each in found)
 

@@ -77,7 +77,14 @@ def test_without_filters_it_is_categorical() -> None:
     logits = jax.random.normal(jax.random.key(1), (64, 50))
     keys = jax.random.split(jax.random.key(2), 64)
     plain = jax.vmap(jax.random.categorical)(keys, logits / 0.8)
-    for sampling in (Sampling(), Sampling(top_p=1.0), Sampling(top_k=50), Sampling(top_k=99, top_p=1.0)):
+    for sampling in (
+        Sampling(),
+        Sampling(top_p=1.0),
+        Sampling(top_k=50),
+        Sampling(top_k=0),
+        Sampling(top_k=-1),
+        Sampling(top_k=99, top_p=1.0),
+    ):
         np.testing.assert_array_equal(sample(logits, keys, sampling), plain)
 
 
@@ -153,7 +160,7 @@ def test_double_precision_stays() -> None:
         ({"temperature": -0.5}, r"^The temperature is -0\.5: give 0 for greedy decoding or a positive number\.$"),
         ({"temperature": float("nan")}, r"^The temperature is nan"),
         ({"temperature": float("inf")}, r"^The temperature is inf"),
-        ({"top_k": 0}, r"^top_k is 0: give a whole number of tokens, at least 1, or None\.$"),
+        ({"top_k": -2}, r"^top_k is -2: give a whole number of tokens, at least 1, or 0 for all\.$"),
         ({"top_k": 2.5}, r"^top_k is 2\.5"),
         ({"top_k": float("inf")}, r"^top_k is inf"),
         ({"top_p": -0.1}, r"^top_p is -0\.1: give a share of the probability, 0 to 1, or None\.$"),

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import queue
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import kvjax
 from kvjax.cache.buffers import allocated_bytes
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import Sampling
+from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.serving import batch as serving
 from kvjax.serving.engine import SNAPSHOT_BYTES, Engine
 from kvjax.serving.prefix_cache import Snapshots, beginnings
@@ -172,7 +174,10 @@ def test_answers_are_the_same_alone_and_under_load(policy: str, request) -> None
 def test_answers_are_those_of_generate(policy: str, request) -> None:
     with under(policy, request) as served:
         for each in (GREEDY, SEEDED):
-            settings: dict[str, Any] = dataclasses.asdict(each.sampling) | {"seed": each.seed, "stop_at_eos": False}
+            settings: dict[str, Any] = dataclasses.asdict(each.sampling or Sampling()) | {
+                "seed": each.seed,
+                "stop_at_eos": False,
+            }
             settings |= {"policy": policy_of(policy), "budget": 1.0 if policy == "full" else 24, "max_new_tokens": 12}
             own = settings["policy"].score.requires.prompt_chunk
             for prompt, chunk in ((TEXT[:16], own), (TEXT[:40], own or 16)):
@@ -180,6 +185,21 @@ def test_answers_are_those_of_generate(policy: str, request) -> None:
                 found = ask(served, each, prompt=prompt)
                 assert found.tokens == usual.tokens[0]
                 assert found.end.reason == "length" and found.text == Letters().decode(found.tokens)
+
+
+def test_an_interruption_does_not_wait_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine() as own:
+        compiled = threading.Event()
+        monkeypatch.setattr(own.device, "_reading", lambda *_: compiled.wait(20))
+
+        def interrupt(done: int, total: int) -> None:
+            raise KeyboardInterrupt
+
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            own.warm_up(interrupt)
+        assert time.monotonic() - began < 10
+        compiled.set()
 
 
 def test_nothing_is_compiled_after_warm_up() -> None:
@@ -218,6 +238,16 @@ def test_budgets_and_penalties(served: Engine) -> None:
     # No token is as likely again, so none comes twice.
     once = ask(served, GREEDY, sampling=Sampling(0.0, repetition_penalty=1e9), max_tokens=10).tokens
     assert len(set(once)) == 10 and not set(once) & set(GREEDY.prompt)
+
+
+def test_a_request_without_sampling_settings_has_the_models(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"temperature": 1.3, "top_k": 30, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2}
+    monkeypatch.setattr(served.model, "sampling_defaults", SamplingDefaults(own, "m"))
+    assert ask(served, SEEDED, sampling=None).tokens == ask(served, SEEDED).tokens
+    monkeypatch.setattr(served.model, "sampling_defaults", SamplingDefaults({"temperature": "hot"}, "m"))
+    with pytest.raises(ValueError, match=r"^m: temperature is 'hot': give a number"):
+        served.submit(dataclasses.replace(SEEDED, sampling=None), print)
+    assert ask(served, SEEDED).end.error is None
 
 
 def test_ends_of_texts(served: Engine) -> None:

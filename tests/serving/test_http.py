@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -24,13 +26,17 @@ from hypothesis import strategies as st
 
 from kvjax.cli import serve
 from kvjax.generation.sampling import Sampling
+from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.serving.app import Service, is_loopback
+from kvjax.serving.engine import Engine
 from kvjax.serving.http import Server
 from kvjax.serving.openai.answer import Answer
 from kvjax.serving.openai.bodies import Asked
 from kvjax.serving.openai.fields import CHAT, COMPLETION
 from kvjax.serving.requests import Finished, Held, Request
+from kvjax.utils.compilation import Compiling
 from tests.fake_engine import FakeEngine, events, served
+from tests.paths import ROOT
 
 ENGINE = FakeEngine()
 KV = {"seen": 6, "kept": 6, "bytes": 4096, "policy": "h2o"}
@@ -67,7 +73,7 @@ def test_completions(client: openai.OpenAI, engine: FakeEngine) -> None:
     assert (made.usage.prompt_tokens, made.usage.completion_tokens, made.usage.total_tokens) == (2, 4, 6)
     assert made.model_extra == {"kv": KV}
     asked = engine.requests[0]
-    assert (asked.prompt, asked.max_tokens, asked.sampling.temperature) == ((97, 98), 4, 1.0)
+    assert (asked.prompt, asked.max_tokens, asked.sampling) == ((97, 98), 4, Sampling(1.0))
     assert client.completions.create(model="letters", prompt="ab", seed=0).choices[0].text == "abcdefghijklmnop"
 
 
@@ -87,9 +93,8 @@ def test_every_setting_reaches_the_engine(client: openai.OpenAI, engine: FakeEng
         extra_body=more,
     )
     asked = engine.requests[0]
-    drawn = asked.sampling
-    assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.min_p) == (0.0, 0.5, 5, 0.1)
-    assert (drawn.repetition_penalty, asked.presence_penalty, asked.frequency_penalty) == (1.5, 1.0, -1.0)
+    assert asked.sampling == Sampling(0.0, 5, 0.5, 0.1, 1.5)
+    assert (asked.presence_penalty, asked.frequency_penalty) == (1.0, -1.0)
     assert (asked.stop, asked.stop_ids, asked.ignore_eos, asked.budget) == (("c",), (7,), True, 32)
     assert (asked.logprobs, asked.seed, asked.prompt) == (2, 2**32 - 1, (1, 2))
 
@@ -97,6 +102,18 @@ def test_every_setting_reaches_the_engine(client: openai.OpenAI, engine: FakeEng
 def test_a_share_of_zero_is_that_of_the_likeliest_token(client: openai.OpenAI, engine: FakeEngine) -> None:
     client.completions.create(model="letters", prompt="a", max_tokens=1, top_p=0)
     assert engine.requests[-1].sampling == Sampling(1.0, top_p=0)
+
+
+def test_the_models_sampling_settings_are_those_of_requests_that_give_none(
+    client: openai.OpenAI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = SamplingDefaults({"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}, "m")
+    monkeypatch.setattr(engine.model, "sampling_defaults", defaults)
+    for more in ({}, {"temperature": 0.2, "top_p": 0.5, "top_k": -1, "repetition_penalty": None}):
+        client.completions.create(model="letters", prompt="ab", max_tokens=1, extra_body=more)
+    given, own = (request.sampling for request in engine.requests)
+    assert given == Sampling(0.6, 20, repetition_penalty=1.1)
+    assert own == Sampling(0.2, None, 0.5, None, 1.1)
 
 
 def test_choices_of_several_prompts(client: openai.OpenAI, engine: FakeEngine) -> None:
@@ -640,10 +657,76 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
     assert engine.warm and engine.settings["rows"] == 3 and engine.settings["steps"] == 4
     assert "context" not in engine.settings and engine.settings["policy"].codec.bits == 8
     *lines, models, completion = ("".join(said) + capsys.readouterr().err).splitlines()
-    compiling = [f"kvjax serve: compiling {done} of 2" for done in range(3)]
-    assert lines[:4] == ["kvjax serve: loading tiny", *compiling] and len(lines) == 5
+    compiling = [f"compiling {done} of 2 programs{left}" for done, left in enumerate(("", ", 0 s left", ""))]
+    assert lines[:4] == [f"kvjax serve: {line}" for line in ("loading tiny", *compiling)] and len(lines) == 5
     assert " GET /v1/models 200 " in models
     assert " POST /v1/completions 200 1 tokens in, 20 out, " in completion and completion.endswith(" s")
+
+
+SLOW = """
+import sys, threading, time, types
+from kvjax.cli.main import main
+from tests.fake_engine import FakeEngine
+
+class Engine(FakeEngine):
+    def __init__(self, model, **settings):
+        super().__init__()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def warm_up(self, told):
+        threading.Thread(target=time.sleep, args=[60]).start()  # as a compiler's
+        told(0, 9)
+        time.sleep(60)
+
+import kvjax.model
+kvjax.model.load = lambda *_: FakeEngine().model
+sys.modules["kvjax.serving.engine"] = types.SimpleNamespace(Engine=Engine)
+sys.argv = ["kvjax", "serve", "--port", "0"]
+main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_server_that_still_compiles(number: int, code: int) -> None:
+    command = [sys.executable, "-c", SLOW]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert [process.stderr.readline() for _ in range(2)][1] == "kvjax serve: compiling 0 of 9 programs\n"
+        process.send_signal(number)
+        assert process.wait(10) == code
+        assert process.stderr.read() == ""
+
+
+def test_progress_tells_programs_that_are_read_from_those_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    compiling, said = Compiling(), []
+    for programs, read in ((0, 0), (3, 3), (3, 4), (5, 4)):
+        compiling.programs, compiling.read = programs, read
+        serve._progress(compiling)(2, 4)
+        said.append(capsys.readouterr().err)
+    assert [re.sub(r"\d+ s", "1 s", line) for line in said] == [
+        f"kvjax serve: {doing}, 1 s left\n"
+        for doing in (
+            "compiling 2 of 4 programs",
+            *["reading 2 of 4 programs from disk"] * 2,
+            "compiling 2 of 4 programs",
+        )
+    ]
+
+
+def test_help_has_the_engines_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "engine's" not in text
+    usual = {name: each.default for name, each in inspect.signature(Engine).parameters.items()}
+    for name in ("chunk", "steps", "snapshot_bytes", "rows", "queue"):
+        option = f"--{name.replace('_', '-')} {name.upper()} "
+        assert f"(default: {usual[name]})" in text.rpartition(option)[2].partition(" --")[0]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,17 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def test_programs_that_are_read_are_counted_apart() -> None:
+    event = "/jax/core/compile/backend_compile_duration"
+    with Compiling() as compiling:
+        monitoring.record_event("/jax/compilation_cache/cache_hits")
+        for _ in range(2):
+            monitoring.record_event_time_span(event, 0.0, 0.01)
+        monitoring.record_event("/jax/compilation_cache/cache_misses")
+    monitoring.record_event("/jax/compilation_cache/cache_hits")
+    assert (compiling.programs, compiling.read) == (2, 1)
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries return memory themselves")
 def test_memory_of_a_compiler_goes_back_to_the_system() -> None:
     size, event = 100_000_000, "/jax/core/compile/backend_compile_duration"

@@ -20,6 +20,7 @@ from kvjax.evaluation.tasks.task import Task, mean
 from kvjax.generation.generate import lower_begin, texts_of
 from kvjax.generation.prompts import encode, token_ids
 from kvjax.generation.questions import answer_each, encode_questions
+from kvjax.generation.sampling import GREEDY
 from kvjax.inference.state import cache_bytes, full_cache_bytes
 from kvjax.model import Model
 from kvjax.utils.compilation import temporary_bytes
@@ -65,7 +66,7 @@ def _answers(
         asked = [([*context, *question[:-1]], question[-1:]) for context, question in asked]
     contexts, questions = zip(*asked, strict=True)
     rows, reading = options.batch_size, {"policy": entry.policy, "budget": entry.budget}
-    asking: dict[str, Any] = dict(batch_size=rows, temperature=0.0, max_new_tokens=max_new_tokens, chat=options.chat)
+    asking: dict[str, Any] = dict(batch_size=rows, max_new_tokens=max_new_tokens, chat=options.chat, **GREEDY)
     made = list(answer_each(model, contexts, questions, **asking, **reading))
     seconds, timed = (sum(getattr(each, name) for each in made) for name in ("decode_seconds", "timed_tokens"))
     longest = max(map(len, questions)) + max_new_tokens

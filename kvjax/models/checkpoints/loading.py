@@ -33,8 +33,10 @@ from kvjax.models.decoder import Linear, Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.quantization import read_quantization
 from kvjax.models.integers import code_dtype
+from kvjax.models.sampling_defaults import SamplingDefaults, gguf_sampling_defaults, sampling_defaults
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
+from kvjax.utils.platforms import default_platform
 
 _LARGE = 1 << 30
 """Smallest size of a checkpoint, in bytes, that is loaded with a progress bar."""
@@ -57,6 +59,7 @@ class Checkpoint:
     settings: Settings
     place: Path
     metadata: Mapping[str, Any] | None = None
+    sampling: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
 
 
 def read_checkpoint(
@@ -75,17 +78,18 @@ def read_checkpoint(
         raise ValueError(f"weights={weights!r} is not supported: give int8, auto, or None for weights in the dtype.")
     if mesh is not None:
         check_mesh(mesh)
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    platform = default_platform() if mesh is None else mesh.devices.flat[0].platform
     int8 = weights == "int8" or (weights == "auto" and platform == "cpu" and wanted.name != "float64")
     if int8 and weights == "auto":
         print(f"kvjax: weights in int8, which decode faster than {wanted.name} on a CPU.", file=sys.stderr)
     place = locate(path_or_hub_id, revision)
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
+        sampling = gguf_sampling_defaults(metadata, place)
         with _naming(place):
             family, config = read_model_config(settings)
     else:
-        settings, family, config = _read_config(place)
+        settings, family, config, sampling = _read_config(place)
         metadata = None
         stored = read_orbax(place / "weights") if (place / "weights").is_dir() else _read_safetensors(place, settings)
         if (quantization := read_quantization(settings)) is not None:
@@ -95,7 +99,7 @@ def read_checkpoint(
     made, found = _read_weights(stored, family, config, wanted, codes, mesh)
     if found.tied != config.tied:
         settings = {**settings, "tie_word_embeddings": found.tied}
-    return Checkpoint(made, found, str(path_or_hub_id), settings, place, metadata)
+    return Checkpoint(made, found, str(path_or_hub_id), settings, place, metadata, sampling)
 
 
 def _read_safetensors(directory: Path, settings: Settings) -> Stored:
@@ -106,8 +110,8 @@ def _read_safetensors(directory: Path, settings: Settings) -> Stored:
     return stored
 
 
-def _read_config(directory: Path) -> tuple[Settings, Family, ModelConfig]:
-    """Read the settings of a directory's model, and its family and config."""
+def _read_config(directory: Path) -> tuple[Settings, Family, ModelConfig, SamplingDefaults]:
+    """Read the settings of a directory's model, its family and config, and its sampling defaults."""
     file, generation = directory / "config.json", directory / "generation_config.json"
     check_kind_of(directory)
     given = read_json(file)
@@ -116,11 +120,13 @@ def _read_config(directory: Path) -> tuple[Settings, Family, ModelConfig]:
         family, config = read_model_config(settings)
     if settings is not given:
         warnings.warn(f"{file}: only the text half of {given['model_type']} is loaded.", stacklevel=4)
+    sampling = SamplingDefaults()
     if generation.exists():
-        ends = read_json(generation)
+        recommended = read_json(generation)
         with _naming(generation):
-            config = dataclasses.replace(config, eos=special_token_ids(ends, "eos_token_id") or config.eos)
-    return settings, family, config
+            config = dataclasses.replace(config, eos=special_token_ids(recommended, "eos_token_id") or config.eos)
+        sampling = sampling_defaults(recommended, generation)
+    return settings, family, config, sampling
 
 
 TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|audio_tower)\..*"

@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax.generation.prompts import chat_ids, render, token_ids
-from kvjax.generation.sampling import Sampling
+from kvjax.generation.sampling import sampling_of
 from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, Refused, checked, invalid, shown
 from kvjax.serving.requests import Request, Serving
 from kvjax.utils.files import parse_json
 from kvjax.utils.settings import conversation
+
+TEMPERATURE = 1.0
+"""OpenAI's temperature, where neither a request nor the model has one."""
 
 
 class Asked(NamedTuple):
@@ -156,17 +159,10 @@ def _requests(
         raise Refused(f"kv_budget={given['kv_budget']} is more than the server's {serving.budget}.", "kv_budget")
     if any(not 0 <= each < serving.model.config.vocab_size for each in given.get("stop_token_ids", ())):
         raise Refused("stop_token_ids has ids that the model does not have.", "stop_token_ids")
-    top_k = given.get("top_k", 0)
     first = Request(
         prompt=ids,
         max_tokens=given.get("max_tokens", min(usual_tokens, left)),
-        sampling=Sampling(
-            temperature=given.get("temperature", 1.0),
-            top_k=top_k if top_k > 0 else None,
-            top_p=given.get("top_p"),
-            min_p=given.get("min_p"),
-            repetition_penalty=given.get("repetition_penalty"),
-        ),
+        sampling=sampling_of(serving.model.sampling_defaults, given, TEMPERATURE),
         presence_penalty=given.get("presence_penalty", 0.0),
         frequency_penalty=given.get("frequency_penalty", 0.0),
         stop=given.get("stop", ()),

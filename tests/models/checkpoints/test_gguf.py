@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 
 import kvjax
 from kvjax.cli.main import main
+from kvjax.generation.sampling import Sampling, sampling_of
 from kvjax.models import FAMILIES, LoadError
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
@@ -359,6 +360,18 @@ def test_every_kind_that_can_be_dequantised(kind: Any, tmp_path: Path) -> None:
     loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].mlp
     assert isinstance(loaded, DenseMlp) and loaded.gate is not None
     np.testing.assert_array_equal(loaded.gate.weight, expected.astype(jnp.bfloat16))
+
+
+def test_a_file_brings_its_sampling_defaults(tmp_path: Path) -> None:
+    def extra(writer: Any) -> None:
+        writer.add_float32("general.sampling.temp", 0.5)
+        writer.add_int32("general.sampling.top_k", 64)
+        writer.add_float32("general.sampling.penalty_repeat", 1.25)
+
+    write_gguf(tmp_path / "m.gguf", SETTINGS, tensors_of(SETTINGS), extra=extra)
+    defaults = kvjax.load(tmp_path / "m.gguf").sampling_defaults
+    assert defaults.settings == {"temperature": 0.5, "top_k": 64, "repetition_penalty": 1.25}
+    assert sampling_of(defaults, {}) == Sampling(0.5, 64, repetition_penalty=1.25)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import DenseMlp, Linear
 from kvjax.models.families import read_model_config
 from kvjax.models.integers import code_dtype
+from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
 SETTINGS = {
@@ -275,6 +276,16 @@ def test_generation_config_names_the_end(generation: dict, eos: tuple, tmp_path:
     write(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert load(tmp_path).config.eos == eos
+
+
+def test_generation_config_names_sampling_defaults(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert load(tmp_path).sampling_defaults == SamplingDefaults()
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": None, "top_k": 20, "min_p": "?", "typical_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 7}))
+    defaults = load(tmp_path).sampling_defaults
+    assert defaults.settings == {"do_sample": True, "temperature": 0.6, "top_k": 20, "min_p": "?"}
+    assert defaults.source == str(tmp_path / "generation_config.json")
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
