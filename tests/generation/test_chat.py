@@ -17,7 +17,7 @@ import pytest
 
 import kvjax
 from kvjax.cli import chat
-from kvjax.generation import chat as conversation
+from kvjax.generation import saved_chat
 from kvjax.generation.chat import Conversation
 from tests.paths import DATA, ROOT
 
@@ -109,7 +109,9 @@ def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
         return other
 
     with pytest.raises(ValueError, match="writes earlier turns differently when another one follows"):
-        Conversation(templated("{% for m in messages %}{{ m['content'] if loop.last else '...' }}{% endfor %}"))
+        Conversation(
+            templated("{% for m in messages %}{{ m['content'] if loop.last else m['content'] ~ '!' }}{% endfor %}")
+        )
     with pytest.raises(ValueError, match="has no chat template, so no system's turn"):
         Conversation(templated(None), system="Be kind.")
     short: dict[str, Any] = SMALL | {"max_new_tokens": 2}
@@ -218,8 +220,8 @@ def test_a_conversation_of_another_vocabulary_or_none_is_refused(
     "".join(talk.reply(TURNS[0]))
     kept = tmp_path / "kept"
     talk.save(kept)
-    told = json.loads((kept / conversation.SAVED).read_text())
-    (kept / conversation.SAVED).write_text(json.dumps(told | {"text": [10**6, *told["text"]]}))
+    told = json.loads((kept / saved_chat.SAVED).read_text())
+    (kept / saved_chat.SAVED).write_text(json.dumps(told | {"text": [10**6, *told["text"]]}))
     with pytest.raises(ValueError, match="has a conversation of another model, policy or dtype; start with those"):
         Conversation(model, **SMALL).load(kept)
     for content in (
@@ -229,10 +231,10 @@ def test_a_conversation_of_another_vocabulary_or_none_is_refused(
         *(json.dumps(told | each) for each in ({"text": []}, {"text": ["a"]}, {"text": 5})),
         *(json.dumps(told | {"leaves": each}) for each in (3, [3], [[[2], "nothing"]])),
     ):
-        (kept / conversation.SAVED).write_text(content)
+        (kept / saved_chat.SAVED).write_text(content)
         assert chat.main([*WORDS, "--load", str(kept)]) == 2
         said = capsys.readouterr().err
-        assert said == f"kvjax chat: {kept / conversation.SAVED} is no saved conversation's; give another name.\n"
+        assert said == f"kvjax chat: {kept / saved_chat.SAVED} is no saved conversation's; give another name.\n"
 
 
 def test_devices_along_data_are_refused_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,8 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
     messages = [_message(number, each) for number, each in enumerate(given["messages"])]
     if not getattr(model.tokenizer, "chat_template", None):
         raise Refused(f"the model {model.name!r} has no chat template; ask /v1/completions.", "messages")
-    ids = _encoded("messages", lambda: chat_ids(model, render(model, conversation(messages))))
+    settings = given.get("chat_template_kwargs")
+    ids = _encoded("messages", lambda: chat_ids(model, render(model, conversation(messages), settings=settings)))
     n = given.get("n", 1)
     requests = _requests(serving, given, ids, usual_tokens, n, chat=True)
     return Asked(tuple(requests), n, True, given.get("stream", False), given.get("stream_options", False))
@@ -116,8 +117,8 @@ def _encoded(param: str, encode: Callable[[], Sequence[int]]) -> tuple[int, ...]
         raise Refused(" ".join(str(error).split()), param) from None
 
 
-def _message(number: int, given: Any) -> dict[str, str]:
-    """Check a turn, and return its role and its text with all parts joined."""
+def _message(number: int, given: Any) -> dict[str, Any]:
+    """Check a turn, and return its role and its content, a text or a list of parts with texts."""
     name = f"messages[{number}]"
     if not isinstance(given, dict):
         raise Refused(f"{name} is {shown(given)}, not an object with role and content.", "messages")
@@ -134,8 +135,8 @@ def _message(number: int, given: Any) -> dict[str, str]:
         for part in content:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
                 raise Refused(f"{name}.content has {shown(part)}, which is no text.", "messages")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+        content = [{"type": "text", "text": part["text"]} for part in content]
+    elif not isinstance(content, str):
         raise Refused(f"{name}.content={shown(content)} is not a text, nor a list of texts.", "messages")
     return {"role": "system" if role == "developer" else role, "content": content}
 
