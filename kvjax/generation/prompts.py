@@ -123,14 +123,14 @@ def render(
         ValueError: there is no template; it refuses the conversation, leaves out a turn's text, exceeds a limit of
             `kvjax.generation.templates` or has no such setting.
     """
-    template = _chat_template(model)
+    template, settings = _chat_template(model), settings or {}
+    check_settings(model, settings)
+    special = getattr(model.tokenizer, "special_tokens_map", {})
+    variables = {"tools": None, "documents": None, **special, **settings, "add_generation_prompt": answers}
     try:
-        special = getattr(model.tokenizer, "special_tokens_map", {})
-        _check_settings(template, settings or {})
-        variables = {"tools": None, "documents": None, **special, **(settings or {})}
-        return _render_checked(template, messages, variables | {"add_generation_prompt": answers}, unfinished)
+        return _render_checked(template, messages, variables, unfinished)
     except TemplateError as error:
-        raise ValueError(f"the chat template of {model.name!r}{_file(model)} {error}.") from None
+        raise _refusal(model, error) from None
 
 
 def _chat_template(model: LanguageModel) -> str:
@@ -144,23 +144,27 @@ def _chat_template(model: LanguageModel) -> str:
     return template["default"]
 
 
-def _file(model: LanguageModel) -> str:
-    """Return the name of the file with the chat template, in brackets."""
+def _refusal(model: LanguageModel, reason: Exception | str) -> ValueError:
+    """Return an error about the chat template, with the name of its file."""
     directory: Path | None = getattr(model, "directory", None)
-    if directory is None:
-        return ""
-    names = ("chat_template.jinja", "tokenizer_config.json")
-    return next((f" ({name})" for name in names if (directory / name).exists()), "")
+    names = () if directory is None else ("chat_template.jinja", "tokenizer_config.json")
+    file = next((f" ({name})" for name in names if directory is not None and (directory / name).exists()), "")
+    return ValueError(f"the chat template of {model.name!r}{file} {reason}.")
 
 
-def _check_settings(template: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a setting that the template does not read, since it would change nothing."""
-    names = renderer().names(template) if settings else []
+def check_settings(model: LanguageModel, settings: Mapping[str, Any]) -> None:
+    """Refuse a setting that the model's chat template does not read, since it would change nothing."""
+    if not settings:
+        return
+    try:
+        names = renderer().names(_chat_template(model))
+    except TemplateError as error:
+        raise _refusal(model, error) from None
     for name in settings:
         if name not in names:
             known = [each for each in names if each not in ("bos_token", "eos_token", *TEMPLATE_VARIABLES)]
             hint = f"it has {', '.join(known)}" if known else "it has none"
-            raise TemplateError(f"has no setting {name!r}; {hint}")
+            raise _refusal(model, f"has no setting {name!r}; {hint}")
 
 
 def _render_checked(template: str, messages: Messages, variables: Mapping[str, Any], unfinished: bool) -> str:
@@ -173,11 +177,14 @@ def _render_checked(template: str, messages: Messages, variables: Mapping[str, A
     for turns in shapes(messages):
         sample = probe(turns)
         try:
-            turn = sample.lost_turn(write(sample.messages))
+            text = write(sample.messages)
         except LimitError:
             raise
         except TemplateError:
             continue
+        if sample.misread(text):
+            continue
+        turn = sample.lost_turn(text)
         if turn is None:
             return _cut_at_mark(write(_mark_end(turns))) if unfinished else write(turns)
         lost = max(turn, lost or 0)

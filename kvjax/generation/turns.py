@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from kvjax.utils.settings import Messages, text_of
 
 _RAW = "qzrawjx"
-"""Key of a part that only a template writes which takes the list of parts for a text."""
+"""Key in each part of a probe; a rendered text that has it was written from the list itself."""
 
 
 def shapes(messages: Messages) -> list[Messages]:
@@ -45,11 +45,13 @@ class Probe(NamedTuple):
     marks: list[tuple[int, str]]
     """Index of a turn, and a word at the beginning or at the end of its text."""
 
+    def misread(self, text: str) -> bool:
+        """Return whether a rendered text has a list of parts where its texts belong."""
+        return _RAW in text.casefold()
+
     def lost_turn(self, text: str) -> int | None:
         """Return the index of the first turn whose text a rendered text lacks; None if it has all."""
         text = text.casefold()
-        if _RAW in text:
-            return next((i for i, turn in enumerate(self.messages) if not isinstance(turn["content"], str)), None)
         return next((turn for turn, mark in self.marks if mark not in text), None)
 
 

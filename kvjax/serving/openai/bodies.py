@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
-from kvjax.generation.prompts import chat_ids, render, token_ids
+from kvjax.generation.prompts import chat_ids, check_settings, render, token_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, Refused, checked, invalid, shown
 from kvjax.serving.requests import Request, Serving
 from kvjax.utils.files import parse_json
 from kvjax.utils.settings import conversation
+
+Value = TypeVar("Value")
 
 
 class Asked(NamedTuple):
@@ -75,8 +77,10 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
     messages = [_message(number, each) for number, each in enumerate(given["messages"])]
     if not getattr(model.tokenizer, "chat_template", None):
         raise Refused(f"the model {model.name!r} has no chat template; ask /v1/completions.", "messages")
-    settings = given.get("chat_template_kwargs")
-    ids = _encoded("messages", lambda: chat_ids(model, render(model, conversation(messages), settings=settings)))
+    settings = given.get("chat_template_kwargs", {})
+    _call("chat_template_kwargs", lambda: check_settings(model, settings))
+    text = _call("messages", lambda: render(model, conversation(messages), settings=settings))
+    ids = tuple(_call("messages", lambda: chat_ids(model, text)))
     n = given.get("n", 1)
     requests = _requests(serving, given, ids, usual_tokens, n, chat=True)
     return Asked(tuple(requests), n, True, given.get("stream", False), given.get("stream_options", False))
@@ -98,7 +102,7 @@ def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for each in several:
         if isinstance(each, str):
-            ids = _encoded("prompt", lambda text=each: token_ids(serving.model, text))
+            ids = tuple(_call("prompt", lambda text=each: token_ids(serving.model, text)))
         elif isinstance(each, list) and all(type(token) is int and 0 <= token < vocabulary for token in each):
             ids = tuple(each)
         else:
@@ -110,9 +114,10 @@ def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
     return found
 
 
-def _encoded(param: str, encode: Callable[[], Sequence[int]]) -> tuple[int, ...]:
+def _call(param: str, function: Callable[[], Value]) -> Value:
+    """Call a function, and return its errors to the client as those of a field."""
     try:
-        return tuple(encode())
+        return function()
     except ValueError as error:
         raise Refused(" ".join(str(error).split()), param) from None
 
