@@ -14,7 +14,8 @@ import signal
 import sys
 from typing import Any
 
-sys.path += sys.argv[4:]  # behind the standard library, which packages beside jinja2 may shadow
+if __name__ == "__main__":
+    sys.path += sys.argv[4:]  # behind the standard library, which packages beside jinja2 may shadow
 
 import jinja2
 import jinja2.ext

@@ -134,7 +134,9 @@ def test_a_template_of_parts_gets_the_texts_everywhere(tmp_path: Path) -> None:
     for each in (turns, in_parts(turns, "user")):
         assert list(bodies.chat(serving, {"messages": each}, 16).requests[0].prompt) == ids
     settings: dict[str, Any] = dict(max_new_tokens=3, temperature=0.0)
-    assert model.generate("w20 w21", chat=True, **settings) == model.generate(in_parts(turns, "user"), chat=True, **settings)
+    assert model.generate("w20 w21", chat=True, **settings) == model.generate(
+        in_parts(turns, "user"), chat=True, **settings
+    )
     talk = Conversation(model)
     assert (talk._first, talk._between) == (("w2 ", " w9 w3 "), (" w9 w2 ", " w9 w3 "))
     file = tmp_path / "messages.json"
