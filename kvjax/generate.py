@@ -15,10 +15,12 @@ from kvjax.cli.options import (
     add_end_options,
     add_policy_options,
     add_sampling_options,
+    add_template_option,
     policy_and_budget,
     print_policy_help,
     sampling_settings,
     tell_sampling_defaults,
+    template_settings_of,
 )
 from kvjax.cli.output import report, samples, summary, text_fields
 from kvjax.evaluation import cache_map, figures, trace
@@ -26,7 +28,7 @@ from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.inference.budget import WHOLES
 from kvjax.utils.files import JSON_LINES, check_writable, parse_json, read_text
-from kvjax.utils.settings import Messages, conversation, whole_number
+from kvjax.utils.settings import Chat, Messages, conversation, whole_number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--chat", action="store_true", help="wrap the prompt with the tokenizer's chat template")
     options.add_argument("--system", metavar="TEXT", help="system prompt of a chat")
+    add_template_option(options)
     options.add_argument(
         "--questions",
         type=Path,
@@ -164,7 +167,7 @@ def run(options: argparse.Namespace) -> None:
         length_penalty=options.length_penalty,
     )
     _check(options, settings)
-    chat = options.chat or options.system is not None
+    chat = template_settings_of(options) or options.chat or options.system is not None
     if _of_lines(options):
         continue_lines(options, settings, chat)
     elif options.questions is not None:
@@ -173,13 +176,13 @@ def run(options: argparse.Namespace) -> None:
         _continue_one(options, settings, chat)
 
 
-def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
+def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: Chat) -> None:
     prompt, policy, stop = prompt_of(options), settings["policy"], settings["stop"]
     model = load_model(options)
     if options.beams == 1:
         tell_sampling_defaults("generate", model, settings)
     ids = encode(model, prompt, chat, options.system)
-    settings["chat"] = chat or not isinstance(prompt, str)
+    settings["chat"] = bool(chat) or not isinstance(prompt, str)
     streams = not options.json and options.num_samples == options.beams == 1
     stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True), stop, ids)
     made = generate_ids(model, [ids], **settings, on_tokens=stream if streams else None)

@@ -20,18 +20,17 @@ from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, St
 class Letters:
     """A tokenizer whose tokens are bytes."""
 
-    chat_template: str | None = "turns"
+    chat_template: str | None = (
+        "{% for m in messages %}"
+        "{% if 'refused' in m.content %}{{ raise_exception('the author wants it so') }}{% endif %}"
+        "{{ m.role + ': ' + m.content }}\n{% endfor %}"
+    )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return bytes(ids).decode(errors="replace")
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> str:
-        if any("refused" in each["content"] for each in messages):
-            raise RuntimeError("the template's author wants it so")
-        return "".join(f"{each['role']}: {each['content']}\n" for each in messages)
 
 
 class Ticket:

@@ -22,7 +22,7 @@ from kvjax.inference.prepare import prepare
 from kvjax.model import Model
 from kvjax.utils.files import JSON_LINES, append_line, check_writable, of_line, parse_json, read_lines, write_text
 from kvjax.utils.progress import Bar
-from kvjax.utils.settings import Messages, conversation
+from kvjax.utils.settings import Chat, Messages, conversation
 
 BATCH_SIZE = 8
 """Lines per batch, unless an option sets it."""
@@ -172,7 +172,7 @@ def _found(model: Model, made: Generation, settings: dict[str, Any]) -> list[dic
     return [samples(texts[start : start + each]) for start in range(0, len(texts), each)]
 
 
-def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
+def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: Chat) -> None:
     """Continue each prompt of `--prompt-file`, in batches of similar length."""
     file, size = options.prompt_file, options.batch_size or BATCH_SIZE
     lines = read_prompt_lines(file)
@@ -193,7 +193,7 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
     # Turns end on other tokens than plain texts, so a batch never mixes them.
     with results:
         for turn in (False, True):
-            pairs = [pair for pair in left if turn == (chat or not isinstance(pair[0].prompt, str))]
+            pairs = [pair for pair in left if turn == (bool(chat) or not isinstance(pair[0].prompt, str))]
             for start in range(0, len(pairs), size):
                 batch = pairs[start : start + size]
                 made = generate_ids(model, [ids for _, ids in batch], chat=turn, **settings)
@@ -204,7 +204,7 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
     _tell(totals, options.out)
 
 
-def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bool, prompt: str | Messages) -> None:
+def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: Chat, prompt: str | Messages) -> None:
     """Answer each question of `--questions` about one prompt, which is read once; see `continue_lines`."""
     lines = read_question_lines(options.questions)
     results, model = _started(options, settings, options.questions, lines, prompt)
@@ -214,7 +214,7 @@ def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: bo
 
     def answers() -> Iterator[list[tuple[Line, dict[str, Any]]]]:
         """Yield the lines of each batch with their results."""
-        questions, turn = [ids for _, ids in left], chat or not isinstance(prompt, str)
+        questions, turn = [ids for _, ids in left], bool(chat) or not isinstance(prompt, str)
         asking: dict[str, Any] = settings | {"chat": turn, "batch_size": options.batch_size or BATCH_SIZE}
         for made in answer(model, before, questions, longest=longest, **asking) if left else ():
             found, done = _found(model, made, settings), totals.lines

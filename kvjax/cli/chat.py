@@ -17,10 +17,12 @@ from kvjax.cli.options import (
     add_end_options,
     add_policy_options,
     add_sampling_options,
+    add_template_option,
     policy_and_budget,
     print_policy_help,
     sampling_settings,
     tell_sampling_defaults,
+    template_settings_of,
 )
 from kvjax.generation.chat import Conversation, check_devices
 from kvjax.utils.files import expanded
@@ -50,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
     add_model_options(options)
     options.add_argument("--system", metavar="TEXT", help="system prompt")
+    add_template_option(options)
     options.add_argument("--load", type=Path, metavar="NAME", help="continue a conversation saved in this directory")
     add_policy_options(options, POLICY, BUDGET, WHOLE)
     options.add_argument(
@@ -167,6 +170,7 @@ def run(options: argparse.Namespace) -> None:
     policy, reading = policy_and_budget(options, POLICY, BUDGET, WHOLE)
     settings: dict[str, Any] = dict(policy=policy, **reading, **sampling_settings(options))
     settings["max_new_tokens"] = whole_number("max_new_tokens", options.max_new_tokens)
+    settings["chat"] = template_settings_of(options) or None
     if options.mesh is not None:
         check_devices(parse_mesh(options.mesh).shape["data"])
     model = load_model(options)

@@ -21,7 +21,15 @@ from kvjax.methods.notation import both, parse_policy
 from kvjax.models.model import LanguageModel
 from kvjax.models.sampling_defaults import SETTINGS
 from kvjax.policies.policy import Policy
-from kvjax.utils.settings import PART_KEYS, parse_budgets, parse_settings, read_config, seed_number
+from kvjax.utils.settings import (
+    PART_KEYS,
+    parse_budgets,
+    parse_settings,
+    parse_value,
+    read_config,
+    seed_number,
+    template_settings,
+)
 from kvjax.utils.suggest import choices
 
 
@@ -35,6 +43,29 @@ def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: fl
         "--budget-of", choices=WHOLES, help=f"base of a fraction; text is prompt + new tokens (default: {whole})"
     )
     options.add_argument("--prefill-chunk", type=int, help="compress after each chunk of this many prompt tokens")
+
+
+def add_template_option(options: argparse.ArgumentParser) -> None:
+    """Add the option for settings of the chat template."""
+    options.add_argument(
+        "--template-setting",
+        dest="template_settings",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="setting of the model's chat template, such as enable_thinking=false; may be repeated",
+    )
+
+
+def template_settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the chat template that a command line gives."""
+    settings: dict[str, Any] = {}
+    for word in options.template_settings:
+        name, equals, text = word.partition("=")
+        if not (name.strip() and equals):
+            raise ValueError(f"--template-setting {word!r} is not of the form key=value.")
+        settings[name.strip()] = parse_value(text.strip())
+    return template_settings(settings) or {}
 
 
 def add_policy(options: argparse.ArgumentParser, policy: str) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +18,17 @@ from kvjax.generation.generate import begin, check_room
 from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
 from kvjax.generation.sampling import sampling_of
-from kvjax.inference.cache import Cache
+from kvjax.generation.saved_chat import read_conversation, save_conversation
 from kvjax.inference.extend import extend
 from kvjax.inference.prepare import instead, longest_text, prepare
 from kvjax.inference.state import State, cache_bytes, described, held_positions, slot_limits
+from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.types import ROWS
-from kvjax.utils.files import directory_aside, recover_directory
-from kvjax.utils.settings import check_keywords, keywords, whole_number
+from kvjax.utils.settings import check_keywords, keywords, template_settings, whole_number
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
-
-SAVED = "conversation.json"
-"""Name of the file with the parts of a saved conversation that are not arrays; it is written last."""
-FORM = 2
-"""Form of saved conversations; those of kvjax 0.2.0 name none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +64,7 @@ class Conversation:
     Args:
         system: the system turn, before all others; None for the template's default.
         context: tokens of the whole conversation, for policies that plan ahead; None for the model's positions.
+        chat: settings of the chat template, such as {"enable_thinking": False}; None for its defaults.
         settings: those of `kvjax.generation.generate.begin`, for one text.
 
     Raises:
@@ -78,7 +73,13 @@ class Conversation:
     """
 
     def __init__(
-        self, model: LanguageModel, *, system: str | None = None, context: int | None = None, **settings: Any
+        self,
+        model: LanguageModel,
+        *,
+        system: str | None = None,
+        context: int | None = None,
+        chat: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> None:
         self.model, self.system, self.settings = model, system, settings
         self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
@@ -87,10 +88,10 @@ class Conversation:
         known = (name for name in keywords(begin) if name not in ("num_samples", "chat"))
         check_keywords("Conversation", settings, known)
         self._check()
-        if system is not None and not self.templated:
-            raise ValueError(
-                f"the tokenizer of {model.name!r} has no chat template, so no system's turn; leave it out."
-            )
+        self.chat = template_settings({} if chat is None else chat)
+        for name, value in (("system's turn", system), ("settings of one", chat)):
+            if value is not None and not self.templated:
+                raise ValueError(f"the tokenizer of {model.name!r} has no chat template, so no {name}; leave it out.")
         self.begun: Begun | None = None
         """Prefilled state to continue from; None before the first turn."""
         self.text: list[int] = []
@@ -114,14 +115,17 @@ class Conversation:
         turn, other, reply = "Qzjx", "Wkvq", "Xjqz"
         first = with_system([{"role": "user", "content": turn}], self.system)
         next_turn = [*first, {"role": "assistant", "content": reply}, {"role": "user", "content": other}]
-        begins, goes_on = render(self.model, first), render(self.model, next_turn)
-        if not goes_on.startswith(begins + reply) or begins.count(turn) != 1 or goes_on.count(other) != 1:
+        begins, goes_on = (render(self.model, turns, settings=self.chat) for turns in (first, next_turn))
+        before_reply, _, after_reply = goes_on.partition(reply)
+        # The cache keeps what the template puts before a new answer alone, such as thoughts that are empty.
+        same = begins.startswith(before_reply) and before_reply.count(turn) == begins.count(turn) == 1
+        if not same or after_reply.count(other) != 1:
             raise ValueError(
                 f"the chat template of {self.model.name!r} writes earlier turns differently when another one follows, "
                 "so their cache cannot be continued; use kvjax generate --messages, which reads all turns again."
             )
         before, _, after = begins.partition(turn)
-        between, _, end = goes_on.removeprefix(begins + reply).partition(other)
+        between, _, end = after_reply.partition(other)
         return (before, after), (between, end)
 
     def reply(self, turn: str) -> Iterator[str]:
@@ -198,20 +202,8 @@ class Conversation:
         Raises:
             ValueError: there has been no turn yet, the directory contains something else, or it cannot be written.
         """
-        import orbax.checkpoint as ocp
-
-        directory = Path(directory).absolute()
-        recover_directory(directory)
-        if directory.exists() and not (directory / SAVED).is_file():
-            raise ValueError(f"{directory} exists and is not a saved conversation; give another name.")
         state = self._state()
-        leaves = jax.tree.leaves(_stored(state.cache))
-        shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
-        told = {"form": FORM, "fits": self._fits(state), "text": self.text, "leaves": shapes}
-        with directory_aside(directory) as aside:
-            with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(aside / "state", leaves)
-            (aside / SAVED).write_text(json.dumps(told), encoding="utf-8")
+        save_conversation(Path(directory).absolute(), self.text, self._fits(state), state.cache)
 
     def load(self, directory: str | Path) -> None:
         """Load a conversation that was saved with the same model, policy and policy settings.
@@ -219,76 +211,33 @@ class Conversation:
         It keeps the budget and the planned length that it was saved with.
 
         Raises:
-            ValueError: the directory has no conversation, or one of another model or policy.
+            ValueError: the directory has no conversation, a damaged one, or one of another model or policy.
         """
-        import orbax.checkpoint as ocp
-
-        directory = Path(directory).absolute()
-        recover_directory(directory)
-        if not (directory / SAVED).is_file():
-            raise ValueError(f"{directory} has no saved conversation.")
-        another = f"{directory} has a conversation of another model, policy or dtype; start with those."
-        told = _told(directory / SAVED)
-        first = told["text"][:64]  # enough for every policy that could read its first turn
-        if max(first) >= self.model.config.vocab_size:
+        saved = read_conversation(Path(directory).absolute())
+        another = f"{saved.directory} has a conversation of another model, policy or dtype; start with those."
+        if max(saved.text) >= self.model.config.vocab_size:
             raise ValueError(another)
+        first = saved.text[:64]  # enough for every policy that could read its first turn
         planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1), "chat": True}
         like = begin(self.model, [first], **planned)
-        written = kept = _stored(like.state.cache)
-        fits = self._fits(like.state) == told["fits"]
-        if earlier := told.get("form") != FORM:
-            said = f"{directory} was saved by an older kvjax, so its model and policy cannot be checked."
-            warnings.warn(said, stacklevel=2)
-            written = jax.tree.map(_joined_words, kept, is_leaf=_is_words)
-            fits = _kinds(written) == _kinds(told["leaves"])
-        if not fits:
+        if saved.digest is None:
+            message = f"{saved.directory} was saved by an older kvjax, so its model and policy cannot be checked."
+            warnings.warn(message, stacklevel=2)
+        elif saved.fits != self._fits(like.state):
             raise ValueError(another)
-        empty = [np.empty(leaf.shape, leaf.dtype) for leaf in told["leaves"]]
-        with ocp.StandardCheckpointer() as checkpointer:
-            leaves = checkpointer.restore(directory / "state", empty)
-        found = jax.tree.unflatten(jax.tree.structure(written), map(jnp.asarray, leaves))
-        if earlier:
-            found = jax.tree.map(_as_words, kept, found, is_leaf=_is_words)
-        cache = found.replace(key=jax.random.wrap_key_data(found.key))
-        self.begun, self.text = dataclasses.replace(like, state=State(like.state.decoder, cache)), told["text"]
+        if not saved.matches(like.state.cache):
+            raise ValueError(another)
+        state = State(like.state.decoder, saved.restore(like.state.cache))
+        tokens = int(state.position[0])
+        if len(saved.text) - tokens not in (0, 1):  # the last one may not have been read yet
+            raise saved.damaged(f"its text has {len(saved.text)} tokens, and its cache is that of {tokens}")
+        if any(positions.max() >= tokens for positions in held_positions(state)):
+            raise saved.damaged(f"its cache has positions beyond its {tokens} tokens")
+        self.begun, self.text = dataclasses.replace(like, state=state), saved.text
 
     def _fits(self, state: State) -> str:
         """Return a hash of the model, the policy and the structure of a state, without its arrays."""
-        structure = jax.tree.structure(_stored(state.cache)), state.config, *described(state.policy)
-        known = hashlib.sha256("\n".join(map(str, structure)).encode())
-        known.update(np.asarray(self.model.weights.table.rows(jnp.arange(1))).tobytes())
-        return known.hexdigest()
-
-
-def _told(file: Path) -> dict[str, Any]:
-    """Read the parts of a saved conversation that are not arrays; `leaves` become shapes."""
-    try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-        leaves = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]
-        if "fits" not in told or {type(token) for token in told["text"]} != {int}:
-            raise ValueError("there is no text")
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{file} is no saved conversation's; give another name.") from None
-    return told | {"leaves": leaves}
-
-
-def _stored(cache: Cache) -> Cache:
-    """Return a cache as it is saved: with random keys as their data."""
-    return cache.replace(key=jax.random.key_data(cache.key))
-
-
-def _is_words(leaf: Any) -> bool:
-    """Return whether a leaf is a tuple of LSH-E hash words, which kvjax 0.2.0 saved as one array [b h c words]."""
-    return type(leaf) is tuple and len(leaf) > 0 and all(getattr(word, "dtype", None) == jnp.uint32 for word in leaf)
-
-
-def _kinds(tree: Any) -> list[tuple[int, str]]:
-    return [(leaf.ndim, str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
-
-
-def _joined_words(leaf: Any) -> Any:
-    return jnp.stack(leaf, -1) if _is_words(leaf) else leaf
-
-
-def _as_words(now: Any, then: Any) -> Any:
-    return tuple(jnp.moveaxis(then, -1, 0)) if _is_words(now) else then
+        structure = jax.tree.structure(state.cache), state.config, *described(state.policy), fingerprint(self.model)
+        digest = hashlib.sha256("\n".join(map(str, structure)).encode())
+        digest.update(np.asarray(self.model.weights.table.rows(jnp.arange(1))).tobytes())
+        return digest.hexdigest()

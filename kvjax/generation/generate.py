@@ -30,7 +30,7 @@ from kvjax.methods.registry import policy as policy_by_name
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import Compiling
-from kvjax.utils.settings import Messages, seed_number, whole_number
+from kvjax.utils.settings import Chat, Messages, seed_number, template_settings, whole_number
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -298,16 +298,17 @@ def generate_texts(
     model: LanguageModel,
     prompts: str | Sequence[str | Messages],
     *,
-    chat: bool = False,
+    chat: Chat = False,
     system: str | None = None,
     **settings: Any,
 ) -> list[str]:
     """Generate texts that continue prompts.
 
     Args:
-        prompts: texts, or conversations: lists of messages with `role` and `content`; one text counts as a list of
-            one.
-        chat: wrap each text as a user turn with the tokenizer's chat template.
+        prompts: texts, or conversations: lists of messages with `role` and `content`, which is a text or a list of
+            parts with texts; one text counts as a list of one.
+        chat: wrap each text as a user turn with the tokenizer's chat template; settings of the template count as True,
+            such as {"enable_thinking": False}.
         system: the system turn of a chat, before all others.
         settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`: see `kvjax.prefill`;
             `max_new_tokens` (128); `temperature` (0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`: see
@@ -328,13 +329,18 @@ def generate_texts(
         ValueError: a prompt is empty or too long, or a setting is out of range.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    turns = chat or not all(isinstance(text, str) for text in texts)
+    turns = template_settings(chat) is not None or not all(isinstance(text, str) for text in texts)
     made = generate_ids(model, [encode(model, text, chat, system) for text in texts], chat=turns, **settings)
     return texts_of(model, made, settings.get("stop", ()))
 
 
 def stream_text(
-    model: LanguageModel, prompt: str | Messages, *, chat: bool = False, system: str | None = None, **settings: Any
+    model: LanguageModel,
+    prompt: str | Messages,
+    *,
+    chat: Chat = False,
+    system: str | None = None,
+    **settings: Any,
 ) -> Iterator[str]:
     """Generate the text that continues one prompt, and yield it in pieces.
 
@@ -349,6 +355,6 @@ def stream_text(
     """
     if settings.get("num_samples", 1) != 1:
         raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
-    turn = chat or not isinstance(prompt, str)
+    turn = template_settings(chat) is not None or not isinstance(prompt, str)
     begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
     return (piece for _, piece in begun.pieces() if piece)

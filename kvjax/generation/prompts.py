@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvjax.generation.detokenize import Spelling
+from kvjax.generation.templates import LimitError, TemplateError, renderer
+from kvjax.generation.turns import probe, shapes
 from kvjax.models.tokenizer import adds_bos
-from kvjax.utils.settings import Messages
+from kvjax.utils.settings import TEMPLATE_VARIABLES, Chat, Messages, template_settings, text_of
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 
-def encode(model: LanguageModel, prompt: str | Messages, chat: bool = False, system: str | None = None) -> list[int]:
+def encode(model: LanguageModel, prompt: str | Messages, chat: Chat = False, system: str | None = None) -> list[int]:
     """Return the ids of a prompt, with those that the tokenizer puts before all texts; see `generate_texts`."""
+    settings = template_settings(chat)
     if not isinstance(prompt, str):
-        return chat_ids(model, render(model, with_system(prompt, system)))
+        return chat_ids(model, render(model, with_system(prompt, system), settings=settings))
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text.")
-    if chat:
-        return encode(model, [{"role": "user", "content": prompt}], system=system)
+    if settings is not None:
+        return encode(model, [{"role": "user", "content": prompt}], settings, system)
     if system is not None:
         raise ValueError(f"system={system!r} is a turn of a conversation; give chat=True, too.")
     return token_ids(model, prompt)
@@ -84,9 +88,10 @@ def _template_end(model: LanguageModel) -> int | None:
     turn, reply = "Qzjx", "Xjqz"
     turns = [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
     try:
-        after = render(model, turns, answers=False).rpartition(reply)[2].lstrip()
+        _, written, after = render(model, turns, answers=False).rpartition(reply)
     except ValueError:  # the template requires other turns
         return None
+    after = after.lstrip() if written else ""
     ids = token_ids(model, after, begins=False)[:1]
     return ids[0] if ids and ids[0] in Spelling(model.tokenizer).special else None
 
@@ -100,18 +105,116 @@ def with_system(messages: Messages, system: str | None) -> Messages:
     return [{"role": "system", "content": system}, *messages]
 
 
-def render(model: LanguageModel, messages: Messages, answers: bool = True, unfinished: bool = False) -> str:
+def render(
+    model: LanguageModel,
+    messages: Messages,
+    answers: bool = True,
+    unfinished: bool = False,
+    settings: Mapping[str, Any] | None = None,
+) -> str:
     """Render a conversation with the model's chat template, up to the beginning of the next answer.
 
     Args:
         answers: True to add the template's text before an answer.
         unfinished: True if the next tokens continue the last turn; the text ends with that turn.
+        settings: variables that the template reads, such as `enable_thinking`.
+
+    Raises:
+        ValueError: there is no template; it refuses the conversation, leaves out a turn's text, exceeds a limit of
+            `kvjax.generation.templates` or has no such setting.
     """
-    if not getattr(model.tokenizer, "chat_template", None):
-        raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")
+    template, settings = _chat_template(model), settings or {}
+    check_settings(model, settings)
+    special = getattr(model.tokenizer, "special_tokens_map", {})
+    variables = {"tools": None, "documents": None, **special, **settings, "add_generation_prompt": answers}
     try:
-        return model.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answers, continue_final_message=unfinished
-        )
-    except Exception as error:  # a template can raise any error
-        raise ValueError(f"the chat template of {model.name!r} refuses the prompt: {error}.") from error
+        return _render_checked(template, messages, variables, unfinished)
+    except TemplateError as error:
+        raise _refusal(model, error) from None
+
+
+def _chat_template(model: LanguageModel) -> str:
+    template: str | dict[str, str] | None = getattr(model.tokenizer, "chat_template", None)
+    if not template:
+        raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")
+    if isinstance(template, str):
+        return template
+    if "default" not in template:  # of several templates by name
+        raise ValueError(f"the chat templates of {model.name!r} are {', '.join(template)}; one must be `default`.")
+    return template["default"]
+
+
+def _refusal(model: LanguageModel, reason: Exception | str) -> ValueError:
+    """Return an error about the chat template, with the name of its file."""
+    directory: Path | None = getattr(model, "directory", None)
+    names = () if directory is None else ("chat_template.jinja", "tokenizer_config.json")
+    file = next((f" ({name})" for name in names if directory is not None and (directory / name).exists()), "")
+    return ValueError(f"the chat template of {model.name!r}{file} {reason}.")
+
+
+def check_settings(model: LanguageModel, settings: Mapping[str, Any]) -> None:
+    """Refuse a setting that the model's chat template does not read, since it would change nothing."""
+    if not settings:
+        return
+    try:
+        names = renderer().names(_chat_template(model))
+    except TemplateError as error:
+        raise _refusal(model, error) from None
+    for name in settings:
+        if name not in names:
+            known = [each for each in names if each not in ("bos_token", "eos_token", *TEMPLATE_VARIABLES)]
+            hint = f"it has {', '.join(known)}" if known else "it has none"
+            raise _refusal(model, f"has no setting {name!r}; {hint}")
+
+
+def _render_checked(template: str, messages: Messages, variables: Mapping[str, Any], unfinished: bool) -> str:
+    """Render a conversation in the first shape whose texts the template writes."""
+
+    def write(turns: Messages) -> str:
+        return renderer().render(template, {**variables, "messages": turns})
+
+    lost: int | None = None
+    for turns in shapes(messages):
+        sample = probe(turns)
+        try:
+            text = write(sample.messages)
+        except LimitError:
+            raise
+        except TemplateError:
+            continue
+        if sample.misread(text):
+            continue
+        turn = sample.lost_turn(text)
+        if turn is None:
+            return _cut_at_mark(write(_mark_end(turns))) if unfinished else write(turns)
+        lost = max(turn, lost or 0)
+    if lost is None:  # it refuses these turns, or the words of a probe
+        text = _cut_at_mark(write(_mark_end(messages))) if unfinished else write(messages)
+        texts = (text_of(message["content"]).strip() for message in messages)
+        lost = next((turn for turn, each in enumerate(texts) if each not in text), None)
+        if lost is None:
+            return text
+    raise TemplateError(f"leaves out the text of turn {lost + 1} ({messages[lost]['role']}); ask without that turn")
+
+
+_MARK = "Qzendjx "
+"""End of an unfinished turn, with a space that shows whether the template trims texts."""
+
+
+def _mark_end(turns: Messages) -> Messages:
+    """Add the mark to the last turn."""
+    *before, last = turns
+    content: Any = last["content"]
+    if isinstance(content, str):
+        content += _MARK
+    elif content:
+        content = [*content[:-1], content[-1] | {"text": content[-1]["text"] + _MARK}]
+    return [*before, last | {"content": content}]
+
+
+def _cut_at_mark(text: str) -> str:
+    """Return a text up to the mark at the end of the last turn."""
+    text, mark, after = text.rpartition(_MARK.strip())
+    if not mark:
+        raise TemplateError("leaves out the end of the last turn, which cannot be continued")
+    return text if after.startswith(" ") else text.rstrip()

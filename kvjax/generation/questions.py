@@ -16,7 +16,7 @@ from kvjax.generation.sampling import GREEDY
 from kvjax.inference.extend import extend
 from kvjax.inference.padding import bucket, bucket_rows
 from kvjax.inference.state import take_rows
-from kvjax.utils.settings import Messages, whole_number
+from kvjax.utils.settings import Chat, Messages, template_settings, whole_number
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -26,7 +26,7 @@ def encode_questions(
     model: LanguageModel,
     prompt: str | Messages,
     questions: Sequence[str],
-    chat: bool = False,
+    chat: Chat = False,
     system: str | None = None,
 ) -> tuple[list[int], list[list[int]]]:
     """Return the ids of a prompt, and of each question that follows it.
@@ -34,19 +34,21 @@ def encode_questions(
     Args:
         prompt: a text or a conversation. Each question continues a text; with `chat`, text and question form one user
             turn with an empty line between them. In a conversation, each question is the next user turn.
+        chat: True, or settings of the chat template.
     """
-    if isinstance(prompt, str) and not chat:
+    settings = template_settings(chat)
+    if isinstance(prompt, str) and settings is None:
         return encode(model, prompt, system=system), [token_ids(model, text, begins=False) for text in questions]
     if isinstance(prompt, str):
         encode(model, prompt)  # refuses a prompt that is not valid text
         turns = [[{"role": "user", "content": f"{prompt}\n\n{question}"}] for question in questions]
     else:
         turns = [[*prompt, {"role": "user", "content": question}] for question in questions]
-    texts = [render(model, with_system(turn, system)) for turn in turns]
+    texts = [render(model, with_system(turn, system), settings=settings) for turn in turns]
     if isinstance(prompt, str):
         before = texts[0][: texts[0].find(prompt) + len(prompt)] if prompt in texts[0] else None
     else:
-        before = render(model, with_system(prompt, system), answers=False)
+        before = render(model, with_system(prompt, system), answers=False, settings=settings)
     if before is None or not all(text.startswith(before) for text in texts):
         raise ValueError(
             f"the chat template of {model.name!r} does not leave a prompt as it is when a question follows, so it "

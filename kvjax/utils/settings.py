@@ -6,8 +6,9 @@ import ast
 import difflib
 import importlib.resources
 import inspect
+import json
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,12 @@ def seed_number(value: Any) -> int:
     return whole_number("seed", value, 0, 2**32 - 1)
 
 
-Messages = list[dict[str, str]]
-"""Conversation: turns with a `role` (system, user, assistant) and a `content`."""
+Messages = list[dict[str, Any]]
+"""Conversation: turns with a `role` (system, user, assistant) and a `content`, a text or a list of parts with texts."""
+Chat = bool | Mapping[str, Any]
+"""True for a chat, or settings of its template, which may be empty."""
+TEMPLATE_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tools")
+"""Variables of a chat template that are not settings of it."""
 
 
 def conversation(messages: Any, waits: bool = True) -> Messages:
@@ -157,17 +162,63 @@ def conversation(messages: Any, waits: bool = True) -> Messages:
         raise TypeError(f"messages={messages!r} are no list of messages with role and content.")
     for number, message in enumerate(messages, 1):
         keys = set(message) if isinstance(message, dict) else None
-        if keys != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
-            raise ValueError(f'message {number} is {message!r}; give {{"role": "user", "content": "..."}}, both texts.')
+        kinds = {"role": str, "content": (str, list, tuple)}
+        if keys != set(kinds) or not all(isinstance(message[key], kind) for key, kind in kinds.items()):
+            raise ValueError(
+                f'message {number} is {message!r}; give {{"role": "user", "content": "..."}}, both texts, or a list of '
+                'parts {"type": "text", "text": "..."} as content.'
+            )
+        if not isinstance(message["content"], str):
+            _check_parts(number, message["content"])
     if not messages:
         raise ValueError("there is no message; give at least a user's turn.")
     if waits and messages[-1]["role"] == "assistant":
         raise ValueError("the last message is an answer already; end with a user's turn.")
-    return [dict(message) for message in messages]
+    return [message | {"content": _copied(message["content"])} for message in messages]
 
 
-def prompt_texts(prompts: Any, chat: bool = False) -> list[str | Messages]:
-    """Return a list of texts, and also of conversations if `chat` is True; a single prompt becomes a list of one."""
+def _check_parts(number: int, parts: Sequence[Any]) -> None:
+    """Refuse parts of a message that are no texts."""
+    for part in parts:
+        if not isinstance(part, dict):
+            raise ValueError(f'message {number} has the part {part!r}; give {{"type": "text", "text": "..."}}.')
+        if part.get("type") != "text":
+            raise ValueError(f"message {number} has a part of type {part.get('type')!r}; the model reads only text.")
+        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+            raise ValueError(f'message {number} has the part {part!r}; give {{"type": "text", "text": "..."}} alone.')
+
+
+def _copied(content: Any) -> str | list[dict[str, str]]:
+    return content if isinstance(content, str) else [dict(part) for part in content]
+
+
+def text_of(content: str | list[dict[str, str]]) -> str:
+    """Return the text of a turn, with that of all its parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def template_settings(chat: Any) -> dict[str, Any] | None:
+    """Return the settings of the chat template from an argument `chat`, or None if it is False."""
+    if isinstance(chat, (bool, np.bool_)):
+        return {} if chat else None
+    if not isinstance(chat, Mapping):
+        raise TypeError(f"chat={chat!r} is neither True, False nor settings of the chat template, such as {_EXAMPLE}.")
+    for name, value in chat.items():
+        if not isinstance(name, str) or name in TEMPLATE_VARIABLES:
+            raise ValueError(f"{name!r} is no setting of a chat template; leave it out.")
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(f"the template setting {name}={value!r} is no value of JSON.") from None
+    return dict(chat)
+
+
+_EXAMPLE = {"enable_thinking": False}
+
+
+def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages]:
+    """Return a list of texts, and also of conversations if it is a `chat`; a single prompt becomes a list of one."""
+    chat = template_settings(chat) is not None
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):

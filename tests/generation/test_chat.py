@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.cli import chat
-from kvjax.generation import chat as conversation
+from kvjax.generation import saved_chat
 from kvjax.generation.chat import Conversation
 from tests.paths import DATA, ROOT
 
@@ -109,7 +111,9 @@ def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
         return other
 
     with pytest.raises(ValueError, match="writes earlier turns differently when another one follows"):
-        Conversation(templated("{% for m in messages %}{{ m['content'] if loop.last else '...' }}{% endfor %}"))
+        Conversation(
+            templated("{% for m in messages %}{{ m['content'] if loop.last else m['content'] ~ '!' }}{% endfor %}")
+        )
     with pytest.raises(ValueError, match="has no chat template, so no system's turn"):
         Conversation(templated(None), system="Be kind.")
     short: dict[str, Any] = SMALL | {"max_new_tokens": 2}
@@ -218,8 +222,8 @@ def test_a_conversation_of_another_vocabulary_or_none_is_refused(
     "".join(talk.reply(TURNS[0]))
     kept = tmp_path / "kept"
     talk.save(kept)
-    told = json.loads((kept / conversation.SAVED).read_text())
-    (kept / conversation.SAVED).write_text(json.dumps(told | {"text": [10**6, *told["text"]]}))
+    told = json.loads((kept / saved_chat.SAVED).read_text())
+    (kept / saved_chat.SAVED).write_text(json.dumps(told | {"text": [10**6, *told["text"]]}))
     with pytest.raises(ValueError, match="has a conversation of another model, policy or dtype; start with those"):
         Conversation(model, **SMALL).load(kept)
     for content in (
@@ -229,10 +233,73 @@ def test_a_conversation_of_another_vocabulary_or_none_is_refused(
         *(json.dumps(told | each) for each in ({"text": []}, {"text": ["a"]}, {"text": 5})),
         *(json.dumps(told | {"leaves": each}) for each in (3, [3], [[[2], "nothing"]])),
     ):
-        (kept / conversation.SAVED).write_text(content)
+        (kept / saved_chat.SAVED).write_text(content)
         assert chat.main([*WORDS, "--load", str(kept)]) == 2
         said = capsys.readouterr().err
-        assert said == f"kvjax chat: {kept / conversation.SAVED} is no saved conversation's; give another name.\n"
+        assert said == f"kvjax chat: {kept / saved_chat.SAVED} is no saved conversation's; give another name.\n"
+
+
+def cut(text: list[int]) -> list[int]:
+    return text[:-8]
+
+
+def exchanged(text: list[int]) -> list[int]:
+    return [*text[:3], text[3] + 1, *text[4:]]
+
+
+def test_a_damaged_conversation_is_refused(model: kvjax.Model, tmp_path: Path) -> None:
+    talk = Conversation(model, **SMALL)
+    "".join(talk.reply(TURNS[0]))
+    kept = tmp_path / "kept"
+
+    def refusal(directory: Path = kept) -> str:
+        with pytest.raises(ValueError) as raised:
+            Conversation(model, **SMALL).load(directory)
+        return str(raised.value)
+
+    changed = (
+        f"the conversation in {kept} is damaged: its text or its arrays are not those that were saved; load another"
+    )
+    for change in (cut, exchanged):
+        talk.save(kept)
+        told = json.loads((kept / saved_chat.SAVED).read_text())
+        (kept / saved_chat.SAVED).write_text(json.dumps(told | {"text": change(told["text"])}))
+        assert refusal().startswith(changed)
+    for key, value in (("digest", None), ("form", 3), ("fits", 5), ("leaves", [[[-1], "int32"]]), ("text", [-1])):
+        (kept / saved_chat.SAVED).write_text(json.dumps(told | {key: value}))
+        assert refusal() == f"{kept / saved_chat.SAVED} is no saved conversation's; give another name."
+    (kept / saved_chat.SAVED).write_text(json.dumps(told | {"text": [*told["text"][:-1], 10**6]}))
+    assert "another model" in refusal()
+    talk.save(kept)
+    for file in sorted((kept / "state").rglob("*"), key=lambda file: file.stat().st_size * file.is_file())[-1:]:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert "is damaged: its" in refusal() and "\n" not in refusal()
+    shutil.rmtree(kept / "state")
+    assert f"{kept} is damaged: its arrays cannot be read" in refusal()
+
+
+def test_a_conversation_of_0_2_0_with_a_cut_text_is_refused(model: kvjax.Model, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    shutil.copytree(DATA / "conversation_0.2.0" / "h2o", kept)
+    told = json.loads((kept / saved_chat.SAVED).read_text())
+    tokens = len(told["text"])
+    (kept / saved_chat.SAVED).write_text(json.dumps(told | {"text": cut(told["text"])}))
+    talk = Conversation(model, policy="h2o", budget=24, context=96, max_new_tokens=8, temperature=0.0)
+    message = f"is damaged: its text has {tokens - 8} tokens, and its cache is that of {tokens - 1}; load another one"
+    with pytest.warns(UserWarning, match="older"), pytest.raises(ValueError, match=message):
+        talk.load(kept)
+
+
+def test_a_conversation_of_a_model_with_other_weights_is_refused(model: kvjax.Model, tmp_path: Path) -> None:
+    talk = Conversation(model, **SMALL)
+    "".join(talk.reply(TURNS[0]))
+    talk.save(tmp_path / "kept")
+    weights = jax.tree.map_with_path(
+        lambda path, leaf: leaf * 1.5 if "query" in jax.tree_util.keystr(path) else leaf, model.weights
+    )
+    tuned = Conversation(kvjax.Model(weights, model.config, model.name, model.directory), **SMALL)
+    with pytest.raises(ValueError, match="has a conversation of another model, policy or dtype"):
+        tuned.load(tmp_path / "kept")
 
 
 def test_devices_along_data_are_refused_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,7 +252,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, model: kvjax.M
 def test_a_chat_template_that_refuses_is_one_sentence(model: kvjax.Model) -> None:
     refusing = kvjax.Model(model.weights, model.config, model.name, model.directory)
     refusing.tokenizer.chat_template = "{{ raise_exception('no questions') }}"
-    with pytest.raises(ValueError, match="the chat template of 'tiny' refuses the prompt: no questions"):
+    with pytest.raises(ValueError, match=r"of 'tiny' \(tokenizer_config.json\) refuses the prompt: no questions"):
         refusing.generate("Once", chat=True)
 
 

@@ -406,11 +406,11 @@ def test_what_is_no_request_for_a_text(web: httpx.Client, engine: FakeEngine) ->
     check_refusal(web.get("/health", headers={"host": "evil.example"}), 403)
     assert web.get("/health", headers={"host": "localhost:80"}).status_code == 200
     check_refusal(web.get("/nowhere", headers={"host": "[::1"}), 404)
-    engine.tokenizer.chat_template = None
+    template, engine.tokenizer.chat_template = engine.tokenizer.chat_template, None
     try:
         said = check_refusal(web.post("/v1/chat/completions", json={"messages": HI}), 400, "messages")
     finally:
-        engine.tokenizer.chat_template = "turns"
+        engine.tokenizer.chat_template = template
     assert said == "the model 'letters' has no chat template; ask /v1/completions."
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
-from kvjax.generation.prompts import chat_ids, render, token_ids
+from kvjax.generation.prompts import chat_ids, check_settings, render, token_ids
 from kvjax.generation.sampling import sampling_of
 from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, Refused, checked, invalid, shown
 from kvjax.serving.requests import Request, Serving
@@ -16,6 +16,7 @@ from kvjax.utils.settings import conversation
 
 TEMPERATURE = 1.0
 """OpenAI's temperature, where neither a request nor the model has one."""
+Value = TypeVar("Value")
 
 
 class Asked(NamedTuple):
@@ -78,7 +79,10 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
     messages = [_message(number, each) for number, each in enumerate(given["messages"])]
     if not getattr(model.tokenizer, "chat_template", None):
         raise Refused(f"the model {model.name!r} has no chat template; ask /v1/completions.", "messages")
-    ids = _encoded("messages", lambda: chat_ids(model, render(model, conversation(messages))))
+    settings = given.get("chat_template_kwargs", {})
+    _call("chat_template_kwargs", lambda: check_settings(model, settings))
+    text = _call("messages", lambda: render(model, conversation(messages), settings=settings))
+    ids = tuple(_call("messages", lambda: chat_ids(model, text)))
     n = given.get("n", 1)
     requests = _requests(serving, given, ids, usual_tokens, n, chat=True)
     return Asked(tuple(requests), n, True, given.get("stream", False), given.get("stream_options", False))
@@ -100,7 +104,7 @@ def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for each in several:
         if isinstance(each, str):
-            ids = _encoded("prompt", lambda text=each: token_ids(serving.model, text))
+            ids = tuple(_call("prompt", lambda text=each: token_ids(serving.model, text)))
         elif isinstance(each, list) and all(type(token) is int and 0 <= token < vocabulary for token in each):
             ids = tuple(each)
         else:
@@ -112,15 +116,16 @@ def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
     return found
 
 
-def _encoded(param: str, encode: Callable[[], Sequence[int]]) -> tuple[int, ...]:
+def _call(param: str, function: Callable[[], Value]) -> Value:
+    """Call a function, and return its errors to the client as those of a field."""
     try:
-        return tuple(encode())
+        return function()
     except ValueError as error:
         raise Refused(" ".join(str(error).split()), param) from None
 
 
-def _message(number: int, given: Any) -> dict[str, str]:
-    """Check a turn, and return its role and its text with all parts joined."""
+def _message(number: int, given: Any) -> dict[str, Any]:
+    """Check a turn, and return its role and its content, a text or a list of parts with texts."""
     name = f"messages[{number}]"
     if not isinstance(given, dict):
         raise Refused(f"{name} is {shown(given)}, not an object with role and content.", "messages")
@@ -137,8 +142,8 @@ def _message(number: int, given: Any) -> dict[str, str]:
         for part in content:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
                 raise Refused(f"{name}.content has {shown(part)}, which is no text.", "messages")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+        content = [{"type": "text", "text": part["text"]} for part in content]
+    elif not isinstance(content, str):
         raise Refused(f"{name}.content={shown(content)} is not a text, nor a list of texts.", "messages")
     return {"role": "system" if role == "developer" else role, "content": content}
 

@@ -8,6 +8,8 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvjax.utils.settings import TEMPLATE_VARIABLES
+
 MOST_CHOICES = 128
 """Maximal texts per body: prompts times `n`."""
 MOST_STOPS, LONGEST_STOP = 16, 256
@@ -124,6 +126,14 @@ def _stream_options(name: str, value: Any) -> bool:
     return checked(_object(name, value), known, f"{name}.").get("include_usage", False)
 
 
+def _template_settings(name: str, value: Any) -> dict[str, Any]:
+    """Check the settings of a chat template by name; the template itself tells which it has."""
+    for each in _object(name, value):
+        if each in TEMPLATE_VARIABLES:
+            raise Refused(f"{name}.{each} is not supported; leave it out.", name)
+    return value
+
+
 COMMON: Mapping[str, Check] = {
     "model": _text,
     "max_tokens": _whole(1, 2**31 - 1),
@@ -195,7 +205,7 @@ CHAT: Mapping[str, Check] = COMMON | {
     "continue_final_message": _only(False),
     "add_special_tokens": _only(False),
     "chat_template": _only(),
-    "chat_template_kwargs": _only({}),
+    "chat_template_kwargs": _template_settings,
     "documents": _only([]),
 }
 
