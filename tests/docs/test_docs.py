@@ -158,30 +158,43 @@ def test_every_command_line_of_a_page_runs(name: str, tmp_path: Path) -> None:
             assert told["code"] == 0, told
 
 
+CHAPTER = re.search(r"^## Step by step\n(.*?)^## ", API, flags=re.DOTALL | re.MULTILINE)[1]
+"""The chapter of the Python interface whose blocks continue one state."""
 RESTORED = {
     "fastgen": {},
     "h2o, adakv": {"plan": "adakv"},
-    "h2o, int8": {"codec": "int8"},
     "lightkv": {"offload": True},
 }
 
 
+def code(text: str) -> list[str]:
+    """The blocks of Python in a text."""
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
 @pytest.mark.parametrize("name", RESTORED)
 def test_the_recipes_for_memory_and_disk_go_for_every_storage(name: str) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", API[API.index("### In place") :], flags=re.DOTALL)[1:3]
+    recipes = [block for block in code(CHAPTER) if "donate_argnums" in block or "orbax" in block]
+    assert len(recipes) == 2
     model = kvjax.load("tiny")
     policy = kvjax.policy(name.partition(",")[0], **RESTORED[name])
     ids = model.tokenizer.encode("Once upon a time there was a girl. She had a dog, a red ball and a boat.")
     budget = 1.0 if policy.plan.sizing.mode == "profiled" else 16
     state, logits = kvjax.prefill(model, policy, [ids], budget=budget, max_new_tokens=64)
     known = {"kvjax": kvjax, "model": model, "policy": policy, "ids": ids, "state": state, "logits": logits}
-    exec("\n".join(blocks).replace("budget=16", f"budget={budget}"), known)
+    exec("\n".join(recipes).replace("budget=16", f"budget={budget}"), known)
+    assert (known["restored"].position == len(ids) + 4).all()
+
+
+def test_the_code_that_continues_one_state_runs() -> None:
+    known: dict[str, Any] = {"kvjax": kvjax, "model": kvjax.load("tiny")}
+    exec("\n".join(code(CHAPTER)), known)
+    assert known["restored"].decoder.policy.name == "keyformer"
 
 
 @pytest.mark.slow
 def test_the_code_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", API, flags=re.DOTALL)
-    exec("\n".join(blocks), {})
+    exec("\n".join(code(API)), {})
 
 
 @pytest.mark.slow
