@@ -25,7 +25,8 @@ API = (DOCS / "api.md").read_text(encoding="utf-8")
 SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
 
 
-PAGES = {page.stem: page.read_text(encoding="utf-8") for page in [*DOCS.glob("*.md"), *(DOCS / "guides").glob("*.md")]}
+FILES = [ROOT / "README.md", *DOCS.glob("*.md"), *(DOCS / "guides").glob("*.md")]
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in FILES}
 GUIDES = sorted(name for name, text in PAGES.items() if "```python" in text and name not in ("api", "serving"))
 
 
@@ -39,6 +40,15 @@ def test_every_public_name_is_explained() -> None:
     table = API[: API.index("## Texts")]
     named = set(re.findall(r"`(\w+)", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE))))
     assert named == set(kvjax.__all__)
+
+
+def test_texts_of_reports_are_listed_with_source_and_digest() -> None:
+    pages = [*DOCS.rglob("*.md"), ROOT / "kvjax" / "tiny" / "less" / "README.md"]
+    names = {name for page in pages for name in re.findall(r"\b(\w+_(?:valid|train))\.txt", page.read_text("utf-8"))}
+    rows = re.findall(r"^\| `(\w+)\.txt` \| (.*) \|$", PAGES["texts"], flags=re.MULTILINE)
+    digests = [name for name, rest in rows if re.fullmatch(r"[\d,]+ \| `[0-9a-f]{64}`", rest)]
+    sources = [name for name, rest in rows if len(re.split(r" \| ", rest)) == 3]
+    assert sorted(digests) == sorted(sources) == sorted(names)
 
 
 def test_readme_names_every_method() -> None:
