@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -15,13 +15,16 @@ from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import parse_mesh
 from kvjax.utils.settings import check_keywords, keywords, prompt_texts
 
+if TYPE_CHECKING:
+    from kvjax.generation.keywords import GenerateKeywords, StreamKeywords
+
 _BFLOAT16 = "bfloat16 saves memory on a CPU, not time; weights in int8 take less of both, and float32 is seldom slower."
 
 
 class Model(LanguageModel):
     """A model that generates text, with the arguments of `LanguageModel`."""
 
-    def generate(self, prompts: str | Sequence[Any], **settings: Any) -> list[str]:
+    def generate(self, prompts: str | Sequence[Any], **settings: Unpack[GenerateKeywords]) -> list[str]:
         """Return texts that continue the prompts, with the settings of `kvjax.generation.generate.generate_texts`.
 
         Raises:
@@ -38,7 +41,7 @@ class Model(LanguageModel):
         check_keywords("model.generate", settings, keywords(generate_texts, begin, generate_ids))
         return generate_texts(self, prompt_texts(prompts, settings.get("chat", False)), **settings)
 
-    def stream(self, prompt: str | Sequence[Any], **settings: Any) -> Iterator[str]:
+    def stream(self, prompt: str | Sequence[Any], **settings: Unpack[StreamKeywords]) -> Iterator[str]:
         """Stream the text that continues one prompt, piece by piece; see `kvjax.generation.generate.stream_text`.
 
         Raises:

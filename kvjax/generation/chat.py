@@ -9,13 +9,14 @@ import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.generation.generate import begin, check_room
+from kvjax.generation.keywords import TextKeywords
 from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
 from kvjax.inference.cache import Cache
@@ -77,7 +78,12 @@ class Conversation:
     """
 
     def __init__(
-        self, model: LanguageModel, *, system: str | None = None, context: int | None = None, **settings: Any
+        self,
+        model: LanguageModel,
+        *,
+        system: str | None = None,
+        context: int | None = None,
+        **settings: Unpack[TextKeywords],
     ) -> None:
         self.model, self.system, self.settings = model, system, settings
         self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))

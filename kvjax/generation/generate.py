@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxtyping import Array, Int, Key
 from kvjax.generation.beam import beam_search
 from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.detokenize import Stream as Stream
+from kvjax.generation.keywords import BeginKeywords, TextKeywords, TextsKeywords
 from kvjax.generation.loop import Begun, Drawn
 from kvjax.generation.prompts import encode, end_ids
 from kvjax.generation.sampling import Sampling
@@ -198,7 +199,7 @@ def generate_ids(
     beams: int = 1,
     length_penalty: float = 1.0,
     on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
-    **settings: Any,
+    **settings: Unpack[BeginKeywords],
 ) -> Generation:
     """Continue token ids; see `generate_texts` for the settings.
 
@@ -297,7 +298,7 @@ def generate_texts(
     *,
     chat: bool = False,
     system: str | None = None,
-    **settings: Any,
+    **settings: Unpack[TextsKeywords],
 ) -> list[str]:
     """Generate texts that continue prompts.
 
@@ -330,7 +331,12 @@ def generate_texts(
 
 
 def stream_text(
-    model: LanguageModel, prompt: str | Messages, *, chat: bool = False, system: str | None = None, **settings: Any
+    model: LanguageModel,
+    prompt: str | Messages,
+    *,
+    chat: bool = False,
+    system: str | None = None,
+    **settings: Unpack[TextKeywords],
 ) -> Iterator[str]:
     """Generate the text that continues one prompt, and yield it in pieces.
 
@@ -343,8 +349,9 @@ def stream_text(
     Raises:
         ValueError: the prompt is empty or too long, or a setting is out of range; raised before the first piece.
     """
-    if settings.get("num_samples", 1) != 1:
-        raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
+    samples = dict(settings).get("num_samples", 1)
+    if samples != 1:
+        raise ValueError(f"num_samples={samples}: one text can be streamed; use model.generate.")
     turn = chat or not isinstance(prompt, str)
     begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
     return (piece for _, piece in begun.pieces() if piece)

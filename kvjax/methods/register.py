@@ -29,7 +29,7 @@ REGISTRY: dict[str, Method] = {}
 """The functions that make policies, by name."""
 PAPERS: dict[str, dict[str, str]] = {group: {} for group in get_args(Group)}
 """Sources of the policies, in groups by the data that rank tokens."""
-PLANS: dict[str, type[Plan]] = {"uniform": Uniform}
+PLANS: dict[str, type[Plan]] = {}
 RESIDUALS: dict[str, type[Residual]] = {}
 SELECTIONS: dict[str, type[Selection]] = {}
 TABLES: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "codec": CODECS, "selection": SELECTIONS}
@@ -161,6 +161,7 @@ def register_part(name: str) -> Callable[[_P], _P]:
         for part, base in BASES.items():
             if issubclass(kind, base):
                 _insert(part, TABLES[part], name, kind)
+                kind._registered = name  # type: ignore[attr-defined]
                 return kind
         kinds = "Plan, Residual, Quantizer or Selection"
         raise TypeError(f"{kind.__name__} is no {kinds}; derive it from one of these.")
@@ -182,3 +183,6 @@ def _sort(table: dict[str, Any]) -> None:
     ordered = sorted(table.items())
     table.clear()
     table.update(ordered)
+
+
+register_part("uniform")(Uniform)

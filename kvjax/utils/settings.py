@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.resources
 import inspect
 import tomllib
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kvjax.utils.suggest import choices
 
 PART_KEYS = ("plan", "residual", "codec", "selection")
 """Parts of a policy that a user can replace by name."""
@@ -90,14 +91,14 @@ def read_config(path_or_name: str) -> dict[str, Any]:
     file = next((path for path in (Path(path_or_name), *shipped) if path.is_file()), None)
     if file is None:
         names = sorted(path.stem for directory in config_directories() for path in directory.glob("*.toml"))
-        raise ValueError(f"there is no config {path_or_name!r}; give a file, or one of {', '.join(names)}.")
+        raise ValueError(f"there is no config {path_or_name!r}; {choices(path_or_name, names, lead='give a file, or one of')}")
     try:
         config = tomllib.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not TOML: {error}.") from None
     for key in config:
         if key not in CONFIG_KEYS:
-            raise ValueError(f"{file} has an unknown key {key!r}; a config takes {', '.join(CONFIG_KEYS)}.")
+            raise ValueError(f"{file} has an unknown key {key!r}; {choices(key, CONFIG_KEYS, lead='a config takes')}")
     if isinstance(config.get("budget"), list):
         config["budget"] = tuple(config["budget"])
     for key, value in config.items():
@@ -204,6 +205,4 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
     names = list(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            meant = f"did you mean {near[0]}?" if near else f"it takes {', '.join(names)}."
-            raise TypeError(f"{function} has no keyword {name!r}; {meant}")
+            raise TypeError(f"{function} has no keyword {name!r}; {choices(name, names, lead='it takes')}")

@@ -64,7 +64,7 @@ def test_a_pair_that_means_nothing_is_one_sentence_with_its_remedy(pair: Pair, m
 def test_a_pair_that_meets_in_prefill_is_refused_there() -> None:
     model = random_model(GQA)
     for policy in (kvjax.policy("tova"), kvjax.policy("h2o", selection="topk")):
-        with pytest.raises(ValueError, match="same slots in every head of a layer, which plan AdaKV does not give"):
+        with pytest.raises(ValueError, match="same slots in every head of a layer, which plan adakv does not give"):
             kvjax.prefill(model, policy, [[1, 2, 3]], 2, plan="adakv")
     made = dataclasses.replace(kvjax.policy("h2o", codec="int8"), codec=kvjax.Codec("cache", 8))
     with pytest.raises(ValueError, match="codec int8 holds keys as they are seen"):
