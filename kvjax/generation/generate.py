@@ -19,7 +19,7 @@ from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.detokenize import Stream as Stream
 from kvjax.generation.keywords import BeginKeywords, TextKeywords, TextsKeywords
 from kvjax.generation.loop import Begun, Drawn
-from kvjax.generation.prompts import encode, end_ids
+from kvjax.generation.prompts import encode, end_ids, has_turns
 from kvjax.generation.sampling import Sampling
 from kvjax.inference.cache import policy_seeds
 from kvjax.inference.extend import lower_prefill, prefill
@@ -294,7 +294,7 @@ def texts_of(model: LanguageModel, made: Generation, stop: str | Sequence[str] =
 
 def generate_texts(
     model: LanguageModel,
-    prompts: str | Sequence[str | Messages],
+    prompts: str | Sequence[str | Messages | list[int]],
     *,
     chat: bool = False,
     system: str | None = None,
@@ -303,8 +303,8 @@ def generate_texts(
     """Generate texts that continue prompts.
 
     Args:
-        prompts: texts, or conversations: lists of messages with `role` and `content`; one text counts as a list of
-            one.
+        prompts: texts, token ids, or conversations: lists of messages with `role` and `content`; one text counts as a
+            list of one.
         chat: wrap each text as a user turn with the tokenizer's chat template.
         system: the system turn of a chat, before all others.
         settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`: see `kvjax.prefill`;
@@ -325,14 +325,14 @@ def generate_texts(
         ValueError: a prompt is empty or too long, or a setting is out of range.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    turns = chat or not all(isinstance(text, str) for text in texts)
+    turns = chat or any(map(has_turns, texts))
     made = generate_ids(model, [encode(model, text, chat, system) for text in texts], chat=turns, **settings)
     return texts_of(model, made, settings.get("stop", ()))
 
 
 def stream_text(
     model: LanguageModel,
-    prompt: str | Messages,
+    prompt: str | Messages | list[int],
     *,
     chat: bool = False,
     system: str | None = None,
@@ -343,7 +343,7 @@ def stream_text(
     Incomplete characters and possible beginnings of a stop string are held back until more tokens arrive.
 
     Args:
-        prompt: a text, or a conversation.
+        prompt: a text, token ids, or a conversation.
         settings: those of `begin`, and `chat` and `system` of `generate_texts`; several samples cannot be streamed.
 
     Raises:
@@ -352,6 +352,6 @@ def stream_text(
     samples = dict(settings).get("num_samples", 1)
     if samples != 1:
         raise ValueError(f"num_samples={samples}: one text can be streamed; use model.generate.")
-    turn = chat or not isinstance(prompt, str)
+    turn = chat or has_turns(prompt)
     begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
     return (piece for _, piece in begun.pieces() if piece)

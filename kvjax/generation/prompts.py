@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from kvjax.generation.detokenize import Spelling
 from kvjax.models.tokenizer import adds_bos
@@ -13,10 +13,24 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 
-def encode(model: LanguageModel, prompt: str | Messages, chat: bool = False, system: str | None = None) -> list[int]:
-    """Return the ids of a prompt, with those that the tokenizer puts before all texts; see `generate_texts`."""
+def has_turns(prompt: Any) -> bool:
+    """Return whether a prompt is a conversation, not a text or token ids."""
+    return len(prompt) > 0 and isinstance(prompt[0], dict)
+
+
+def encode(
+    model: LanguageModel, prompt: str | Messages | list[int], chat: bool = False, system: str | None = None
+) -> list[int]:
+    """Return the ids of a prompt, with those that the tokenizer puts before all texts; see `generate_texts`.
+
+    Token ids are returned as they are.
+    """
+    if not isinstance(prompt, str) and not has_turns(prompt):
+        if system is not None:
+            raise ValueError(f"system={system!r} cannot be added to token ids; give a text or messages.")
+        return cast("list[int]", prompt)
     if not isinstance(prompt, str):
-        return chat_ids(model, render(model, with_system(prompt, system)))
+        return chat_ids(model, render(model, with_system(cast("Messages", prompt), system)))
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text.")
     if chat:

@@ -120,9 +120,7 @@ def _press_on_device(
     layers = list(zip(policies, views, new, strict=True))
     for policy, view, tokens in layers:
         if questions(policy.plan.asks(view, tokens))[0]:
-            raise ValueError(
-                f"plan {policy.plan.label} needs attention of the text, which a cache does not hold."
-            )
+            raise ValueError(f"plan {policy.plan.label} needs attention of the text, which a cache does not hold.")
     sizing = policies[0].plan.sizing
     if sizing.all_layers:
         views = allocated_together(policies, views, new)
@@ -143,6 +141,7 @@ def _press_on_device(
 
 def _check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries) -> None:
     # Refuses a residual whose result depends on queries where there are none; `queries` have the shapes that it takes.
+    assert policy.residual is not None
     if depends_on(lambda q: keep(queries=queries._replace(q=q)), {"q": queries.q}):
         raise ValueError(
             f"residual {policy.residual.label} matches queries of a text, which a cache does not hold; give "

@@ -125,6 +125,8 @@ def fitted(policy: Policy) -> Policy:
     for pair in PAIRS:
         if pair.clash(policy):
             selection = "" if policy.selection is None else policy.selection.label
-            names = dict(score=policy.label, protection=_protection(policy), plan=policy.plan.label, selection=selection)
+            names = dict(
+                score=policy.label, protection=_protection(policy), plan=policy.plan.label, selection=selection
+            )
             raise ValueError(f"{pair.what.format(**names, codec=policy.codec.name)}; {pair.remedy}.")
     return policy

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.methods.compatibility import fitted
-from kvjax.methods.register import BASES, REGISTRY, RESIDUALS, TABLES, combine
+from kvjax.methods.register import BASES, REGISTRY, RESIDUALS, TABLES, combine, load_installed
 from kvjax.policies import Codec, Plan, Policy, Quantizer, Residual, Score, Selection
 from kvjax.types import check, check_kind
 from kvjax.utils.files import expanded
@@ -72,6 +72,7 @@ def policy(
 def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     if names_file(name):
         return _from_file(name, own)
+    load_installed(name, REGISTRY)
     if name not in REGISTRY:
         head = name.partition("+")[0].partition("[")[0]
         if head in REGISTRY:
@@ -143,7 +144,9 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     for setting in own if callable(found) and not all_of_them else ():
         if setting not in takes:
             known = dict.fromkeys([*takes, *_keywords(combine)])
-            raise ValueError(f"{attribute} in {file} has no setting {setting!r}; {choices(setting, known, lead='it takes')}")
+            raise ValueError(
+                f"{attribute} in {file} has no setting {setting!r}; {choices(setting, known, lead='it takes')}"
+            )
     try:
         made = found(**own) if callable(found) else found
     except TypeError as error:
@@ -216,6 +219,7 @@ def residual_by_name(name: str, **settings: Any) -> Residual:
 def _made(part: str, given: Any, settings: Mapping[str, Any]) -> Any:
     base, table, name = BASES[part], TABLES[part], given
     if isinstance(name, str):
+        load_installed(name, table)
         if not names_file(name) and name not in table:
             raise ValueError(f"there is no {part} {name!r}; {choices(name, table)}")
         given = from_file(part, name) if names_file(name) else table[name]

@@ -8,9 +8,11 @@ import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 
 class Limit(NamedTuple):
@@ -153,7 +155,11 @@ def fields_line(record: Any, hidden: Sequence[str] = ()) -> str:
 
 def _brief(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)}"
+        concrete = value.ndim == 0 and isinstance(value, (np.generic, np.ndarray, jax.Array))
+        shown = concrete and not isinstance(value, Tracer)
+        return f"{value.item():g}" if shown else f"{value.dtype}{list(value.shape)}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return fields_line(value)
+    if isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+        return f"({_brief(value[0])}, ... {len(value)} in all)"
     return reprlib.repr(value)

@@ -36,6 +36,10 @@ def test_the_code_of_guides_runs(name: str) -> None:
     exec(compile(code, name, "exec", dont_inherit=True), {"__name__": name})  # without future imports
 
 
+def test_the_first_page_shows_the_figure_of_the_readme() -> None:
+    assert "](docs/quality.svg)" in PAGES["README"] and "](quality.svg)" in PAGES["index"]
+
+
 def test_every_public_name_is_explained() -> None:
     table = API[: API.index("## Texts")]
     named = set(re.findall(r"`(\w+)", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE))))

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,6 @@ def test_a_conversation_in_a_terminal_outlives_commands(
         (["--budget", "0"], "", "budget=0"),
         (["--context", "5000"], "", "do not fit the model's 1152 positions"),
         (["--load", "nowhere"], "", "nowhere has no saved conversation"),
-        ([], "/nothing", "there is no command /nothing; /help shows those that there are"),
         ([], "/save", "/save needs a name"),
         ([], "/save kept", "the conversation has no turn yet"),
         ([], "/load nowhere", "nowhere has no saved conversation"),
@@ -194,6 +194,19 @@ def test_a_mistake_is_one_sentence(
     assert chat.main(words) == 2
     said = capsys.readouterr().err
     assert message in said and said.startswith("kvjax chat: ") and said.count("\n") == 1
+
+
+def test_an_unknown_command_of_a_pipe_is_a_turn_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/nwe Hello\n/save {tmp_path / 'kept'}\n"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert chat.main(WORDS) == 0
+    warned, use, saved = capsys.readouterr().err.splitlines()
+    assert warned == "kvjax: there is no command /nwe; did you mean /new? The line is read as a turn."
+    seen = use.removeprefix("[").partition(" ")[0]
+    assert saved == f"wrote a conversation of {seen} tokens to {tmp_path / 'kept'}" and (tmp_path / "kept").is_dir()
 
 
 def test_lines_of_a_pipe_are_turns() -> None:

@@ -113,6 +113,7 @@ def test_json_and_cache_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     wanted = "text prompt_tokens new_tokens policy budget allocated_slots cache_bytes full_cache_bytes prefill_seconds "
     wanted += "decode_tokens_per_second seed"
     assert set(wanted.split()) <= set(report)
+    assert said.err.startswith(f"wrote a map of {report['prompt_tokens']} prompt tokens to {figure}\n")
     assert report["policy"] == "keyformer" and report["cache_bytes"] < report["full_cache_bytes"]
     assert figure.read_bytes().startswith(b"\x89PNG")
 
@@ -259,8 +260,13 @@ def test_a_chat_template_that_refuses_is_one_sentence(model: kvjax.Model) -> Non
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        ([1, 2], {}, "prompts are texts, not token ids; for ids there is kvjax.prefill"),
-        ([[1, 2]], {}, "not token ids"),
+        ([1, 2.5], {}, r"a prompt is a text or a list of token ids, not \[1, 2.5\]"),
+        ([[1, True]], {}, "a prompt is a text or a list of token ids, not"),
+        (np.array([[0.5]]), {}, "a prompt is a text or a list of token ids, not"),
+        ([[]], {}, "the prompt is empty"),
+        ([1, 99999], {}, "token 99999 is not in the vocabulary of 2048"),
+        ([1, 2], {"system": "Be kind."}, "system='Be kind.' cannot be added to token ids"),
+        (5, {}, "prompts=5 is not a text"),
         ([{"role": "user", "content": "Hi"}], {}, "not messages; give the text of a user's turn, and chat=True"),
         (None, {}, "prompts=None is not a text"),
         ([], {}, "there is no prompt"),
@@ -281,6 +287,20 @@ def test_a_mistake_in_a_call_is_one_sentence(
     with pytest.raises((TypeError, ValueError), match=message) as raised:
         model.generate(prompts, **settings)
     assert "\n" not in str(raised.value)
+
+
+def test_token_ids_are_prompts(model: kvjax.Model) -> None:
+    settings: dict[str, Any] = dict(max_new_tokens=8, temperature=0.0)
+    ids = model.tokenizer.encode("Once upon a time")
+    expected = model.generate("Once upon a time", **settings)
+    for prompt in (ids, tuple(ids), [ids], np.asarray(ids), np.asarray([ids]), jnp.asarray(ids), [np.asarray(ids)]):
+        assert model.generate(prompt, **settings) == expected
+    assert "".join(model.stream(ids, **settings)) == expected[0]
+
+
+def test_options_of_one_letter() -> None:
+    options = generate.parser().parse_args(["-m", "smollm2", "-p", "Once", "-n", "3"])
+    assert (options.model, options.prompt, options.max_new_tokens) == ("smollm2", "Once", 3)
 
 
 def test_ids_of_no_prompt_are_refused(model: kvjax.Model) -> None:

@@ -61,6 +61,17 @@ def test_a_pair_that_means_nothing_is_one_sentence_with_its_remedy(pair: Pair, m
         make()
 
 
+def test_names_in_a_refusal_are_those_that_users_write() -> None:
+    for make, names in (
+        (lambda: kvjax.policy("tova", plan="adakv"), r"^tova needs .* plan adakv does not give"),
+        (lambda: kvjax.policy("h2o", selection="topk", plan="adakv"), "^selection topk reads .* plan adakv"),
+        (lambda: kvjax.policy("h2o", plan="fastgen"), "protection of fastgen, not on protection by sinks"),
+        (lambda: kvjax.policy("full", plan="pyramid"), "plan=pyramid has no effect"),
+    ):
+        with pytest.raises(ValueError, match=names):
+            make()
+
+
 def test_a_pair_that_meets_in_prefill_is_refused_there() -> None:
     model = random_model(GQA)
     for policy in (kvjax.policy("tova"), kvjax.policy("h2o", selection="topk")):

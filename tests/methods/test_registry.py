@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -114,6 +115,101 @@ def test_a_file_with_the_decorator_is_a_policy_everywhere(capsys: pytest.Capture
     assert "fading" in listed and "Nobody 2026, eq. 7" in listed
     assert generate.main(["--policy", "fading", "--help"]) == 0
     assert "how fast it fades" in capsys.readouterr().out
+
+
+def package(tmp_path: Path, points: str) -> None:
+    """An installed package with entry points."""
+    (tmp_path / "fading_kv.py").write_text(textwrap.dedent(METHOD))
+    installed = tmp_path / "fading_kv-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: fading_kv\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[kvjax.policies]\n{points}")
+
+
+def test_a_method_of_an_installed_package_is_known_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package(tmp_path, "fading = fading_kv:fading\nfaded = fading_kv\nlost = nowhere_kv\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match="fading_kv does not register 'faded'; decorate it"):
+        kvjax.policy("faded")
+    for table in (REGISTRY, PAPERS["ranked by position"]):
+        table.pop("fading")
+    del sys.modules["fading_kv"]
+    with pytest.raises(ValueError, match="lost of nowhere_kv cannot be imported"):
+        kvjax.policy("h2o", plan="lost")
+    assert generate.main(["--policy", "fading", "--help"]) == 0
+    assert "how fast it fades" in capsys.readouterr().out
+    assert kvjax.policy("fading", rate=0.25).name == "fading"
+    with pytest.raises(ValueError, match="did you mean fading"):
+        kvjax.policy("fadin")
+    del sys.modules["fading_kv"]
+
+
+MINE = '''
+import kvjax
+
+
+class Mine(kvjax.Score):
+    """Rank by nothing.
+
+    Args:
+        rate: of nothing.
+    """
+
+    rate: float = 0.5
+
+    def score(self, view, new):
+        return view.position.astype("float32")
+
+
+def make(*, depth: int = 3):
+    """Return a policy."""
+    return kvjax.Policy(Mine())
+
+
+READY = kvjax.policy("h2o", sinks=4)
+'''
+
+
+def test_names_and_settings_in_a_file_are_suggested(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    for name, settings, message in (
+        ("Mne", {}, "has no 'Mne'; did you mean Mine?"),
+        ("nothing", {}, "has no 'nothing'; it has Mine, make, READY."),
+        ("Mine", {"rte": 1}, "has no setting 'rte'; did you mean rate?"),
+        ("Mine", {"recnt": 1}, "has no setting 'recnt'; did you mean recent?"),
+        ("make", {"dpth": 1}, "has no setting 'dpth'; did you mean depth?"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            kvjax.policy(f"{file}:{name}", **settings)
+    with pytest.raises(ValueError, match="did you mean Mine"):
+        kvjax.policy("h2o", plan=f"{file}:Mne")
+    for call, message in (
+        (lambda: kvjax.policy("h2o", recnt=1), "did you mean recent"),
+        (lambda: kvjax.policy("h2o", plan="adakv", **{"plan.flor": 1.0}), "did you mean floor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("Mine", ["Rank by nothing.", "rate", "0.5", "of nothing."]),
+        ("make", ["Return a policy.", "depth", "3"]),
+        ("READY", ["Policy(score=Accumulated(), protection=Protection(sinks=4", "sinks        4"]),
+        ("Mine+int8", ["rate", "int8: 8-bit codes"]),
+    ],
+)
+def test_help_explains_a_policy_of_a_file(
+    name: str, shown: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    assert generate.main(["--policy", f"{tmp_path / 'mine.py'}:{name}", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(text in said for text in [*shown, "evict_every"])
 
 
 @pytest.mark.usefixtures("fading")

@@ -32,7 +32,9 @@ def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
         found = place
     # A hub id is one name or owner/name; anything else must be a path.
     elif place.exists() or place.suffix == ".gguf" or isinstance(path_or_hub_id, Path) or not _HUB_ID(path_or_hub_id):
-        raise LoadError(f"{place} {'is a file' if place.exists() else 'does not exist'}: {_advice(place, f'give {_GIVE}.')}")
+        raise LoadError(
+            f"{place} {'is a file' if place.exists() else 'does not exist'}: {_advice(place, f'give {_GIVE}.')}"
+        )
     else:
         return _download(path_or_hub_id, revision)
     if revision is not None:
@@ -73,7 +75,7 @@ def _smollm2() -> Path:
 
 
 def _advice(name: str | Path, otherwise: str) -> str:
-    """Return the end of a message about an unknown model: the model here with the closest name, or else other advice."""
+    """Return the end of a message about an unknown model: the closest name of a model here, or else other advice."""
     place = expanded(name)
     beside = [
         str(place.with_name(each.name))
