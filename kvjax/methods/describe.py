@@ -38,7 +38,10 @@ class Description(NamedTuple):
 
 
 def policies() -> dict[str, list[Description]]:
-    """Return the policies by group, those of installed packages included, without the settings of `common` that keep their usual defaults."""
+    """Return the policies by group, without the settings of `common` that keep their usual defaults.
+
+    Methods of installed packages are among them.
+    """
     for name in installed():
         load_installed(name, REGISTRY, *TABLES.values())
     return {group: [describe_policy(name, own=True) for name in names] for group, names in PAPERS.items()}

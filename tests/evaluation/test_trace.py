@@ -74,6 +74,5 @@ def test_ticks_of_a_picture_are_whole_numbers(tmp_path: Path, monkeypatch: pytes
     (figure,) = figures
     figure.canvas.draw()
     for panel in figure.axes[:2]:
-        assert [*panel.get_xticks(), *panel.get_yticks()] == [
-            round(x) for x in (*panel.get_xticks(), *panel.get_yticks())
-        ]
+        ticks = [*panel.get_xticks(), *panel.get_yticks()]
+        assert ticks == [round(tick) for tick in ticks]
