@@ -160,6 +160,7 @@ def _brief(value: Any) -> str:
         return f"{value.item():g}" if shown else f"{value.dtype}{list(value.shape)}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return fields_line(value)
-    if isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
-        return f"({_brief(value[0])}, ... {len(value)} in all)"
+    arrays = [leaf for leaf in jax.tree.leaves(value) if hasattr(leaf, "shape")]
+    if arrays:
+        return f"<{len(arrays)} arrays>"
     return reprlib.repr(value)

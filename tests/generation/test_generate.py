@@ -263,7 +263,7 @@ def test_a_chat_template_that_refuses_is_one_sentence(model: kvjax.Model) -> Non
         ([1, 2.5], {}, r"a prompt is a text or a list of token ids, not \[1, 2.5\]"),
         ([[1, True]], {}, "a prompt is a text or a list of token ids, not"),
         (np.array([[0.5]]), {}, "a prompt is a text or a list of token ids, not"),
-        ([[]], {}, "the prompt is empty"),
+        ([[]], {}, "a prompt is empty; give at least one token"),
         ([1, 99999], {}, "token 99999 is not in the vocabulary of 2048"),
         ([1, 2], {"system": "Be kind."}, "system='Be kind.' cannot be added to token ids"),
         (5, {}, "prompts=5 is not a text"),

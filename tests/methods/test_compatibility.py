@@ -65,7 +65,7 @@ def test_names_in_a_refusal_are_those_that_users_write() -> None:
     for make, names in (
         (lambda: kvjax.policy("tova", plan="adakv"), r"^tova needs .* plan adakv does not give"),
         (lambda: kvjax.policy("h2o", selection="topk", plan="adakv"), "^selection topk reads .* plan adakv"),
-        (lambda: kvjax.policy("h2o", plan="fastgen"), "protection of fastgen, not on protection by sinks"),
+        (lambda: kvjax.policy("h2o", plan=Profiled()), "protection of fastgen, not on protection by sinks"),
         (lambda: kvjax.policy("full", plan="pyramid"), "plan=pyramid has no effect"),
     ):
         with pytest.raises(ValueError, match=names):

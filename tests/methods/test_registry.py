@@ -199,7 +199,7 @@ def test_names_and_settings_in_a_file_are_suggested(tmp_path: Path) -> None:
     [
         ("Mine", ["Rank by nothing.", "rate", "0.5", "of nothing."]),
         ("make", ["Return a policy.", "depth", "3"]),
-        ("READY", ["Policy(score=Accumulated(), protection=Protection(sinks=4", "sinks        4"]),
+        ("READY", ["Policy(score=Accumulated(), protection=Protection(sinks=4", "sinks 4"]),
         ("Mine+int8", ["rate", "int8: 8-bit codes"]),
     ],
 )
@@ -208,7 +208,7 @@ def test_help_explains_a_policy_of_a_file(
 ) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     assert generate.main(["--policy", f"{tmp_path / 'mine.py'}:{name}", "--help"]) == 0
-    said = capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
     assert all(text in said for text in [*shown, "evict_every"])
 
 
