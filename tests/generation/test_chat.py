@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,11 +199,9 @@ def test_an_unknown_command_of_a_pipe_is_a_turn_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"/nwe Hello\n/save {tmp_path / 'kept'}\n"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
+    with pytest.warns(UserWarning, match=r"no command /nwe; did you mean /new\? The line is read as a turn"):
         assert chat.main(WORDS) == 0
-    warned, use, saved = capsys.readouterr().err.splitlines()
-    assert warned == "kvjax: there is no command /nwe; did you mean /new? The line is read as a turn."
+    use, saved = capsys.readouterr().err.splitlines()
     seen = use.removeprefix("[").partition(" ")[0]
     assert saved == f"wrote a conversation of {seen} tokens to {tmp_path / 'kept'}" and (tmp_path / "kept").is_dir()
 

@@ -98,8 +98,10 @@ def test_a_file_with_the_decorator_is_a_policy_everywhere(capsys: pytest.Capture
     made = kvjax.policy("fading", rate=0.25, codec="int8")
     assert made.name == "fading" and made.protection.recent == 0.25 and made.codec.bits == 8
     assert kvjax.methods.settings_in(made)["rate"] == 0.25 and kvjax.methods.name_of(made) == "fading"
-    with pytest.raises(ValueError, match="policy 'fading' has no setting 'ratio'; it takes rate, recent, sinks"):
+    with pytest.raises(ValueError, match="policy 'fading' has no setting 'ratio'; did you mean rate"):
         kvjax.policy("fading", ratio=1.0)
+    with pytest.raises(ValueError, match="policy 'fading' has no setting 'bits'; it takes rate, recent, sinks"):
+        kvjax.policy("fading", bits=8)
     with pytest.raises(ValueError, match="did you mean fading"):
         kvjax.policy("fadin")
 
@@ -249,8 +251,8 @@ def test_a_class_of_scores_registers_with_its_settings_and_those_of_every_policy
     assert (made.protection.sinks, made.protection.recent, made.codec.positions) == (1, 0.25, "cache")
     usual = {"recent": 0.25, "positions": "cache", "special": (), "evict_every": 1}
     assert settings_of("scaled") == {"rate": 0.5, "sinks": 3} | usual
-    with pytest.raises(ValueError, match="policy 'scaled' has no setting 'ratio'; it takes rate, sinks, recent"):
-        kvjax.policy("scaled", ratio=1.0)
+    with pytest.raises(ValueError, match="policy 'scaled' has no setting 'bits'; it takes rate, sinks, recent"):
+        kvjax.policy("scaled", bits=1.0)
     with pytest.raises(ValueError, match="rate='fast' is not a finite number"):
         kvjax.policy("scaled", rate="fast")
     entry = describe.describe_policy("scaled", own=True)
