@@ -359,6 +359,8 @@ def test_a_policy_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
         "    power: float = struct.field(pytree_node=False, default=1.0)\n"
         "    def score(self, view, new): return -view.position.astype(float)\n"
         "made = kvjax.policy('streaming', sinks=2)\n"
+        "def needs(depth): return made\n"
+        "count = 3\n"
     )
     made = chosen("--policy", f"{file}:Old", "--set", "power=2", "recent=0", "--codec", "int8")
     assert made.score.power == 2 and made.codec.bits == 8  # type: ignore[attr-defined]
@@ -366,9 +368,11 @@ def test_a_policy_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
         chosen("--policy", f"{file}:Old")
     assert chosen("--policy", f"{file}:made") == kvjax.policy("streaming", sinks=2)
     for words, message in (
-        ((f"{file}:none",), "none in .*mine.py is not a kvjax.Policy or Score"),
+        ((f"{file}:none",), "mine.py has no 'none'; did you mean needs"),
+        ((f"{file}:count",), "count in .*mine.py is not a kvjax.Policy or Score"),
+        ((f"{file}:needs",), "needs cannot be constructed .*depth"),
         ((f"{file}:made", "--set", "rank=3"), "rank cannot be set: made in .*mine.py"),
-        ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old cannot be constructed .*might"),
+        ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old in .*mine.py has no setting 'might'; it takes power, sinks"),
     ):
         with pytest.raises(ValueError, match=message):
             chosen("--policy", *words)
