@@ -368,11 +368,11 @@ def test_a_policy_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
         chosen("--policy", f"{file}:Old")
     assert chosen("--policy", f"{file}:made") == kvjax.policy("streaming", sinks=2)
     for words, message in (
-        ((f"{file}:none",), "mine.py has no 'none'; did you mean needs"),
+        ((f"{file}:none",), "mine.py has no 'none'; it has Old, made, needs"),
         ((f"{file}:count",), "count in .*mine.py is not a kvjax.Policy or Score"),
         ((f"{file}:needs",), "needs cannot be constructed .*depth"),
         ((f"{file}:made", "--set", "rank=3"), "rank cannot be set: made in .*mine.py"),
-        ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old in .*mine.py has no setting 'might'; it takes power, sinks"),
+        ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old in .* has no setting 'might'; it takes power, sinks"),
     ):
         with pytest.raises(ValueError, match=message):
             chosen("--policy", *words)
