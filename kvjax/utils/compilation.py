@@ -72,7 +72,7 @@ def one_line_warnings() -> Callable[..., str]:
         if failure is None:
             return f"kvjax: {message}\n"
         first, reported = not reported, True
-        directory = jax.config.jax_compilation_cache_dir
+        directory = jax.config.values["jax_compilation_cache_dir"]
         return f"kvjax: {_UNWRITABLE.format(directory)} ({' '.join(failure[1].split())}); {_REMEDY}\n" if first else ""
 
     return line

@@ -117,7 +117,7 @@ def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
     "".join(plain.reply("Once upon"))
     assert plain.text[:2] == model.tokenizer.encode("Once upon")
     with pytest.raises(TypeError, match="Conversation has no keyword 'num_samples'"):
-        Conversation(model, num_samples=2)
+        Conversation(model, num_samples=2)  # pyright: ignore[reportCallIssue]
     talk = Conversation(model, **SMALL)
     for turn, message in ((" ", "the turn is empty"), ("a\ud800", "not valid text"), ("a " * 1200, "leaves no room")):
         with pytest.raises(ValueError, match=message):

@@ -50,7 +50,9 @@ def test_greedy_text_equals_the_plain_forward(model: kvjax.Model) -> None:
 @pytest.mark.compiled_well
 def test_a_text_does_not_depend_on_its_batch(model: kvjax.Model) -> None:
     prompts = [STORY, "The old man said that", "Tom had a red ball."]
-    arguments = dict(policy="keyformer", budget=24, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=3)
+    arguments: dict[str, Any] = dict(
+        policy="keyformer", budget=24, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=3
+    )
     together = model.generate(prompts, **arguments)
     assert together == [model.generate([prompt], **arguments)[0] for prompt in prompts]
     assert model.generate(prompts[::-1], **arguments) == together[::-1]

@@ -177,23 +177,22 @@ READY = kvjax.policy("h2o", sinks=4)
 def test_names_and_settings_in_a_file_are_suggested(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MINE)
-    for name, settings, message in (
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("Mne", {}, "has no 'Mne'; did you mean Mine?"),
         ("nothing", {}, "has no 'nothing'; it has Mine, make, READY."),
         ("Mine", {"rte": 1}, "has no setting 'rte'; did you mean rate?"),
         ("Mine", {"recnt": 1}, "has no setting 'recnt'; did you mean recent?"),
         ("make", {"dpth": 1}, "has no setting 'dpth'; did you mean depth?"),
-    ):
+    ]
+    for name, settings, message in cases:
         with pytest.raises(ValueError, match=re.escape(message)):
             kvjax.policy(f"{file}:{name}", **settings)
     with pytest.raises(ValueError, match="did you mean Mine"):
         kvjax.policy("h2o", plan=f"{file}:Mne")
-    for call, message in (
-        (lambda: kvjax.policy("h2o", recnt=1), "did you mean recent"),
-        (lambda: kvjax.policy("h2o", plan="adakv", **{"plan.flor": 1.0}), "did you mean floor"),
-    ):
+    misspelt: dict[str, Any] = {"plan": "adakv", "plan.flor": 1.0}
+    for wrong, message in ({"recnt": 1}, "did you mean recent"), (misspelt, "did you mean floor"):
         with pytest.raises(ValueError, match=message):
-            call()
+            kvjax.policy("h2o", **wrong)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_memory_of_a_compiler_goes_back_to_the_system() -> None:
 def cache_settings() -> Iterator[None]:
     """Put JAX's settings back."""
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
-    before = {name: getattr(jax.config, name) for name in names}
+    before = {name: jax.config.values[name] for name in names}
     yield
     for name, value in before.items():
         jax.config.update(name, value)
@@ -48,11 +48,11 @@ def cache_settings() -> Iterator[None]:
 @pytest.mark.usefixtures("cache_settings")
 def test_a_directory_that_keeps_no_programs_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enable_compilation_cache(tmp_path / "kept")
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "kept")
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "kept")
     (tmp_path / "file").write_text("")
     with pytest.warns(UserWarning, match=r"cannot be kept in .*file/xla \(Not a directory\); set KVJAX_CACHE_DIR"):
         enable_compilation_cache(tmp_path / "file" / "xla")
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "kept")
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "kept")
 
     def full(directory: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -60,8 +60,8 @@ def test_a_directory_that_keeps_no_programs_is_one_line(tmp_path: Path, monkeypa
     monkeypatch.setattr(compilation, "_check_room", full)
     with pytest.warns(UserWarning, match="No space left on device"):
         enable_compilation_cache(tmp_path)  # programs are read from it
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == float("inf")
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path)
+    assert jax.config.values["jax_persistent_cache_min_compile_time_secs"] == float("inf")
 
 
 def test_a_directory_that_fills_up_is_one_line_of_a_command() -> None:
