@@ -56,8 +56,8 @@ def test_a_text_does_not_depend_on_its_batch(model: kvjax.Model) -> None:
     together = model.generate(prompts, **arguments)
     assert together == [model.generate([prompt], **arguments)[0] for prompt in prompts]
     assert model.generate(prompts[::-1], **arguments) == together[::-1]
-    assert model.generate(prompts, **{**arguments, "seed": 4}) != together
-    assert model.generate(prompts, **{**arguments, "seed": [3, 4, 5]})[0] == together[0]
+    assert model.generate(prompts, **(arguments | {"seed": 4})) != together
+    assert model.generate(prompts, **(arguments | {"seed": [3, 4, 5]}))[0] == together[0]
 
 
 def test_rows_stop_at_their_end(model: kvjax.Model) -> None:
