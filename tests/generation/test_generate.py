@@ -51,13 +51,13 @@ def test_greedy_text_equals_the_plain_forward(model: kvjax.Model) -> None:
 def test_a_text_does_not_depend_on_its_batch(model: kvjax.Model) -> None:
     prompts = [STORY, "The old man said that", "Tom had a red ball."]
     arguments: dict[str, Any] = dict(
-        policy="keyformer", budget=24, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=3
+        policy="keyformer", budget=24, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95
     )
-    together = model.generate(prompts, **arguments)
-    assert together == [model.generate([prompt], **arguments)[0] for prompt in prompts]
-    assert model.generate(prompts[::-1], **arguments) == together[::-1]
-    assert model.generate(prompts, **(arguments | {"seed": 4})) != together
-    assert model.generate(prompts, **(arguments | {"seed": [3, 4, 5]}))[0] == together[0]
+    together = model.generate(prompts, seed=3, **arguments)
+    assert together == [model.generate([prompt], seed=3, **arguments)[0] for prompt in prompts]
+    assert model.generate(prompts[::-1], seed=3, **arguments) == together[::-1]
+    assert model.generate(prompts, seed=4, **arguments) != together
+    assert model.generate(prompts, seed=[3, 4, 5], **arguments)[0] == together[0]
 
 
 def test_rows_stop_at_their_end(model: kvjax.Model) -> None:
