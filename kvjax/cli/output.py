@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ from kvjax.policies.policy import Policy
 
 if TYPE_CHECKING:
     from kvjax.model import Model
+
+
+def print_written(what: str, place: Path) -> None:
+    """Print on standard error what a command has written, and where."""
+    print(f"wrote a {what} to {place}", file=sys.stderr, flush=True)
 
 
 def report(made: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -> dict[str, Any]:

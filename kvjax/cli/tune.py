@@ -125,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     add_policy_options(options, "full", 1.0, "text")
     options.add_argument("--batch", type=int, nargs="+", default=[1], help="numbers of prompts per batch")
     options.add_argument("--prompt-length", type=int, nargs="+", default=[512], help="lengths of prompts in tokens")
-    options.add_argument("--max-new-tokens", type=int, default=256, help="number of tokens to generate")
+    options.add_argument("-n", "--max-new-tokens", type=int, default=256, help="number of tokens to generate")
     options.add_argument("--again", action="store_true", help="also repeat cached benchmarks")
     options.add_argument("--show", action="store_true", help="only print the cached results of all models and devices")
     return options

@@ -181,7 +181,7 @@ def fidelity(
             "show; leave the selection out."
         )
     if not isinstance(chosen.residual, LowRankMemory | None):
-        raise ValueError(f"residual {type(chosen.residual).__name__} does not tell evicted tokens apart; use less.")
+        raise ValueError(f"residual {chosen.residual.label} does not tell evicted tokens apart; use less.")
     rows, length = ids.shape
     full = begin(model, watched(policy_by_name("full")), rows, length, 1.0, seed=seed)
     probed = begin(model, watched(chosen), rows, length, budget, plan=plan, seed=seed)

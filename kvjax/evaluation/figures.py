@@ -32,6 +32,14 @@ def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6, rows: 
     return figure, list(figure.subplots(rows, columns, squeeze=False, sharex=rows > 1).flat)
 
 
+def whole_ticks(*axes: Any) -> None:
+    """Put ticks of axes that count something at whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True))
+
+
 def save_figure(figure: Any, file: Path) -> None:
     """Write a PNG aside and then rename it; equal numbers give equal bytes."""
     file.parent.mkdir(parents=True, exist_ok=True)

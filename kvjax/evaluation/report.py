@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.evaluation.figures import Point, legend_beside, new_figure, plot_lines, plot_quality, save_figure
+from kvjax.evaluation.figures import (
+    Point,
+    legend_beside,
+    new_figure,
+    plot_lines,
+    plot_quality,
+    save_figure,
+    whole_ticks,
+)
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
 from kvjax.evaluation.tasks import TASKS
@@ -142,6 +150,7 @@ def _curves(rows: list[Row], file: Path) -> list[Path]:
     for axis, name in zip(axes, names, strict=True):
         told = {f"{row['policy']}, {row['budget']:g}": row[name] for row in rows if row["policy"] != "full"}
         plot_lines(axis, {label: (range(len(values)), values) for label, values in told.items()})
+        whole_ticks(axis.xaxis)
         axis.set(xlabel="layer", ylabel=name.removesuffix("_of_layers").replace("_", " "))
         legend_beside(axis)
     save_figure(figure, file)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.evaluation.fidelity import attention_row, held_tokens, watched
-from kvjax.evaluation.figures import check_figure, new_figure, save_figure
+from kvjax.evaluation.figures import check_figure, new_figure, save_figure, whole_ticks
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import prefill
@@ -140,6 +140,7 @@ def _draw(found: Trace, file: Path, title: str) -> None:
     for panel, numbers, label in zip(panels, (live, kept), ("live slots per head", "attention kept"), strict=True):
         image = panel.imshow(numbers, aspect="auto", interpolation="nearest", cmap="viridis")
         panel.set(ylabel="layer")
+        whole_ticks(panel.xaxis, panel.yaxis)
         figure.colorbar(image, ax=panel, label=label)
     panels[1].set(xlabel="tokens written after the prompt")
     figure.suptitle(title, fontsize=10)

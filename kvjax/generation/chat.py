@@ -8,13 +8,14 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.generation.generate import begin, check_room
+from kvjax.generation.keywords import TextKeywords
 from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
 from kvjax.generation.sampling import sampling_of
@@ -79,7 +80,7 @@ class Conversation:
         system: str | None = None,
         context: int | None = None,
         chat: Mapping[str, Any] | None = None,
-        **settings: Any,
+        **settings: Unpack[TextKeywords],
     ) -> None:
         self.model, self.system, self.settings = model, system, settings
         self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))

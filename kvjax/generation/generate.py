@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from jaxtyping import Array, Int, Key
 from kvjax.generation.beam import beam_search
 from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.detokenize import Stream as Stream
+from kvjax.generation.keywords import BeginKeywords, TextKeywords, TextsKeywords
 from kvjax.generation.loop import Begun, Drawn
-from kvjax.generation.prompts import encode, end_ids
+from kvjax.generation.prompts import encode, end_ids, has_turns
 from kvjax.generation.sampling import GREEDY, sampling_of
 from kvjax.inference.cache import policy_seeds
 from kvjax.inference.extend import lower_prefill, prefill
@@ -199,7 +200,7 @@ def generate_ids(
     beams: int = 1,
     length_penalty: float = 1.0,
     on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
-    **settings: Any,
+    **settings: Unpack[BeginKeywords],
 ) -> Generation:
     """Continue token ids; see `generate_texts` for the settings.
 
@@ -210,9 +211,8 @@ def generate_ids(
     check_beams(beams, length_penalty, settings)
     if beams > 1 and on_tokens is not None:
         raise ValueError("a beam search knows its text only at the end and cannot stream; leave on_tokens out.")
-    if beams > 1:
-        settings = {**settings, **GREEDY}
-    return go_on(begin(model, prompts, **settings), beams, length_penalty, on_tokens)
+    applied: dict[str, Any] = {**settings, **(GREEDY if beams > 1 else {})}
+    return go_on(begin(model, prompts, **applied), beams, length_penalty, on_tokens)
 
 
 def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) -> None:
@@ -296,17 +296,17 @@ def texts_of(model: LanguageModel, made: Generation, stop: str | Sequence[str] =
 
 def generate_texts(
     model: LanguageModel,
-    prompts: str | Sequence[str | Messages],
+    prompts: str | Sequence[str | Messages | list[int]],
     *,
     chat: Chat = False,
     system: str | None = None,
-    **settings: Any,
+    **settings: Unpack[TextsKeywords],
 ) -> list[str]:
     """Generate texts that continue prompts.
 
     Args:
-        prompts: texts, or conversations: lists of messages with `role` and `content`, which is a text or a list of
-            parts with texts; one text counts as a list of one.
+        prompts: texts, token ids, or conversations: lists of messages with `role` and `content`, which is a text or a
+            list of parts with texts; one text counts as a list of one.
         chat: wrap each text as a user turn with the tokenizer's chat template; settings of the template count as True,
             such as {"enable_thinking": False}.
         system: the system turn of a chat, before all others.
@@ -329,32 +329,33 @@ def generate_texts(
         ValueError: a prompt is empty or too long, or a setting is out of range.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    turns = template_settings(chat) is not None or not all(isinstance(text, str) for text in texts)
+    turns = template_settings(chat) is not None or any(map(has_turns, texts))
     made = generate_ids(model, [encode(model, text, chat, system) for text in texts], chat=turns, **settings)
     return texts_of(model, made, settings.get("stop", ()))
 
 
 def stream_text(
     model: LanguageModel,
-    prompt: str | Messages,
+    prompt: str | Messages | list[int],
     *,
     chat: Chat = False,
     system: str | None = None,
-    **settings: Any,
+    **settings: Unpack[TextKeywords],
 ) -> Iterator[str]:
     """Generate the text that continues one prompt, and yield it in pieces.
 
     Incomplete characters and possible beginnings of a stop string are held back until more tokens arrive.
 
     Args:
-        prompt: a text, or a conversation.
+        prompt: a text, token ids, or a conversation.
         settings: those of `begin`, and `chat` and `system` of `generate_texts`; several samples cannot be streamed.
 
     Raises:
         ValueError: the prompt is empty or too long, or a setting is out of range; raised before the first piece.
     """
-    if settings.get("num_samples", 1) != 1:
-        raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
-    turn = template_settings(chat) is not None or not isinstance(prompt, str)
+    samples = dict(settings).get("num_samples", 1)
+    if samples != 1:
+        raise ValueError(f"num_samples={samples}: one text can be streamed; use model.generate.")
+    turn = template_settings(chat) is not None or has_turns(prompt)
     begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
     return (piece for _, piece in begun.pieces() if piece)

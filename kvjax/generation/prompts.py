@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from kvjax.generation.detokenize import Spelling
 from kvjax.generation.templates import LimitError, TemplateError, renderer
@@ -16,11 +16,25 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 
-def encode(model: LanguageModel, prompt: str | Messages, chat: Chat = False, system: str | None = None) -> list[int]:
-    """Return the ids of a prompt, with those that the tokenizer puts before all texts; see `generate_texts`."""
+def has_turns(prompt: Any) -> bool:
+    """Return whether a prompt is a conversation, not a text or token ids."""
+    return len(prompt) > 0 and isinstance(prompt[0], dict)
+
+
+def encode(
+    model: LanguageModel, prompt: str | Messages | list[int], chat: Chat = False, system: str | None = None
+) -> list[int]:
+    """Return the ids of a prompt, with those that the tokenizer puts before all texts; see `generate_texts`.
+
+    Token ids are returned as they are.
+    """
     settings = template_settings(chat)
+    if not isinstance(prompt, str) and not has_turns(prompt):
+        if system is not None:
+            raise ValueError(f"system={system!r} cannot be added to token ids; give a text or messages.")
+        return cast("list[int]", prompt)
     if not isinstance(prompt, str):
-        return chat_ids(model, render(model, with_system(prompt, system), settings=settings))
+        return chat_ids(model, render(model, with_system(cast("Messages", prompt), system), settings=settings))
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text.")
     if settings is not None:

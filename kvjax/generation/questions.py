@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax.numpy as jnp
 import numpy as np
 
 from kvjax.generation.generate import Generation, begin, check_beams, go_on
+from kvjax.generation.keywords import BeginKeywords
 from kvjax.generation.loop import Begun
 from kvjax.generation.prompts import chat_ids, encode, render, token_ids, with_system
 from kvjax.generation.sampling import GREEDY
@@ -66,7 +67,7 @@ def answer(
     longest: int = 0,
     beams: int = 1,
     length_penalty: float = 1.0,
-    **settings: Any,
+    **settings: Unpack[BeginKeywords],
 ) -> Iterator[Generation]:
     """Answer independent questions about a prompt that is read once.
 
@@ -112,7 +113,7 @@ def answer_each(
     questions: Sequence[Sequence[int]],
     *,
     batch_size: int = 8,
-    **settings: Any,
+    **settings: Unpack[BeginKeywords],
 ) -> Iterator[Generation]:
     """Answer one question about each prompt, after the prompt has been compressed.
 
@@ -125,7 +126,7 @@ def answer_each(
     if len(prompts) != len(questions) or not all(questions):
         raise ValueError(f"{len(questions)} questions, none of them empty, are not there for {len(prompts)} prompts.")
     new = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
-    planned: dict[str, Any] = settings | {"max_new_tokens": max(map(len, questions), default=0) + new}
+    planned: dict[str, Any] = {**settings, "max_new_tokens": max(map(len, questions), default=0) + new}
     for start in range(0, len(prompts), whole_number("batch_size", batch_size)):
         begun = begin(model, prompts[start : start + batch_size], **planned)
         yield go_on(_asked(begun, questions[start : start + batch_size], new))

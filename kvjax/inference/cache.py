@@ -11,6 +11,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
+from kvjax.cache.buffers import allocated_bytes
 from kvjax.cache.step import Storage
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights
@@ -75,6 +76,21 @@ class Cache(struct.PyTreeNode):
         """Newest token of each row without its contents, to rank the present slots."""
         at = (self.position - 1)[:, None]
         return self.reading(jnp.zeros_like(at), at, self.position).replace(given=True)
+
+    def __repr__(self) -> str:
+        return f"Cache({self.described()})"
+
+    def described(self) -> str:
+        """Return rows, slots and bytes in a few words, from shapes alone."""
+        rows = len(self.active)
+        slots = f"{rows} row{'' if rows == 1 else 's'}, {self.allocated_slots:.0f} slots per head"
+        return f"{slots}, {allocated_bytes(self.storage):,} bytes"
+
+    @property
+    def allocated_slots(self) -> float:
+        """Slots per head, empty ones included, averaged over rows, layers and heads."""
+        slots = sum(leaf.size for leaf in jax.tree.leaves(self.storage.stored_positions()))
+        return slots / sum(heads.limit.size for heads in self.storage.layers)
 
     def take(self, rows: Int[np.ndarray, " m"]) -> Cache:
         """Return a cache with some rows, in any order."""

@@ -64,6 +64,9 @@ class Decoder(Bound):
     asked: tuple[Policy, Any] | None = None
     """Policy and budget with concrete numbers, from which slots of prompts are planned; None inside of programs."""
 
+    def __repr__(self) -> str:
+        return f"Decoder({self.policy.label}, {self.config.layers} layers, {self.weights.dtype})"
+
     def prefill(
         self,
         tokens: Tokens,

@@ -120,9 +120,7 @@ def _press_on_device(
     layers = list(zip(policies, views, new, strict=True))
     for policy, view, tokens in layers:
         if questions(policy.plan.asks(view, tokens))[0]:
-            raise ValueError(
-                f"plan {type(policy.plan).__name__} needs attention of the text, which a cache does not hold."
-            )
+            raise ValueError(f"plan {policy.plan.label} needs attention of the text, which a cache does not hold.")
     sizing = policies[0].plan.sizing
     if sizing.all_layers:
         views = allocated_together(policies, views, new)
@@ -143,16 +141,17 @@ def _press_on_device(
 
 def _check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries) -> None:
     # Refuses a residual whose result depends on queries where there are none; `queries` have the shapes that it takes.
+    assert policy.residual is not None
     if depends_on(lambda q: keep(queries=queries._replace(q=q)), {"q": queries.q}):
         raise ValueError(
-            f"{type(policy.residual).__name__} matches queries of a text, which a cache does not hold; give "
+            f"residual {policy.residual.label} matches queries of a text, which a cache does not hold; give "
             "kvjax.compress a text, such as the context again."
         )
 
 
 def named(policy: Policy) -> str:
     """Return the name of a policy in messages."""
-    return policy.name or type(policy.score).__name__
+    return policy.label
 
 
 def stored(pressed: Pressed, decoder: Bound, longest: int) -> Any:

@@ -35,6 +35,9 @@ class State:
     decoder: Decoder
     cache: Cache
 
+    def __repr__(self) -> str:
+        return f"State({self.policy.label}, {self.cache.described()})"
+
     def replace(self, **changes: Any) -> State:
         """Return a state with other values of some attributes, of its cache or of its decoder."""
         fields = {field.name for field in dataclasses.fields(Cache)}
@@ -224,8 +227,7 @@ def full_cache_bytes(state: State) -> int:
 
 def allocated_slots(state: State) -> float:
     """Return the slots per head, empty ones included, averaged over rows, layers and heads."""
-    slots = sum(leaf.size for leaf in jax.tree.leaves(state.storage.stored_positions()))
-    return slots / sum(heads.limit.size for heads in state.storage.layers)
+    return state.cache.allocated_slots
 
 
 def held_positions(state: State) -> list[np.ndarray]:

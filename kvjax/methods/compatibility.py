@@ -56,12 +56,12 @@ PAIRS = (
     ),
     Pair(
         lambda policy: isinstance(policy.protection, TokenClasses) and not isinstance(policy.plan, Profiled),
-        "the classes of tokens that {protection} protects are what plan fastgen finds out, not plan {plan}",
+        "the classes of tokens in {protection} are what plan fastgen finds out, not plan {plan}",
         "use plan fastgen, or protection by sinks, recent and special",
     ),
     Pair(
         lambda policy: isinstance(policy.plan, Profiled) and not isinstance(policy.protection, TokenClasses),
-        "plan fastgen counts on the classes of tokens that fastgen protects, not on {protection}",
+        "plan fastgen counts on the protection of fastgen, not on {protection}",
         "use policy fastgen, and replace its other parts",
     ),
     Pair(
@@ -106,6 +106,11 @@ def _of_fixed_budgets(sizing: Sizing) -> bool:
     return sizing == Sizing(per_head=sizing.per_head, all_layers=sizing.all_layers)
 
 
+def _protection(policy: Policy) -> str:
+    usual = type(policy.protection) is Protection
+    return "protection by sinks, recent and special" if usual else f"the protection of {policy.label}"
+
+
 def fitted(policy: Policy) -> Policy:
     """Return a copy of a policy whose codec is set up for the other parts, if all parts are compatible.
 
@@ -119,7 +124,9 @@ def fitted(policy: Policy) -> Policy:
     policy = dataclasses.replace(policy, codec=codec)
     for pair in PAIRS:
         if pair.clash(policy):
-            parts = ("score", "protection", "plan", "selection")
-            names = {part: type(getattr(policy, part)).__name__ for part in parts}
+            selection = "" if policy.selection is None else policy.selection.label
+            names = dict(
+                score=policy.label, protection=_protection(policy), plan=policy.plan.label, selection=selection
+            )
             raise ValueError(f"{pair.what.format(**names, codec=policy.codec.name)}; {pair.remedy}.")
     return policy

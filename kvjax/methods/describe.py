@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvjax.methods.register import PAPERS, REGISTRY, TABLES, combine
-from kvjax.methods.registry import annotations_of, policy, settings_of
-from kvjax.policies import Codec, Protection, Uniform
+from kvjax.methods.register import PAPERS, REGISTRY, TABLES, combine, installed, load_installed
+from kvjax.methods.registry import annotations_of, from_file, names_file, policy, settings_of
+from kvjax.policies import Codec, Policy, Protection, Uniform
 from kvjax.types import setting_names
+from kvjax.utils.suggest import choices
 
 
 class Setting(NamedTuple):
@@ -36,7 +38,12 @@ class Description(NamedTuple):
 
 
 def policies() -> dict[str, list[Description]]:
-    """Return the policies by group, without the settings of `common` that keep their usual defaults."""
+    """Return the policies by group, without the settings of `common` that keep their usual defaults.
+
+    Methods of installed packages are among them.
+    """
+    for name in installed():
+        load_installed(name, REGISTRY, *TABLES.values())
     return {group: [describe_policy(name, own=True) for name in names] for group, names in PAPERS.items()}
 
 
@@ -58,6 +65,44 @@ def describe_policy(name: str, own: bool = False) -> Description:
     of_parts = [type(part) for part in parts if part is not None and type(part) not in (Protection, Uniform, Codec)]
     sources = [inspect.unwrap(method), *of_parts]  # the class of a registered score stands for its function
     return Description(name, _summary(method), paper, settings, _said("When", method), list(dict.fromkeys(sources)))
+
+
+def describe_named(name: str, parts_by_kind: Mapping[str, str]) -> list[Description]:
+    """Describe a policy, registered or of a user's file, and the parts that replace its own.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if names_file(name):
+        first = describe_own(name)
+    elif name in REGISTRY:
+        first = describe_policy(name)
+    else:
+        raise ValueError(f"there is no policy {name!r}; {choices(name, REGISTRY)}")
+    return [first, *(each for kind in parts_by_kind for each in parts()[kind] if each.name == parts_by_kind[kind])]
+
+
+def describe_own(name: str) -> Description:
+    """Describe a policy of a user's file, named as `FILE.py:NAME`."""
+    source = from_file("policy", name)
+    described = source if callable(source) else type(source)
+    takes = inspect.signature(source).parameters.values() if callable(source) else ()
+    named = {each.name: each for each in takes if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    known = _meanings(combine, *reversed(getattr(described, "__mro__", (described,))))
+    own = [
+        Setting(each.name, _written(each.annotation), each.default, known.get(each.name, "")) for each in named.values()
+    ]
+    usual = [setting for setting in common() if setting.name not in named]
+    if isinstance(source, Policy):
+        values = {name: getattr(source.protection, name) for name in ("sinks", "recent", "special")}
+        values |= {"positions": source.codec.positions, "evict_every": source.evict_every}
+        usual = [setting._replace(default=values[setting.name]) for setting in usual]
+    summary = repr(source) if isinstance(source, Policy) else _summary(described)
+    return Description(name, summary, "", [*own, *usual], _said("When", described), [described])
+
+
+def _written(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
 def common() -> list[Setting]:

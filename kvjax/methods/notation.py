@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from kvjax.methods.register import REGISTRY, TABLES
+from kvjax.methods.register import REGISTRY, TABLES, load_installed
 from kvjax.methods.registry import policy, settings_of
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import parse_settings
@@ -54,7 +54,9 @@ def parse_policy(text: str) -> Named:
     if found is None:
         raise ValueError(f"{text!r} is not of the form name+part[setting=value].")
     parts: dict[str, str] = {}
+    load_installed(found[1].strip(), REGISTRY)
     for part in map(str.strip, found[2].split("+")[1:]):
+        load_installed(part, *TABLES.values())
         kind = next((kind for kind, names in TABLES.items() if part in names), None)
         if kind is None:
             known = [each for names in TABLES.values() for each in names]

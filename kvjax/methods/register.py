@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from kvjax.policies import Codec, Plan, Policy, Protection, Residual, Score, Selection, Uniform
 from kvjax.policies.quantizer import CODECS, Quantizer
 from kvjax.types import setting_names
 from kvjax.utils.suggest import choices
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Method = Callable[..., Policy]
 Group = Literal[
@@ -29,7 +32,7 @@ REGISTRY: dict[str, Method] = {}
 """The functions that make policies, by name."""
 PAPERS: dict[str, dict[str, str]] = {group: {} for group in get_args(Group)}
 """Sources of the policies, in groups by the data that rank tokens."""
-PLANS: dict[str, type[Plan]] = {"uniform": Uniform}
+PLANS: dict[str, type[Plan]] = {}
 RESIDUALS: dict[str, type[Residual]] = {}
 SELECTIONS: dict[str, type[Selection]] = {}
 TABLES: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "codec": CODECS, "selection": SELECTIONS}
@@ -161,11 +164,39 @@ def register_part(name: str) -> Callable[[_P], _P]:
         for part, base in BASES.items():
             if issubclass(kind, base):
                 _insert(part, TABLES[part], name, kind)
+                kind._registered = name  # type: ignore[attr-defined]
                 return kind
         kinds = "Plan, Residual, Quantizer or Selection"
         raise TypeError(f"{kind.__name__} is no {kinds}; derive it from one of these.")
 
     return registered
+
+
+GROUP = "kvjax.policies"
+"""Group of entry points in which packages name their own methods and parts."""
+
+
+def installed() -> dict[str, EntryPoint]:
+    """Return the entry points of installed packages by name; importing one registers a method or a part."""
+    from importlib.metadata import entry_points  # slow to import
+
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def load_installed(name: str, *tables: Mapping[str, Any]) -> None:
+    """Import what an installed package offers by a name that is in none of the tables.
+
+    Raises:
+        ValueError: it cannot be imported, or it does not register the name.
+    """
+    if any(name in table for table in tables) or not name.isidentifier() or (point := installed().get(name)) is None:
+        return
+    try:
+        point.load()
+    except Exception as error:
+        raise ValueError(f"{name} of {point.value} cannot be imported ({type(error).__name__}: {error}).") from error
+    if not any(name in table for table in (REGISTRY, *TABLES.values())):
+        raise ValueError(f"{point.value} does not register {name!r}; decorate it with kvjax.methods.register there.")
 
 
 def _insert(what: str, table: dict[str, Any], name: str, made: Any) -> None:
@@ -182,3 +213,6 @@ def _sort(table: dict[str, Any]) -> None:
     ordered = sorted(table.items())
     table.clear()
     table.update(ordered)
+
+
+register_part("uniform")(Uniform)

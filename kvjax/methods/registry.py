@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 
 from kvjax.methods.compatibility import fitted
-from kvjax.methods.register import BASES, REGISTRY, RESIDUALS, TABLES, combine
+from kvjax.methods.register import BASES, REGISTRY, RESIDUALS, TABLES, combine, load_installed
 from kvjax.policies import Codec, Plan, Policy, Quantizer, Residual, Score, Selection
 from kvjax.types import check, check_kind
 from kvjax.utils.files import expanded
 from kvjax.utils.suggest import choices
 
+_NAMEABLE = (Policy, Score, *BASES.values())
+"""Types of the objects in a file that can be named."""
 _USUAL = {"residual": "less", "selection": "topk"}
 """Parts that are meant if only their settings are given."""
 
@@ -68,8 +70,9 @@ def policy(
 
 
 def _registered(name: str, own: Mapping[str, Any]) -> Policy:
-    if _names_file(name):
+    if names_file(name):
         return _from_file(name, own)
+    load_installed(name, REGISTRY)
     if name not in REGISTRY:
         head = name.partition("+")[0].partition("[")[0]
         if head in REGISTRY:
@@ -83,7 +86,7 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     known = settings_of(name)
     for setting in own:
         if setting not in known and "base" not in known:
-            raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
+            raise ValueError(f"policy {name!r} has no setting {setting!r}; {choices(setting, known, lead='it takes')}")
     made = REGISTRY[name](**_typed(own, annotations_of(REGISTRY[name]) | annotations_of(combine)))
     # A policy over another one keeps the other's name.
     return made if "base" in known else dataclasses.replace(made, name=name)
@@ -95,12 +98,13 @@ def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
     return policy(base, **settings)
 
 
-def _names_file(name: str) -> bool:
+def names_file(name: str) -> bool:
+    """Return whether a name has the form `FILE.py:NAME`."""
     return name.rpartition(":")[0].endswith(".py")
 
 
-def _loaded(what: str, name: str) -> Any:
-    # What a file that is named FILE.py:NAME calls by this name; None if there is no such name.
+def from_file(what: str, name: str) -> Any:
+    """Return the object that `FILE.py:NAME` names; `what` it should be is for the error."""
     path, _, attribute = name.rpartition(":")
     file = expanded(path)
     if not file.is_file():
@@ -116,12 +120,19 @@ def _loaded(what: str, name: str) -> Any:
         except Exception as error:
             del sys.modules[name]
             raise ValueError(f"{file} cannot be run ({type(error).__name__}: {error}).") from error
-    return getattr(module, attribute, None)
+    if not hasattr(module, attribute):
+        own = [each for each, value in vars(module).items() if _defined_in(module.__name__, value)]
+        raise ValueError(f"{file} has no {attribute!r}; {choices(attribute, own, lead='it has')}")
+    return getattr(module, attribute)
+
+
+def _defined_in(module: str, value: Any) -> bool:
+    return isinstance(value, _NAMEABLE) or (callable(value) and getattr(value, "__module__", "") == module)
 
 
 def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     # A policy of somebody's own: made, or whatever makes one or its score from settings.
-    found = _loaded("policy", name)
+    found = from_file("policy", name)
     file, _, attribute = name.rpartition(":")
     file = expanded(file)
     # What every policy has is no setting of the score, unless it says so.
@@ -130,6 +141,12 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     usual = [] if all_of_them else [name for name in _keywords(combine) if name in own and name not in takes]
     common = _typed({name: own[name] for name in usual}, annotations_of(combine))
     own = {name: value for name, value in own.items() if name not in common}
+    for setting in own if callable(found) and not all_of_them else ():
+        if setting not in takes:
+            known = dict.fromkeys([*takes, *_keywords(combine)])
+            raise ValueError(
+                f"{attribute} in {file} has no setting {setting!r}; {choices(setting, known, lead='it takes')}"
+            )
     try:
         made = found(**own) if callable(found) else found
     except TypeError as error:
@@ -202,15 +219,16 @@ def residual_by_name(name: str, **settings: Any) -> Residual:
 def _made(part: str, given: Any, settings: Mapping[str, Any]) -> Any:
     base, table, name = BASES[part], TABLES[part], given
     if isinstance(name, str):
-        if not _names_file(name) and name not in table:
+        load_installed(name, table)
+        if not names_file(name) and name not in table:
             raise ValueError(f"there is no {part} {name!r}; {choices(name, table)}")
-        given = _loaded(part, name) if _names_file(name) else table[name]
+        given = from_file(part, name) if names_file(name) else table[name]
         if isinstance(given, type) and issubclass(given, base):
             known = {field.name: field.type for field in dataclasses.fields(given)}
             for setting in settings:
                 if setting not in known:
-                    takes = ", ".join(known) or "none"
-                    raise ValueError(f"{part} {name!r} has no setting {setting!r}; it takes {takes}.")
+                    hint = choices(setting, known, lead="it takes")
+                    raise ValueError(f"{part} {name!r} has no setting {setting!r}; {hint}")
             return given(**_typed(settings, known))
         if not isinstance(given, base):
             raise ValueError(f"{name} is no {base.__name__}, neither a class nor an instance: {given!r}.")
@@ -309,7 +327,7 @@ def name_of(policy: Policy) -> str:
             return name
     if policy.plan.extra_slots:
         return "baseline_plus"
-    return policy.name or type(policy.score).__name__
+    return policy.label
 
 
 # In alphabetical order, after everything above is defined: `less` makes its base by name.

@@ -91,6 +91,11 @@ class Part(struct.PyTreeNode, abc.ABC):
         mine = {name: value[index] for name, value in held.items() if isinstance(value, tuple)}
         return self._with_inner(lambda part: part.layer(index), **mine)
 
+    @property
+    def label(self) -> str:
+        """Name in messages: the registered one, or else the class."""
+        return vars(type(self)).get("_registered", type(self).__name__)
+
     def _with_inner(self, change: Callable[[Part], Part], **values: Any) -> Self:
         # Returns a copy with other values of some fields, and with the parts in its fields changed.
         for field in dataclasses.fields(self):  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, Split
 from kvjax.policies.residual import Residual, Selection, SlotResidual
 from kvjax.policies.score import Score
 from kvjax.types import New, Parts, PyTree, View, derived, setting, wide
-from kvjax.utils.fields import at_least
+from kvjax.utils.fields import at_least, fields_line
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -73,6 +73,15 @@ class Policy(Part, interface=True):
         if all(isinstance(getattr(self, name), (Part, type(None))) for name in _KINDS):
             object.__setattr__(self, "kinds", tuple(_kinds(self)))
 
+    def __repr__(self) -> str:
+        """Show the parts, and of each the settings that are not its defaults."""
+        return fields_line(self, hidden=("kinds",))
+
+    @property
+    def label(self) -> str:
+        """Name in messages: the registered one, or else the class of the score."""
+        return self.name or type(self.score).__name__
+
     @property
     def bounded(self) -> bool:
         """True if a budget has an effect: tokens are evicted, or left out of attention."""
@@ -94,7 +103,7 @@ class Policy(Part, interface=True):
         """
         if plan is None:
             return self
-        mode, other = self.plan.sizing.mode, type(plan).__name__
+        mode, other = self.plan.sizing.mode, plan.label
         if mode == "unbounded":
             raise ValueError(
                 f"this policy evicts nothing, so plan={other} has no effect; leave it out, or choose another policy "
@@ -102,7 +111,7 @@ class Policy(Part, interface=True):
             )
         if mode == "profiled":
             raise ValueError(
-                f"{self.name or type(self.score).__name__} decides itself how many slots each head gets, so budget and "
+                f"{self.label} decides itself how many slots each head gets, so budget and "
                 f"plan={other} mean nothing to it; leave both out and change its settings."
             )
         return dataclasses.replace(self, plan=self.plan.spread_by(plan))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
+import re
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +24,10 @@ _MADE = "/jax/core/compile/backend_compile_duration"
 _READ = "/jax/compilation_cache/cache_hits"
 _LONG = 0.1
 """Seconds of compiling or reading a program after which memory is returned to the system."""
+_PROGRAM = 1_000_000
+"""Bytes of a large program on disk."""
+_UNWRITABLE = "compiled programs cannot be kept in {}"
+_REMEDY = "set KVJAX_CACHE_DIR to a directory with room that you may write to, or to nothing."
 _MANY_MAPPINGS = 40_000
 """Memory mappings above which programs are dropped; XLA ends a process that exceeds Linux's limit, 65530."""
 
@@ -32,11 +40,43 @@ def enable_compilation_cache(directory: str | Path | None = None) -> None:
             `kvjax/xla` in the user's cache directory (`XDG_CACHE_HOME`, `~/.cache`). If the variable is set and empty,
             nothing is kept.
     """
-    chosen = cache_directory() if directory is None else directory
-    if chosen:
-        jax.config.update("jax_compilation_cache_dir", str(chosen))
-        # Keep small programs, too: a start needs dozens, and reading one takes a tenth of the time of compiling it.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    chosen = cache_directory() if directory is None else Path(directory)
+    if chosen is None:
+        return
+    # Keep small programs, too: a start needs dozens, and reading one takes a tenth of the time of compiling it.
+    least = 0.0
+    try:
+        _check_room(chosen)
+    except OSError as error:
+        warnings.warn(f"{_UNWRITABLE.format(chosen)} ({error.strerror}); {_REMEDY}", stacklevel=2)
+        if not chosen.is_dir():
+            return
+        least = math.inf  # programs are read, and none is written
+    jax.config.update("jax_compilation_cache_dir", str(chosen))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+
+
+def _check_room(directory: Path) -> None:
+    """Raise an OSError if no program could be written to a directory, which is made if it is missing."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(_PROGRAM))
+
+
+def one_line_warnings() -> Callable[..., str]:
+    """Return a `warnings.formatwarning` of one line; JAX's warnings of programs that it cannot keep become one."""
+    reported = False
+
+    def line(message: Warning | str, *_: object, **__: object) -> str:
+        nonlocal reported
+        failure = re.match(r"Error writing persistent compilation cache .*?': (.*)", str(message), flags=re.DOTALL)
+        if failure is None:
+            return f"kvjax: {message}\n"
+        first, reported = not reported, True
+        directory = jax.config.values["jax_compilation_cache_dir"]
+        return f"kvjax: {_UNWRITABLE.format(directory)} ({' '.join(failure[1].split())}); {_REMEDY}\n" if first else ""
+
+    return line
 
 
 def cache_directory() -> Path | None:

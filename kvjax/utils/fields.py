@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 
 class Limit(NamedTuple):
@@ -137,3 +140,27 @@ def check_limit(name: str, value: Any, field: dataclasses.Field[Any]) -> None:
     if limit is not None and value is not None:
         optional = ", or None" if str(field.type).endswith("None") else ""
         check(limit.fits(value), name, value, limit.expected + optional)
+
+
+def fields_line(record: Any, hidden: Sequence[str] = ()) -> str:
+    """Return a dataclass as a call in one line, with the values that are not defaults, and arrays by their shapes."""
+    values = {each.name: (_brief(getattr(record, each.name)), each.default) for each in dataclasses.fields(record)}
+    shown = [
+        f"{name}={value}"
+        for name, (value, default) in values.items()
+        if name not in hidden and (default is dataclasses.MISSING or value != _brief(default))
+    ]
+    return f"{type(record).__name__}({', '.join(shown)})"
+
+
+def _brief(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        concrete = value.ndim == 0 and isinstance(value, (np.generic, np.ndarray, jax.Array))
+        shown = concrete and not isinstance(value, Tracer)
+        return f"{value.item():g}" if shown else f"{value.dtype}{list(value.shape)}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return fields_line(value)
+    arrays = [leaf for leaf in jax.tree.leaves(value) if hasattr(leaf, "shape")]
+    if arrays:
+        return f"<{len(arrays)} arrays>"
+    return reprlib.repr(value)

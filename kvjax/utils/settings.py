@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.resources
 import inspect
 import json
+import reprlib
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kvjax.utils.suggest import choices
 
 PART_KEYS = ("plan", "residual", "codec", "selection")
 """Parts of a policy that a user can replace by name."""
@@ -91,14 +93,16 @@ def read_config(path_or_name: str) -> dict[str, Any]:
     file = next((path for path in (Path(path_or_name), *shipped) if path.is_file()), None)
     if file is None:
         names = sorted(path.stem for directory in config_directories() for path in directory.glob("*.toml"))
-        raise ValueError(f"there is no config {path_or_name!r}; give a file, or one of {', '.join(names)}.")
+        raise ValueError(
+            f"there is no config {path_or_name!r}; {choices(path_or_name, names, lead='give a file, or one of')}"
+        )
     try:
         config = tomllib.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not TOML: {error}.") from None
     for key in config:
         if key not in CONFIG_KEYS:
-            raise ValueError(f"{file} has an unknown key {key!r}; a config takes {', '.join(CONFIG_KEYS)}.")
+            raise ValueError(f"{file} has an unknown key {key!r}; {choices(key, CONFIG_KEYS, lead='a config takes')}")
     if isinstance(config.get("budget"), list):
         config["budget"] = tuple(config["budget"])
     for key, value in config.items():
@@ -216,16 +220,23 @@ def template_settings(chat: Any) -> dict[str, Any] | None:
 _EXAMPLE = {"enable_thinking": False}
 
 
-def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages]:
-    """Return a list of texts, and also of conversations if it is a `chat`; a single prompt becomes a list of one."""
+def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages | list[int]]:
+    """Return a list of texts, of token ids, and of conversations if it is a `chat`; one prompt becomes a list of one.
+
+    Token ids are a list or an array [n], or [b, n] for several prompts.
+    """
     chat = template_settings(chat) is not None
     if isinstance(prompts, str):
         return [prompts]
+    if hasattr(prompts, "__array__"):
+        prompts = np.asarray(prompts).tolist()
     if not isinstance(prompts, (list, tuple)):
-        raise TypeError(f"prompts={prompts!r} is not a text, nor a list of texts.")
+        raise TypeError(f"prompts={prompts!r} is not a text, nor a list of texts or of token ids.")
+    if prompts and _is_id(prompts[0]):
+        return [_ids(prompts)]
     if chat and prompts and isinstance(prompts[0], dict):
         return [conversation(prompts)]
-    found: list[str | Messages] = []
+    found: list[str | Messages | list[int]] = []
     for prompt in prompts:
         if chat and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
             found.append(conversation(prompt))
@@ -234,14 +245,24 @@ def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages]:
             raise TypeError(
                 "prompts are texts, not messages; give the text of a user's turn, and chat=True, or with it messages."
             )
-        if isinstance(prompt, (int, np.integer, list, tuple, np.ndarray)):
-            raise TypeError("prompts are texts, not token ids; for ids there is kvjax.prefill.")
-        if not isinstance(prompt, str):
-            raise TypeError(f"prompts are texts, not {prompt!r}.")
-        found.append(prompt)
+        if hasattr(prompt, "__array__"):
+            prompt = np.asarray(prompt).tolist()
+        if not isinstance(prompt, (str, list, tuple)):
+            raise TypeError(f"prompts are texts or token ids, not {prompt!r}.")
+        found.append(prompt if isinstance(prompt, str) else _ids(prompt))
     if not found:
         raise ValueError("there is no prompt; give at least one text.")
     return found
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _ids(prompt: Sequence[Any]) -> list[int]:
+    if not all(map(_is_id, prompt)):
+        raise TypeError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}.")
+    return [int(token) for token in prompt]
 
 
 def keywords(*functions: Callable[..., Any]) -> list[str]:
@@ -255,6 +276,4 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
     names = list(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            meant = f"did you mean {near[0]}?" if near else f"it takes {', '.join(names)}."
-            raise TypeError(f"{function} has no keyword {name!r}; {meant}")
+            raise TypeError(f"{function} has no keyword {name!r}; {choices(name, names, lead='it takes')}")

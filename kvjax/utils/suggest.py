@@ -18,8 +18,8 @@ def alike(word: str) -> str:
     return word.removeprefix("--").lower().replace("-", "_")
 
 
-def choices(word: str, known: Iterable[str], also: str = "") -> str:
+def choices(word: str, known: Iterable[str], also: str = "", lead: str = "choose one of") -> str:
     """Return the end of a message about an unknown word: the closest known word, or all known words and `also`."""
     names = list(known)
     near = meant(word, names)
-    return f"did you mean {near}?" if near else f"choose one of {', '.join(names)}{also}."
+    return f"did you mean {near}?" if near else f"{lead} {', '.join(names) or 'none'}{also}."

@@ -255,10 +255,10 @@ def test_every_character_can_be_said_in_a_chat(encoding: str, monkeypatch: pytes
     model = random_model(small_config(4, 2, max_positions=128))
     model.tokenizer = tokenizing.words(letter=EMOJI)
     monkeypatch.setattr("kvjax.model.load", lambda *_, **__: model)
-    streams = [io.TextIOWrapper(io.BytesIO(text), encoding) for text in (b"a turn\n/no\n", b"", b"")]
+    streams = [io.TextIOWrapper(io.BytesIO(text), encoding) for text in (b"a turn\n/save\n", b"", b"")]
     for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
         monkeypatch.setattr(f"sys.{name}", stream)
-    assert chat.main(["--policy", "full", "--max-new-tokens", "2"]) == 2  # for the unknown command
+    assert chat.main(["--policy", "full", "--max-new-tokens", "2"]) == 2  # for want of a name
     streams[1].flush()
     assert streams[1].buffer.getvalue().count(rb"\U0001f600") == 2
 

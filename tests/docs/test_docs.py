@@ -25,7 +25,8 @@ API = (DOCS / "api.md").read_text(encoding="utf-8")
 SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
 
 
-PAGES = {page.stem: page.read_text(encoding="utf-8") for page in [*DOCS.glob("*.md"), *(DOCS / "guides").glob("*.md")]}
+FILES = [ROOT / "README.md", *DOCS.glob("*.md"), *(DOCS / "guides").glob("*.md")]
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in FILES}
 GUIDES = sorted(name for name, text in PAGES.items() if "```python" in text and name not in ("api", "serving"))
 
 
@@ -35,10 +36,23 @@ def test_the_code_of_guides_runs(name: str) -> None:
     exec(compile(code, name, "exec", dont_inherit=True), {"__name__": name})  # without future imports
 
 
+def test_the_first_page_shows_the_figure_of_the_readme() -> None:
+    assert "](docs/quality.svg)" in PAGES["README"] and "](quality.svg)" in PAGES["index"]
+
+
 def test_every_public_name_is_explained() -> None:
     table = API[: API.index("## Texts")]
     named = set(re.findall(r"`(\w+)", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE))))
     assert named == set(kvjax.__all__)
+
+
+def test_texts_of_reports_are_listed_with_source_and_digest() -> None:
+    pages = [*DOCS.rglob("*.md"), ROOT / "kvjax" / "tiny" / "less" / "README.md"]
+    names = {name for page in pages for name in re.findall(r"\b(\w+_(?:valid|train))\.txt", page.read_text("utf-8"))}
+    rows = re.findall(r"^\| `(\w+)\.txt` \| (.*) \|$", PAGES["texts"], flags=re.MULTILINE)
+    digests = [name for name, rest in rows if re.fullmatch(r"[\d,]+ \| `[0-9a-f]{64}`", rest)]
+    sources = [name for name, rest in rows if len(re.split(r" \| ", rest)) == 3]
+    assert sorted(digests) == sorted(sources) == sorted(names)
 
 
 def test_readme_names_every_method() -> None:
@@ -158,30 +172,43 @@ def test_every_command_line_of_a_page_runs(name: str, tmp_path: Path) -> None:
             assert told["code"] == 0, told
 
 
+CHAPTER = API[API.index("\n## Step by step") : API.index("\n## Your own policy")]
+"""The chapter of the Python interface whose blocks continue one state."""
 RESTORED = {
     "fastgen": {},
     "h2o, adakv": {"plan": "adakv"},
-    "h2o, int8": {"codec": "int8"},
     "lightkv": {"offload": True},
 }
 
 
+def code(text: str) -> list[str]:
+    """The blocks of Python in a text."""
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
 @pytest.mark.parametrize("name", RESTORED)
 def test_the_recipes_for_memory_and_disk_go_for_every_storage(name: str) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", API[API.index("### In place") :], flags=re.DOTALL)[1:3]
+    recipes = [block for block in code(CHAPTER) if "donate_argnums" in block or "orbax" in block]
+    assert len(recipes) == 2
     model = kvjax.load("tiny")
     policy = kvjax.policy(name.partition(",")[0], **RESTORED[name])
     ids = model.tokenizer.encode("Once upon a time there was a girl. She had a dog, a red ball and a boat.")
     budget = 1.0 if policy.plan.sizing.mode == "profiled" else 16
     state, logits = kvjax.prefill(model, policy, [ids], budget=budget, max_new_tokens=64)
     known = {"kvjax": kvjax, "model": model, "policy": policy, "ids": ids, "state": state, "logits": logits}
-    exec("\n".join(blocks).replace("budget=16", f"budget={budget}"), known)
+    exec("\n".join(recipes).replace("budget=16", f"budget={budget}"), known)
+    assert (known["restored"].position == len(ids) + 4).all()
+
+
+def test_the_code_that_continues_one_state_runs() -> None:
+    known: dict[str, Any] = {"kvjax": kvjax, "model": kvjax.load("tiny")}
+    exec("\n".join(code(CHAPTER)), known)
+    assert known["restored"].decoder.policy.name == "keyformer"
 
 
 @pytest.mark.slow
 def test_the_code_runs() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", API, flags=re.DOTALL)
-    exec("\n".join(blocks), {})
+    exec("\n".join(code(API)), {})
 
 
 @pytest.mark.slow

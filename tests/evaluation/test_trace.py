@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.cli.main import main
+from kvjax.evaluation import trace as module
 from kvjax.evaluation.trace import trace
 from tests.small_models import GQA, random_model
 
@@ -58,6 +59,20 @@ def test_the_command_writes_json(words: list[str], tmp_path: Path, capsys: pytes
     for layer in made["layers"]:
         assert np.shape(layer["attention_kept"]) == np.shape(layer["live_slots"]) and len(layer["evicted"][0]) == 7
         assert sum(head[-1] for head in layer["live_slots"]) == 8 * len(layer["live_slots"])
+    assert f"wrote a trace of 6 new tokens to {file}" in capsys.readouterr().err
     picture = tmp_path / "trace.gif"
     assert main(["generate", "--prompt", text, "--trace", str(picture)]) == 2
     assert "is neither .json nor .png" in capsys.readouterr().err and not picture.exists()
+
+
+def test_ticks_of_a_picture_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(module, "save_figure", lambda figure, file: figures.append(figure))
+    positions = tuple(np.zeros((1, 1, 4, 2), int) for _ in range(2))
+    scores, kept = tuple(np.zeros((1, 1, 4, 2)) for _ in range(2)), np.ones((2, 1, 1, 4))
+    module.save(module.Trace(positions, scores, kept), tmp_path / "trace.png", {"policy": "h2o"})
+    (figure,) = figures
+    figure.canvas.draw()
+    for panel in figure.axes[:2]:
+        ticks = [*panel.get_xticks(), *panel.get_yticks()]
+        assert ticks == [round(tick) for tick in ticks]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kvjax.cli import evaluate
 
 def stories(model: kvjax.Model, rows: int, tokens: int) -> str:
     """Text that the model wrote with a full cache, each story within the trained length."""
-    settings = dict(max_new_tokens=tokens, policy="full", seed=list(range(rows)), stop_at_eos=False)
+    settings: dict[str, Any] = dict(max_new_tokens=tokens, policy="full", seed=list(range(rows)), stop_at_eos=False)
     return "\n".join(model.generate(["Once upon a time"] * rows, **settings))
 
 

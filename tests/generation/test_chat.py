@@ -121,7 +121,7 @@ def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
     "".join(plain.reply("Once upon"))
     assert plain.text[:2] == model.tokenizer.encode("Once upon")
     with pytest.raises(TypeError, match="Conversation has no keyword 'num_samples'"):
-        Conversation(model, num_samples=2)
+        Conversation(model, num_samples=2)  # pyright: ignore[reportCallIssue]
     talk = Conversation(model, **SMALL)
     for turn, message in ((" ", "the turn is empty"), ("a\ud800", "not valid text"), ("a " * 1200, "leaves no room")):
         with pytest.raises(ValueError, match=message):
@@ -185,7 +185,6 @@ def test_a_conversation_in_a_terminal_outlives_commands(
         (["--budget", "0"], "", "budget=0"),
         (["--context", "5000"], "", "do not fit the model's 1152 positions"),
         (["--load", "nowhere"], "", "nowhere has no saved conversation"),
-        ([], "/nothing", "there is no command /nothing; /help shows those that there are"),
         ([], "/save", "/save needs a name"),
         ([], "/save kept", "the conversation has no turn yet"),
         ([], "/load nowhere", "nowhere has no saved conversation"),
@@ -198,6 +197,17 @@ def test_a_mistake_is_one_sentence(
     assert chat.main(words) == 2
     said = capsys.readouterr().err
     assert message in said and said.startswith("kvjax chat: ") and said.count("\n") == 1
+
+
+def test_an_unknown_command_of_a_pipe_is_a_turn_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"/nwe Hello\n/save {tmp_path / 'kept'}\n"))
+    with pytest.warns(UserWarning, match=r"no command /nwe; did you mean /new\? The line is read as a turn"):
+        assert chat.main(WORDS) == 0
+    use, saved = capsys.readouterr().err.splitlines()
+    seen = use.removeprefix("[").partition(" ")[0]
+    assert saved == f"wrote a conversation of {seen} tokens to {tmp_path / 'kept'}" and (tmp_path / "kept").is_dir()
 
 
 def test_lines_of_a_pipe_are_turns() -> None:

@@ -50,12 +50,14 @@ def test_greedy_text_equals_the_plain_forward(model: kvjax.Model) -> None:
 @pytest.mark.compiled_well
 def test_a_text_does_not_depend_on_its_batch(model: kvjax.Model) -> None:
     prompts = [STORY, "The old man said that", "Tom had a red ball."]
-    arguments = dict(policy="keyformer", budget=24, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=3)
-    together = model.generate(prompts, **arguments)
-    assert together == [model.generate([prompt], **arguments)[0] for prompt in prompts]
-    assert model.generate(prompts[::-1], **arguments) == together[::-1]
-    assert model.generate(prompts, **{**arguments, "seed": 4}) != together
-    assert model.generate(prompts, **{**arguments, "seed": [3, 4, 5]})[0] == together[0]
+    arguments: dict[str, Any] = dict(
+        policy="keyformer", budget=24, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95
+    )
+    together = model.generate(prompts, seed=3, **arguments)
+    assert together == [model.generate([prompt], seed=3, **arguments)[0] for prompt in prompts]
+    assert model.generate(prompts[::-1], seed=3, **arguments) == together[::-1]
+    assert model.generate(prompts, seed=4, **arguments) != together
+    assert model.generate(prompts, seed=[3, 4, 5], **arguments)[0] == together[0]
 
 
 def test_rows_stop_at_their_end(model: kvjax.Model) -> None:
@@ -113,6 +115,7 @@ def test_json_and_cache_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     wanted = "text prompt_tokens new_tokens policy budget allocated_slots cache_bytes full_cache_bytes prefill_seconds "
     wanted += "decode_tokens_per_second seed"
     assert set(wanted.split()) <= set(report)
+    assert said.err.startswith(f"wrote a map of {report['prompt_tokens']} prompt tokens to {figure}\n")
     assert report["policy"] == "keyformer" and report["cache_bytes"] < report["full_cache_bytes"]
     assert figure.read_bytes().startswith(b"\x89PNG")
 
@@ -259,8 +262,13 @@ def test_a_chat_template_that_refuses_is_one_sentence(model: kvjax.Model) -> Non
 @pytest.mark.parametrize(
     ("prompts", "settings", "message"),
     [
-        ([1, 2], {}, "prompts are texts, not token ids; for ids there is kvjax.prefill"),
-        ([[1, 2]], {}, "not token ids"),
+        ([1, 2.5], {}, r"a prompt is a text or a list of token ids, not \[1, 2.5\]"),
+        ([[1, True]], {}, "a prompt is a text or a list of token ids, not"),
+        (np.array([[0.5]]), {}, "a prompt is a text or a list of token ids, not"),
+        ([[]], {}, "a prompt is empty; give at least one token"),
+        ([1, 99999], {}, "token 99999 is not in the vocabulary of 2048"),
+        ([1, 2], {"system": "Be kind."}, "system='Be kind.' cannot be added to token ids"),
+        (5, {}, "prompts=5 is not a text"),
         ([{"role": "user", "content": "Hi"}], {}, "not messages; give the text of a user's turn, and chat=True"),
         (None, {}, "prompts=None is not a text"),
         ([], {}, "there is no prompt"),
@@ -281,6 +289,20 @@ def test_a_mistake_in_a_call_is_one_sentence(
     with pytest.raises((TypeError, ValueError), match=message) as raised:
         model.generate(prompts, **settings)
     assert "\n" not in str(raised.value)
+
+
+def test_token_ids_are_prompts(model: kvjax.Model) -> None:
+    settings: dict[str, Any] = dict(max_new_tokens=8, temperature=0.0)
+    ids = model.tokenizer.encode("Once upon a time")
+    expected = model.generate("Once upon a time", **settings)
+    for prompt in (ids, tuple(ids), [ids], np.asarray(ids), np.asarray([ids]), jnp.asarray(ids), [np.asarray(ids)]):
+        assert model.generate(prompt, **settings) == expected
+    assert "".join(model.stream(ids, **settings)) == expected[0]
+
+
+def test_options_of_one_letter() -> None:
+    options = generate.parser().parse_args(["-m", "smollm2", "-p", "Once", "-n", "3"])
+    assert (options.model, options.prompt, options.max_new_tokens) == ("smollm2", "Once", 3)
 
 
 def test_ids_of_no_prompt_are_refused(model: kvjax.Model) -> None:
@@ -339,6 +361,8 @@ def test_a_policy_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
         "    power: float = struct.field(pytree_node=False, default=1.0)\n"
         "    def score(self, view, new): return -view.position.astype(float)\n"
         "made = kvjax.policy('streaming', sinks=2)\n"
+        "def needs(depth): return made\n"
+        "count = 3\n"
     )
     made = chosen("--policy", f"{file}:Old", "--set", "power=2", "recent=0", "--codec", "int8")
     assert made.score.power == 2 and made.codec.bits == 8  # type: ignore[attr-defined]
@@ -346,9 +370,11 @@ def test_a_policy_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
         chosen("--policy", f"{file}:Old")
     assert chosen("--policy", f"{file}:made") == kvjax.policy("streaming", sinks=2)
     for words, message in (
-        ((f"{file}:none",), "none in .*mine.py is not a kvjax.Policy or Score"),
+        ((f"{file}:none",), "mine.py has no 'none'; it has Old, made, needs"),
+        ((f"{file}:count",), "count in .*mine.py is not a kvjax.Policy or Score"),
+        ((f"{file}:needs",), "needs cannot be constructed .*depth"),
         ((f"{file}:made", "--set", "rank=3"), "rank cannot be set: made in .*mine.py"),
-        ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old cannot be constructed .*might"),
+        ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old in .* has no setting 'might'; it takes power, sinks"),
     ):
         with pytest.raises(ValueError, match=message):
             chosen("--policy", *words)

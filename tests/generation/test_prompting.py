@@ -46,7 +46,7 @@ def test_a_text_ends_before_its_stop_string(model: kvjax.Model) -> None:
 
 
 def test_samples_are_the_texts_of_the_next_seeds(model: kvjax.Model) -> None:
-    arguments = GREEDY | {"temperature": 1.0}
+    arguments: dict[str, Any] = GREEDY | {"temperature": 1.0}
     samples = model.generate(STORY, num_samples=2, seed=2**32 - 1, **arguments)
     assert samples == model.generate([STORY, STORY], seed=[2**32 - 1, 0], **arguments)
     assert len(set(samples)) == 2
@@ -109,12 +109,13 @@ def test_a_mistake_in_a_call_is_one_sentence(model: kvjax.Model, prompts: Any, s
 
 
 def test_a_stream_refuses_at_once(model: kvjax.Model) -> None:
-    for prompt, settings, message in (
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         (["a", "b"], {}, "2 prompts cannot be streamed at once"),
         ("a", {"num_samples": 2}, "num_samples=2: one text can be streamed"),
         ("a", {"beams": 2}, "model.stream has no keyword 'beams'"),
         ("a", {"top_k": -2}, "top_k is -2"),
-    ):
+    ]
+    for prompt, settings, message in cases:
         with pytest.raises((TypeError, ValueError), match=message):
             model.stream(prompt, **settings)
 

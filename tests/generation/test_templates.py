@@ -314,7 +314,8 @@ def test_settings_that_change_nothing_are_refused(capsys: pytest.CaptureFixture[
             model.generate("Hi", chat=chat)
         assert str(raised.value) == message
     with pytest.raises(TypeError, match="chat='yes' is neither True, False nor settings"):
-        model.generate("Hi", chat="yes")
+        untyped: Any = "yes"
+        model.generate("Hi", chat=untyped)
     with pytest.raises(ValueError, match="has no setting 'enable_thinkin'"):
         Conversation(model, chat={"enable_thinkin": False})
     turns = [{"role": "user", "content": "Hi"}]

@@ -132,7 +132,8 @@ def test_ids_that_a_user_names_end_a_text() -> None:
     for number in (64, -1):
         with pytest.raises(ValueError, match=f"token {number} is not in the vocabulary of 64"):
             model.generate("w5", stop_token_ids=[number])
-    for wrong in (["a"], [True], 5, "5"):
+    unfit: list[Any] = [["a"], [True], 5, "5"]
+    for wrong in unfit:
         with pytest.raises(TypeError, match="is not a list of token ids"):
             model.generate("w5", stop_token_ids=wrong)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -97,8 +98,10 @@ def test_a_file_with_the_decorator_is_a_policy_everywhere(capsys: pytest.Capture
     made = kvjax.policy("fading", rate=0.25, codec="int8")
     assert made.name == "fading" and made.protection.recent == 0.25 and made.codec.bits == 8
     assert kvjax.methods.settings_in(made)["rate"] == 0.25 and kvjax.methods.name_of(made) == "fading"
-    with pytest.raises(ValueError, match="policy 'fading' has no setting 'ratio'; it takes rate, recent, sinks"):
+    with pytest.raises(ValueError, match="policy 'fading' has no setting 'ratio'; did you mean rate"):
         kvjax.policy("fading", ratio=1.0)
+    with pytest.raises(ValueError, match="policy 'fading' has no setting 'bits'; it takes rate, recent, sinks"):
+        kvjax.policy("fading", bits=8)
     with pytest.raises(ValueError, match="did you mean fading"):
         kvjax.policy("fadin")
 
@@ -114,6 +117,101 @@ def test_a_file_with_the_decorator_is_a_policy_everywhere(capsys: pytest.Capture
     assert "fading" in listed and "Nobody 2026, eq. 7" in listed
     assert generate.main(["--policy", "fading", "--help"]) == 0
     assert "how fast it fades" in capsys.readouterr().out
+
+
+def package(tmp_path: Path, points: str) -> None:
+    """An installed package with entry points."""
+    (tmp_path / "fading_kv.py").write_text(textwrap.dedent(METHOD))
+    installed = tmp_path / "fading_kv-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: fading_kv\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[kvjax.policies]\n{points}")
+
+
+def test_a_method_of_an_installed_package_is_known_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package(tmp_path, "fading = fading_kv:fading\nfaded = fading_kv\nlost = nowhere_kv\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match="fading_kv does not register 'faded'; decorate it"):
+        kvjax.policy("faded")
+    for table in (REGISTRY, PAPERS["ranked by position"]):
+        table.pop("fading")
+    del sys.modules["fading_kv"]
+    with pytest.raises(ValueError, match="lost of nowhere_kv cannot be imported"):
+        kvjax.policy("h2o", plan="lost")
+    assert generate.main(["--policy", "fading", "--help"]) == 0
+    assert "how fast it fades" in capsys.readouterr().out
+    assert kvjax.policy("fading", rate=0.25).name == "fading"
+    with pytest.raises(ValueError, match="did you mean fading"):
+        kvjax.policy("fadin")
+    del sys.modules["fading_kv"]
+
+
+MINE = '''
+import kvjax
+
+
+class Mine(kvjax.Score):
+    """Rank by nothing.
+
+    Args:
+        rate: of nothing.
+    """
+
+    rate: float = 0.5
+
+    def score(self, view, new):
+        return view.position.astype("float32")
+
+
+def make(*, depth: int = 3):
+    """Return a policy."""
+    return kvjax.Policy(Mine())
+
+
+READY = kvjax.policy("h2o", sinks=4)
+'''
+
+
+def test_names_and_settings_in_a_file_are_suggested(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("Mne", {}, "has no 'Mne'; did you mean Mine?"),
+        ("nothing", {}, "has no 'nothing'; it has Mine, make, READY."),
+        ("Mine", {"rte": 1}, "has no setting 'rte'; did you mean rate?"),
+        ("Mine", {"recnt": 1}, "has no setting 'recnt'; did you mean recent?"),
+        ("make", {"dpth": 1}, "has no setting 'dpth'; did you mean depth?"),
+    ]
+    for name, settings, message in cases:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            kvjax.policy(f"{file}:{name}", **settings)
+    with pytest.raises(ValueError, match="did you mean Mine"):
+        kvjax.policy("h2o", plan=f"{file}:Mne")
+    misspelt: dict[str, Any] = {"plan": "adakv", "plan.flor": 1.0}
+    with pytest.raises(ValueError, match="did you mean floor"):
+        kvjax.policy("h2o", **misspelt)
+    with pytest.raises(ValueError, match="did you mean recent"):
+        kvjax.policy("h2o", recnt=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("Mine", ["Rank by nothing.", "rate", "0.5", "of nothing."]),
+        ("make", ["Return a policy.", "depth", "3"]),
+        ("READY", ["Policy(score=Accumulated(), protection=Protection(sinks=4", "sinks 4"]),
+        ("Mine+int8", ["rate", "int8: 8-bit codes"]),
+    ],
+)
+def test_help_explains_a_policy_of_a_file(
+    name: str, shown: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    assert generate.main(["--policy", f"{tmp_path / 'mine.py'}:{name}", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(text in said for text in [*shown, "evict_every"])
 
 
 @pytest.mark.usefixtures("fading")
@@ -153,8 +251,8 @@ def test_a_class_of_scores_registers_with_its_settings_and_those_of_every_policy
     assert (made.protection.sinks, made.protection.recent, made.codec.positions) == (1, 0.25, "cache")
     usual = {"recent": 0.25, "positions": "cache", "special": (), "evict_every": 1}
     assert settings_of("scaled") == {"rate": 0.5, "sinks": 3} | usual
-    with pytest.raises(ValueError, match="policy 'scaled' has no setting 'ratio'; it takes rate, sinks, recent"):
-        kvjax.policy("scaled", ratio=1.0)
+    with pytest.raises(ValueError, match="policy 'scaled' has no setting 'bits'; it takes rate, sinks, recent"):
+        kvjax.policy("scaled", bits=1.0)
     with pytest.raises(ValueError, match="rate='fast' is not a finite number"):
         kvjax.policy("scaled", rate="fast")
     entry = describe.describe_policy("scaled", own=True)

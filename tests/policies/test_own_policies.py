@@ -230,7 +230,7 @@ def test_a_quota_bounds_what_heads_keep_for_its_score() -> None:
             assert ((positions >= 0).sum(-1) == 5).all()
         state, _ = kvjax.decode_step(state, [token])
     state, _ = kvjax.prefill(random_model(GQA), policy, text, 9, max_new_tokens=8)
-    with pytest.raises(ValueError, match=r"Mine has a quota, which plan Uniform does not keep; .* such as adakv"):
+    with pytest.raises(ValueError, match=r"Mine has a quota, which plan uniform does not keep; .* such as adakv"):
         kvjax.decode_step(state, [1])
 
 
@@ -260,7 +260,7 @@ def test_attention_over_several_heads_takes_the_same_slots_in_all_of_them(over: 
     def read(policy: kvjax.Policy) -> kvjax.State:
         return kvjax.prefill(random_model(GQA), policy, [[1, 2, 3]], 2, max_new_tokens=2, plan="adakv")[0]
 
-    with pytest.raises(ValueError, match=rf"Mine requests Sums\(over='{over}'\), .* plan AdaKV .* use over='group'"):
+    with pytest.raises(ValueError, match=rf"Mine requests Sums\(over='{over}'\), .* plan adakv .* use over='group'"):
         read(made(over))
     kvjax.decode_step(read(made("group")), [4])
 

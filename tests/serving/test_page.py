@@ -78,3 +78,20 @@ def test_an_answer_that_is_stopped_and_one_that_fails(page: Any) -> None:
     page.get_by_text("the dispatch failed.").wait_for()
     assert page.get_by_label("Your turn").input_value() == "fourth"  # to be sent again
     assert page.locator(".turn").count() == 2
+
+
+def test_a_server_with_a_key_asks_for_it_in_its_field(page: Any) -> None:
+    ENGINE.reset()
+    with served(ENGINE, keys=["secret"]) as port:
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.get_by_label("Your turn").fill("first")
+        page.get_by_label("Your turn").press("Enter")
+        page.get_by_text("This server needs an API key: enter it above.").wait_for()
+        assert page.evaluate("document.activeElement.id") == "key" and page.get_by_label("API key").is_visible()
+        page.get_by_label("API key").fill("wrong")
+        page.get_by_label("Your turn").press("Enter")
+        page.get_by_text("The API key is wrong.").wait_for()
+        page.get_by_label("API key").fill("secret")
+        page.get_by_label("Your turn").press("Enter")
+        page.locator(".assistant:not(.writing)").wait_for()
+        assert len(ENGINE.requests) == 1

@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention import Paged as Found
 def check_asks(policy: Policy, asks: PyTree) -> None:
     """Refuse statistics of a generated token that need the same slots in all heads."""
     for ask in questions(asks)[0]:
-        score, plan = type(policy.score).__name__, type(policy.plan).__name__
+        score, plan = policy.label, policy.plan.label
         if isinstance(ask, Again):
             raise ValueError(
                 f"{score} computes attention of earlier queries again, over equally many slots in every head, which "

@@ -129,7 +129,7 @@ class Paged(Pages):
         # Heads that grow between two evictions have more slots than they may use at their smallest.
         grows, allocated = policy.evict_every > 1, most.reshape(-1) + self.spare
         if grows and quota is not None:
-            raise ValueError(f"{type(policy.protection).__name__} has a quota at each token; use evict_every=1.")
+            raise ValueError(f"{policy.protection.label} has a quota at each token; use evict_every=1.")
         bound = allocated if grows else limit
         size = self.page_size
 

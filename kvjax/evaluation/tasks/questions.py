@@ -35,7 +35,7 @@ class QuestionTask(Task):
         parser.add_argument("--chat", action="store_true", help="ask context and question as a user turn")
         parser.add_argument("--system", help="system prompt (default: the chat template's)")
         parser.add_argument("--query-aware", action="store_true", help="read the question before eviction, too")
-        parser.add_argument("--max-new-tokens", type=int, help="maximum tokens of an answer (default: the task's)")
+        parser.add_argument("-n", "--max-new-tokens", type=int, help="tokens of an answer (default: the task's)")
         parser.add_argument("--batch-size", type=int, default=8, help="contexts per batch")
 
     def check(self, options: argparse.Namespace) -> None:

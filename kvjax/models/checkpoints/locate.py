@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvjax.models.families import LoadError
 from kvjax.utils.files import expanded
+from kvjax.utils.suggest import meant
 
 _TINY = Path(__file__).resolve().parents[2] / "tiny" / "weights"
 _GIVE = "a directory with config.json and safetensors, a .gguf file, or a hub id"
@@ -31,7 +32,9 @@ def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
         found = place
     # A hub id is one name or owner/name; anything else must be a path.
     elif place.exists() or place.suffix == ".gguf" or isinstance(path_or_hub_id, Path) or not _HUB_ID(path_or_hub_id):
-        raise LoadError(f"{place} {'is a file' if place.exists() else 'does not exist'}: give {_GIVE}.")
+        raise LoadError(
+            f"{place} {'is a file' if place.exists() else 'does not exist'}: {_advice(place, f'give {_GIVE}.')}"
+        )
     else:
         return _download(path_or_hub_id, revision)
     if revision is not None:
@@ -74,6 +77,18 @@ def _smollm2() -> Path:
     )
 
 
+def _advice(name: str | Path, otherwise: str) -> str:
+    """Return the end of a message about an unknown model: the closest name of a model here, or else other advice."""
+    place = expanded(name)
+    beside = [
+        str(place.with_name(each.name))
+        for each in (place.parent.iterdir() if place.parent.is_dir() else ())
+        if each.suffix == ".gguf" or (each / "config.json").is_file()
+    ]
+    near = meant(str(place), ["tiny", "smollm2", *beside])
+    return f"did you mean {near}?" if near else otherwise
+
+
 def _download(hub_id: str, revision: str | None) -> Path:
     """Return the directory of a snapshot from the hub or its local cache."""
     from huggingface_hub import errors, snapshot_download
@@ -94,19 +109,19 @@ def _download(hub_id: str, revision: str | None) -> Path:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise LoadError(
-            f"{hub_id!r} is neither a directory here nor a repository on the hub: check the name, or log in "
-            "(hf auth login) if it is private."
+            f"{hub_id!r} is neither a directory here nor a repository on the hub: "
+            + _advice(hub_id, "check the name, or log in (hf auth login) if it is private.")
         ) from error
     except errors.RevisionNotFoundError as error:
         raise LoadError(f"{hub_id!r} has no revision {revision!r}: give a branch, tag or commit of it.") from error
     except errors.LocalEntryNotFoundError as error:
         raise LoadError(
             f"{hub_id!r} is no directory here and not in the hub's local cache{at} either, and the hub cannot be "
-            "reached; check the name and the network, or give a directory."
+            f"reached; {_advice(hub_id, 'check the name and the network, or give a directory.')}"
         ) from error
     except Exception as error:  # errors of its HTTP library or of the system
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise LoadError(
-            f"{hub_id!r} could not be downloaded from the hub{at} ({type(error).__name__}: {reason}); check the "
-            "network and the disk, or give a directory."
+            f"{hub_id!r} could not be downloaded from the hub{at} ({type(error).__name__}: {reason}); "
+            + _advice(hub_id, "check the network and the disk, or give a directory.")
         ) from error

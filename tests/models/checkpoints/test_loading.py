@@ -605,6 +605,23 @@ def test_paths_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load("nobody/nothing", revision="v1")
 
 
+def test_a_mistyped_model_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.gguf").write_text("")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text("{}")
+    for name, near in (
+        ("tinny", "tiny"),
+        ("smolm2", "smollm2"),
+        ("lama", "llama"),
+        ("smal.gguf", "small.gguf"),
+        (f"{tmp_path}/lama/", f"{tmp_path}/llama"),
+    ):
+        with pytest.raises(LoadError, match=rf"did you mean {re.escape(near)}\?$"):
+            load(name)
+
+
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
