@@ -30,6 +30,8 @@ VARIANTS = {
         "lagkv[lag=16,evict_every={prompt}]",
         "triattention[keep_prompt=false]",
         "cur[evict_every={prompt}]",
+        "snapkv[evict_every={prompt}]",
+        "streaming[evict_every={prompt}]",
     ),
     "retrieval": ("lagkv[lag=16]", "triattention[keep_prompt=false]"),
 }
