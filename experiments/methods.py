@@ -24,6 +24,22 @@ from kvjax.utils.markdown import markdown_table
 LEFT_OUT = ("full", "topk_oracle", "baseline_plus")
 """Methods that evict nothing, or that are others with more slots."""
 
+VARIANTS = {
+    "perplexity": (
+        "lagkv[lag=16]",
+        "lagkv[lag=16,evict_every={prompt}]",
+        "triattention[keep_prompt=false]",
+        "cur[evict_every={prompt}]",
+        "snapkv[evict_every={prompt}]",
+        "streaming[evict_every={prompt}]",
+    ),
+    "retrieval": ("lagkv[lag=16]", "triattention[keep_prompt=false]"),
+}
+"""Other settings of methods whose defaults do not show what their papers do at these lengths, for each task.
+
+If tokens are evicted every `prompt` tokens, none is evicted after a prompt of that length.
+"""
+
 Row = dict[str, Any]
 
 TIMED = {
@@ -40,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     if not options.page_only:
         for budget in options.budgets.split(","):  # all methods at one budget first, so that a part can be read
             for task in _tasks(options):
-                given = ["--model", options.model, "--policies", ",".join(_names(options)), "--out", str(rows)]
+                policies = ",".join(_names(options, task[0]))
+                given = ["--model", options.model, "--policies", policies, "--out", str(rows)]
                 code = kvjax(["evaluate", *task, *given, "--budgets", budget])
                 if code:
                     return code
@@ -88,10 +105,10 @@ def page(
     nats = f"{np.mean([row['nats_per_token'] for row in full]):.4f}" if full else "not measured"
     parts = [
         f"# Methods on {options.model}",
-        f"Every method with its default settings, at budgets of {budgets} of the text. Half of each "
-        f"passage of {options.length} tokens is read as a prompt and compressed to the budget; the other half is then "
-        "predicted token by token, while the method evicts on. No method knows what comes, so the table is about both "
-        f"phases together. Made by `{command}`, which goes on where it stopped.",
+        f"Every method with its default settings, or with those in brackets, at budgets of {budgets} of the text. Half "
+        f"of each passage of {options.length} tokens is read as a prompt and compressed to the budget; the other half "
+        "is then predicted token by token, while the method evicts on. No method knows what comes, so the table is "
+        f"about both phases together. Made by `{command}`, which goes on where it stopped.",
         "Methods that are ranked once for each prompt keep 32 recent tokens by default, and evict generated tokens "
         "first. At a budget of 5% there is little left for them to choose.",
         remarks,
@@ -157,9 +174,9 @@ def _table(rows: Sequence[Row], shown: Callable[[Row, Row], str | None]) -> str:
     full = merged.get(("full", 1.0))
     if full is None:
         return "Not measured."
-    lines = []
+    lines, measured = list[list[str | None]](), dict.fromkeys(policy for policy, _ in merged)
     for group, papers in PAPERS.items():
-        names = [name for name in papers if name != "full" and any(name == policy for policy, _ in merged)]
+        names = [each for name in papers for each in measured if name != "full" and each.partition("[")[0] == name]
         for name in sorted(names, key=lambda name: _order(merged, name)):
             cells = [merged.get((name, float(budget))) for budget in (*budgets, "1")]
             lines.append([group, f"`{name}`", *(None if row is None else shown(row, full) for row in cells)])
@@ -229,7 +246,13 @@ def _budgets(rows: Sequence[Row]) -> list[str]:
 
 def _measured(file: Path, model: str) -> list[Row]:
     rows = [row for row in RowFile(file).rows if row["model"] == model]
-    return [row | {"policy": row["policy"].partition("[")[0]} for row in rows]
+    return [row | {"policy": _without_checkpoint(row["policy"])} for row in rows]
+
+
+def _without_checkpoint(policy: str) -> str:
+    name, _, settings = policy.removesuffix("]").partition("[")
+    shown = ",".join(word for word in settings.split(",") if word and not word.startswith("checkpoint="))
+    return f"{name}[{shown}]" if shown else name
 
 
 def _draw(rows: Sequence[Row], file: Path) -> None:
@@ -256,19 +279,25 @@ def _draw(rows: Sequence[Row], file: Path) -> None:
     save_figure(figure, file)
 
 
-def _names(options: argparse.Namespace) -> list[str]:
+def _names(options: argparse.Namespace, task: str) -> list[str]:
     names = options.policies or [name for name in methods.REGISTRY if name not in LEFT_OUT]
-    calibrated = (
-        {} if options.calibrated is None else {"triattention": f"triattention[checkpoint={options.calibrated}]"}
-    )
-    return [calibrated.get(name, name) for name in names]
+    variants = [each for each in VARIANTS.get(task, ()) if each.partition("[")[0] in names]
+    variants = [each.format(prompt=int(options.length) // 2) for each in variants]
+    return [_with_checkpoint(each, options.calibrated) for each in (*names, *variants)]
+
+
+def _with_checkpoint(policy: str, calibrated: Path | None) -> str:
+    name, _, settings = policy.removesuffix("]").partition("[")
+    if name != "triattention" or calibrated is None:
+        return policy
+    return f"{name}[{','.join(filter(None, (f'checkpoint={calibrated}', settings)))}]"
 
 
 def _timed(options: argparse.Namespace, rows: Path) -> list[str]:
     """Return arguments of `kvjax bench` for methods that were not refused at this budget."""
     measured = _measured(rows / "perplexity.jsonl", options.model)
     refused = {row["policy"] for row in measured if "refused" in row and float(row["budget"]) == float(options.times)}
-    names = [name for name in _names(options) if name.partition("[")[0] not in refused | {"full"}]
+    names = [name for name in _names(options, "bench") if name.partition("[")[0] not in refused | {"full"}]
     return ["--model", options.model, "--policies", ",".join(names), "--budgets", options.times, "--repeats", "3"]
 
 

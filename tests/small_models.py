@@ -27,6 +27,8 @@ MHA = small_config(4, 4)
 GQA = small_config(4, 2)
 MQA = small_config(4, 1)
 PARTIAL = small_config(4, 2, rope=Rope(width=4, interleaved=True))
+YARN = small_config(4, 2, rope=Rope(width=8, scaling="yarn", attention_factor=1.5))
+"""The frequencies of plain RoPE, and rotated channels that are longer."""
 SLOPED = small_config(4, 2, position="alibi", rope=None)
 LEARNED = small_config(4, 2, position="learned", rope=None)
 MIXED = small_config(4, 2, mixture=Mixture(count=8, used=3, width=24, dense_layers=(1,)))

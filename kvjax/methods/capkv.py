@@ -23,6 +23,9 @@ class Capacity(MomentScore):
     per query head, before rotation and without the first positions, multiplied by the mean rotation of the next 512
     positions.
 
+    These are the weights of CapPress in kvpress; the paper, it notes, has exp(tau k . mu), without norms and rotation.
+    Keys only weigh tokens: those with unusual values rank high, not those with unusual keys.
+
     When: if a prompt is compressed before the question is known. It has not been measured on many models yet. The paper
     evicts nothing after the prompt. Here generated tokens are evicted first, except the newest `recent` ones.
 

@@ -30,6 +30,9 @@ class Critical(ScoreOver):
     belong to query head g. The C_kept sinks and recent tokens are always kept. With the plan `adakv`, heads compete by
     s, as in the authors' code, and each then ranks by the F of its own C.
 
+    In the authors' code, s is SnapKV's mean attention of a window, and the half is that of all C slots, recent tokens
+    included. Under `h2o`, s is a sum over all queries, beside which the same epsilon is smaller by their number.
+
     Args:
         sinks: first tokens, which are protected.
         recent: newest tokens, which are protected.

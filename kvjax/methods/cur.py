@@ -22,9 +22,13 @@ class LeverageProduct(Score):
 
     The fractions approximate leverages. The cached tokens of a head form groups N of consecutive tokens, beginning with
     the first. With `projections` the norms are those of k G and v G, with a Gaussian matrix G for each row, layer and
-    head.
+    head; kvpress draws one for all heads of a layer.
 
-    When: if attention probabilities are not available. It has not been measured on many models yet.
+    F is rounded to 15 significant bits, which kvpress does not do: equal tokens tie in spite of rounding errors, and of
+    tokens that tie the oldest is evicted first. kvpress compresses a prompt and evicts nothing afterwards. Here F also
+    evicts while the model writes, the newest tokens included unless `recent` protects them.
+
+    When: if attention probabilities are not available, with `recent`. It has not been measured on many models yet.
 
     Args:
         neighbors: number of tokens in a group.

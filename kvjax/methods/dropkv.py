@@ -22,6 +22,10 @@ class DropDamage(Score):
     a slot, these are the last w + 1 to 2w queries. It is a distance in the space of values, so scores of different
     heads are comparable.
 
+    The authors' code has one window, the last 8 queries of a prompt. It averages their scores over 11 neighboring
+    tokens, and evicts nothing afterwards. Here two windows replace it because F is summed as queries arrive and also
+    evicts while the model writes; F is not averaged over neighbors.
+
     When: with the plan `adakv`, because its scores are comparable between heads. It has not been measured on many
     models yet.
 

@@ -25,6 +25,11 @@ class Question(PromptWindow):
     evicted last. In a text without a delimiter, the last `recent` tokens are the question. Generated tokens score 0 and
     are evicted first, as under `snapkv`.
 
+    The authors' code reads the context in chunks, each before the question and after what is left of earlier chunks. It
+    adds up all heads of a layer, which keep the same tokens, and rotates their keys to successive positions. Here a
+    prompt is read at once, each KV head keeps its own tokens, and keys are rotated again only with `positions='cache'`.
+    The model reads the delimiter, which kvpress removes.
+
     When: if each prompt is a long context, a delimiter of your choice and a question. It has not been measured on many
     models yet.
 

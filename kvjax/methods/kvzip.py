@@ -28,8 +28,12 @@ class Reconstruction(StoredScore):
     over the tokens t of a request to repeat the text and of the text itself, and the query heads g of a KV head; h is
     the input of the layer, and W^O_g are the columns of the output weights that belong to a query head. Nothing is
     evicted before the second reading, so the cache temporarily holds the whole text. A chunk attends to the whole
-    cache; the authors' code normalizes only over the same chunk of the cache. Generated tokens and later turns are not
-    read again and are evicted first, the oldest before the others.
+    cache; the authors' code normalizes only over its first tokens and the same chunk. Generated tokens and later turns
+    are not read again and are evicted first, the oldest before the others.
+
+    In the authors' code, the end of the user's turn and the beginning of the model's follow each request, by the chat
+    template. Here the text follows directly, unless `prompt` ends with these tokens. For F+, kvpress divides by the
+    norm of attention's input, which is h after the layer's first normalization.
 
     When: if a prompt is compressed once and used often, because the second reading takes more than twice the time of
     the first. It has not been measured on many models yet. The paper evicts nothing after the prompt. Here generated

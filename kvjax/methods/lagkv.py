@@ -22,11 +22,15 @@ class LagRelative(PromptScore):
         F(i) = \frac 1 L \, \mathrm{rank}_{i \in p} \frac{s(k)_i + s(v)_i}{2}
 
     Chunks p consist of L cached tokens of the head, in the order of the text and after the first `sinks`. Tokens of the
-    last whole chunk and later ones score 1, as do all tokens of a text with fewer than two chunks.
+    last whole chunk and later ones score 1, as do the sinks and all tokens of a text with fewer than two chunks. A
+    budget of no more slots than tokens that score 1 keeps the newest of these: 256 of 512 tokens with the defaults.
 
-    When: if attention probabilities are not available and prompts have thousands of tokens; a text below `sinks` + 2
-    `lag` tokens keeps its newest ones. It has not been measured on many models yet. Generated tokens are evicted first,
-    except the newest `recent` ones.
+    The authors' code has 16 sinks. It compresses a chunk once the next one is complete, in prompts and while the model
+    writes, and never evicts the newest L tokens. Here, as in kvpress, a prompt is ranked once. Generated tokens are
+    evicted first, except the newest `recent` ones; kvpress evicts none.
+
+    When: if attention probabilities are not available and prompts have thousands of tokens, or with a smaller `lag`. It
+    has not been measured on many models yet.
 
     Args:
         sinks: number of first cached tokens, which belong to no chunk.

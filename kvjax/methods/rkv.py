@@ -24,6 +24,9 @@ class Redundancy(WindowAttention):
     own tokens are not in it, as in the authors' code. N(j) is the newest key whose cosine with key j is above the
     threshold, so the newest of similar keys is not redundant. The tokens of the window stay.
 
+    In the authors' code, the tokens that stay are in the order of their scores from the first eviction on. Pools, and
+    the newest of similar keys, follow that order there and the order of the text here.
+
     When: for long generated texts in which the model repeats itself. It has not been measured on many models yet.
 
     Args:

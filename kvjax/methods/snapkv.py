@@ -88,6 +88,11 @@ class NewestWindow(WindowAttention):
     with the attention averaged over the query heads of a KV head and the last w queries of the text so far. Before each
     eviction, these queries attend again to the cached tokens of the head. Their own tokens stay.
 
+    The code of R-KV and DecodingPress of kvpress also rank so while the model writes. From their first eviction on, the
+    tokens that stay are in the order of their scores, and pools are over neighbors in that order; here neighbors are
+    those in the text. Their window ends with the token being read, ours with the one before it. DecodingPress rotates
+    the window's queries to one position, here each keeps its own.
+
     When: for long generated texts; `snapkv` ranks only prompts and turns. It has not been measured on many models yet.
     """
 

@@ -120,6 +120,10 @@ class TriAttention(Score):
     numbers. Channels without rotation add their product with the mean query. Mean and standard deviation are over the
     cached tokens of the head; in the authors' code, over those that are not kept as the prompt.
 
+    A prompt that fills the budget leaves no slot to generated tokens: each eviction takes all of them. Such a prompt is
+    ranked by F; the authors' code keeps its first tokens. Use `keep_prompt=False` for prompts of about the budget or
+    more.
+
     When: for long generated texts, after `kvjax calibrate` on similar text. It has not been measured on many models
     yet.
 

@@ -31,6 +31,9 @@ class ValueSpread(Score):
     so the tokens with the highest sums are a sample without replacement. Attention is pooled over neighbors among the
     rest. The last r queries t are those since the last ranking, or after a prompt, turn or chunk its own last r.
 
+    Ranges, and for `dkv` products of norms, are rounded to 15 significant bits here: equal tokens tie in spite of
+    rounding errors, and of tokens that tie the newest are among the largest.
+
     When: for long generated texts, with a budget of several times `evict_every`. It has not been measured on many
     models yet.
 

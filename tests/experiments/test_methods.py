@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from experiments import methods
 from experiments.methods import main
 
 CASES = {
@@ -16,6 +17,8 @@ CASES = {
     "streaming": [2.5, 3.5],
     "fastgen": [2.0, 3.1],
     "triattention[checkpoint=d]": [2.4, 3.0],
+    "triattention[checkpoint=d,keep_prompt=false]": [2.1, 3.0],
+    "h2o[recent=4,sinks=1]": [2.5, 3.1],
 }
 """Nats of two passages."""
 
@@ -60,6 +63,8 @@ def test_losses_are_means_over_passages_with_their_errors(written: str) -> None:
     assert "| ranked by attention at every token | `h2o` | +0.200 ± 0.100 | – |" in written
     assert "| ranked by attention at every token | `fastgen` | – | +0.050 ± 0.050 |" in written
     assert "| `triattention` | +0.200 ± 0.200 | – |" in written
+    assert "| `triattention[keep_prompt=false]` | +0.050 ± 0.050 | – |" in written
+    assert "| ranked by attention at every token | `h2o[recent=4,sinks=1]` | +0.300 ± 0.200 | – |" in written
     assert "| ranked by position | `streaming` | +0.500 ± 0.000 | – |" in written
 
 
@@ -92,3 +97,15 @@ def test_leaves_out_what_was_not_measured(written: str, tmp_path: Path) -> None:
     assert "Facts in a long text" not in page
     assert "## Time" not in page
     assert "25%" not in page
+
+
+def test_measures_other_settings_of_some_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[list[str]]()
+    monkeypatch.setattr(methods, "kvjax", lambda words: calls.append(words) or 0)
+    words = ["--model", "tiny", "--text", "a.txt", "--out", str(tmp_path), "--budgets", "0.1", "--length", "256"]
+    assert main([*words, "--policies", "cur", "triattention", "--calibrated", "d", "--times", "0.1"]) == 0
+    asked = [call[call.index("--policies") + 1] for call in calls]
+    calibrated = "triattention[checkpoint=d]"
+    assert asked[0] == f"cur,{calibrated},triattention[checkpoint=d,keep_prompt=false],cur[evict_every=128]"
+    assert asked[1] == f"cur,{calibrated},triattention[checkpoint=d,keep_prompt=false]"
+    assert asked[2:] == [f"cur,{calibrated}"] * 2

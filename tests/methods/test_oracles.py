@@ -15,6 +15,7 @@ import kvjax
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
+from kvjax.rope import Rope
 from tests.cases import FIRST, PAIRS, POLICIES, RARE, RECENT, Case, core, slow
 from tests.held import kept, unpacked
 from tests.oracles.decoder import Decoder
@@ -29,8 +30,10 @@ from tests.small_models import (
     PARTIAL,
     SINKS,
     SLOPED,
+    YARN,
     random_model,
     sharp_model,
+    small_config,
 )
 
 CLASSIC = [name for name in FIRST if name not in RECENT]
@@ -38,7 +41,12 @@ LIKE_OTHERS = ("streaming-every-8", "keyformer-every-8", "l2-every-8", "lightkv-
 """Cases that evict in blocks as `h2o-every-8` and `tova-every-8` do, and `lightkv` with scores in another memory."""
 SHAPES = {"mha": (MHA, (301,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
 SHAPES |= {"experts": (MIXED, (41, 9)), "llama4": (LLAMA4, (41, 9))}
-SHAPES |= {"partial": (PARTIAL, (41, 9)), "alibi": (SLOPED, (41, 9)), "learned": (LEARNED, (41, 9))}
+SHAPES |= {
+    "partial": (PARTIAL, (41, 9)),
+    "yarn": (YARN, (41, 9)),
+    "alibi": (SLOPED, (41, 9)),
+    "learned": (LEARNED, (41, 9)),
+}
 
 
 @jax.jit
@@ -129,6 +137,18 @@ def test_short_prompts_give_no_factors_of_channels(name: str, x64: None) -> None
     compare_with_oracle(PAIRS[name], _random(SHAPES["gqa"][0]), (1, 7, 8), 40)
 
 
+def test_layers_are_lazy_after_prompts_that_are_longer_than_their_ends(x64: None) -> None:
+    """The ends have all attention of a prompt of as many tokens, whose layers keep what follows."""
+    ends = POLICIES["simlayerkv"].settings["sinks"] + POLICIES["simlayerkv"].settings["recent"]
+    compare_with_oracle(POLICIES["simlayerkv"], _random(SHAPES["gqa"][0]), (ends + 1, ends, 3), 20)
+
+
+def test_deviations_of_two_channels_are_those_of_a_sample(x64: None) -> None:
+    """LagKV adds two softmaxes, so a factor of all deviations, as between n - 1 and n, changes its order."""
+    config = small_config(4, 2, head_width=2, rope=Rope(width=2))
+    compare_with_oracle(dataclasses.replace(POLICIES["lagkv"], budget=120), _random(config), (240,), 2)
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -174,6 +194,8 @@ def test_layers_without_rope_take_grown_queries_and_others_normed_ones(name: str
     [
         *(core("h2o", shape) for shape in ("partial", "alibi", "learned")),
         *(("streaming", shape) for shape in ("partial", "alibi")),
+        *(slow(name, "yarn") for name in ("h2o-cache-positions", "leverage")),
+        ("expected_attention", "yarn"),
         *(slow(name, "alibi") for name in ("h2o-cache-positions", "lightkv", "less-performer")),
     ],
 )

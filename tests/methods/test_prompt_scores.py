@@ -104,6 +104,16 @@ def test_pursuit_chooses_every_key_once(each: int) -> None:
     assert set(np.argsort(-found)[:each]) == set(np.flatnonzero(first))
 
 
+@pytest.mark.parametrize(("count", "second"), [(200, "other"), (3000, "same")])
+def test_one_key_of_a_pursuit_stands_for_at_most_e_to_the_7_others(count: int, second: str) -> None:
+    """Equal keys explain one query, and another key a second one: it is next once the first has a factor of `count`."""
+    shares = np.zeros((1, 1, 2, count + 1))
+    shares[..., 0, :count], shares[..., 1, count] = 1.0, 10.0
+    first, next_best = np.argsort(-np.asarray(chosen_first(jnp.asarray(shares), 2, 1, 1e-6))[0, 0])[:2]
+    assert first < count
+    assert (next_best == count) == (second == "other")
+
+
 def test_critical_tokens_of_a_score_of_prompts_leave_generated_ones_in_their_order() -> None:
     policy = kvjax.policy("criticalkv", base="leverage", recent=4)
     state, _ = kvjax.prefill(MODEL, policy, TEXT[:, :30], 40, max_new_tokens=24)

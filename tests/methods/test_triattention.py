@@ -28,12 +28,12 @@ from tests.held import kept
 from tests.oracles import codecs, less, triattention
 from tests.oracles.decoder import Decoder, Oracle, Prompt
 from tests.paths import ROOT
-from tests.small_models import GQA, LEARNED, MHA, MQA, PARTIAL, random_model, sharp_model, small_config
+from tests.small_models import GQA, LEARNED, MHA, MQA, PARTIAL, YARN, random_model, sharp_model, small_config
 
 LENGTHS, STEPS, EVERY = (41, 9), 28, 8
 TEXT = np.random.default_rng(4).integers(0, GQA.vocab_size, (2, 80))
 CALIBRATION = [TEXT[0, :48], TEXT[1, :30]]
-SHAPES = {"mha": MHA, "gqa": GQA, "mqa": MQA, "partial": PARTIAL}
+SHAPES = {"mha": MHA, "gqa": GQA, "mqa": MQA, "partial": PARTIAL, "yarn": YARN}
 
 
 @functools.cache
@@ -113,6 +113,7 @@ def oracles(shape: str, kind: type[Oracle], budget: int, made: kvjax.Policy, sta
         ("mha", 14, {}),
         slow("mqa", 14, {"keep_prompt": False}),
         ("partial", 14, {"keep_prompt": False}),
+        ("yarn", 14, {"keep_prompt": False}),
         ("gqa", 14, {"keep_prompt": False, "residual": "less", "residual.kernels": "performer"}),
     ],
 )

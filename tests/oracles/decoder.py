@@ -495,16 +495,21 @@ class Decoder:
         rope = self.config.layer(layer).rope
         if rope is None:
             return x
-        assert rope.scaling == "none"
-        half = rope.width // 2
+        half, longer = rope.width // 2, magnitude(rope)
         cosine, sine = _turn(position, half, rope.theta)
         turned = x.copy()
         one, other = slice(half), slice(half, rope.width)
         if rope.interleaved:
             one, other = slice(0, rope.width, 2), slice(1, rope.width, 2)
-        turned[one] = x[one] * cosine - x[other] * sine
-        turned[other] = x[other] * cosine + x[one] * sine
+        turned[one] = (x[one] * cosine - x[other] * sine) * longer
+        turned[other] = (x[other] * cosine + x[one] * sine) * longer
         return turned
+
+
+def magnitude(rope: Any) -> float:
+    """Factor of rotated channels, for YaRN with the frequencies of plain RoPE."""
+    assert rope.scaling == "none" or (rope.scaling == "yarn" and rope.factor == 1)
+    return rope.attention_factor or 1.0
 
 
 @functools.cache

@@ -9,23 +9,24 @@ import numpy as np
 from jaxtyping import Float
 
 from tests.oracles.attention_matching import factors_of, mean_square, places_of
-from tests.oracles.decoder import Oracle, Prompt, softmax
+from tests.oracles.decoder import Oracle, Prompt, magnitude, softmax
 from tests.oracles.plans import recent_window
 
 LOWEST = -1e30
 """Score of generated tokens."""
 
 
-def rotated(rope, x: Float[np.ndarray, " d"], position: float) -> Float[np.ndarray, " d"]:
-    """A vector turned to a position, pair by pair."""
+def rotated(rope, x: Float[np.ndarray, " d"], position: float, back: bool = False) -> Float[np.ndarray, " d"]:
+    """A vector turned to a position, pair by pair, or turned back from it."""
     if rope is None:
         return x
+    position, longer = (-position, 1 / magnitude(rope)) if back else (position, magnitude(rope))
     turned, half = x.copy(), rope.width // 2
     for pair in range(half):
         one, other = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + half)
         angle = position * rope.theta ** (-pair / half)
-        turned[one] = x[one] * math.cos(angle) - x[other] * math.sin(angle)
-        turned[other] = x[other] * math.cos(angle) + x[one] * math.sin(angle)
+        turned[one] = (x[one] * math.cos(angle) - x[other] * math.sin(angle)) * longer
+        turned[other] = (x[other] * math.cos(angle) + x[one] * math.sin(angle)) * longer
     return turned
 
 
@@ -67,7 +68,7 @@ class WithQueries(PromptRanked):
     def raw_queries(self, h: int, g: int, text: Prompt) -> Float[np.ndarray, "n d"]:
         """All given queries past the sinks."""
         for i, query in enumerate(text.queries[h][g]):
-            self.known[h][g][text.start + i] = rotated(self.rope, query, -(text.start + i))
+            self.known[h][g][text.start + i] = rotated(self.rope, query, text.start + i, back=True)
         queries = [query for position, query in sorted(self.known[h][g].items()) if position >= self.sinks]
         return np.array(queries).reshape(len(queries), -1)
 
