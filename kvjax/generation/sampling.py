@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -45,6 +46,9 @@ class Sampling:
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if (value is not None or name == "temperature") and not _is_number(value):
+                raise ValueError(f"{name} is {value!r}: give a number.")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"The temperature is {self.temperature}: give 0 for greedy decoding or a positive number.")
         if self.top_k is not None and not (self.top_k >= 1 and self.top_k % 1 == 0):
@@ -78,6 +82,10 @@ class Sampling:
         for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
             object.__setattr__(made, field.name, number)
         return made
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, (bool, np.bool_)) and hasattr(value, "__float__") and np.ndim(value) == 0
 
 
 def penalised(
