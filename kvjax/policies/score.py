@@ -138,6 +138,9 @@ class Score(Part, interface=True):
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
         """Return the new state of each slot, `view.slots.score`, after attention.
 
+        The state after a block of tokens must be that after the same tokens, read one by one: see `new.age`,
+        `new.counts` and `new.valid`. Otherwise the score is another method for prompts than for generated tokens.
+
         Each slot is updated independently, except after a block of tokens: then `view` has all slots of a head, and the
         state of one may depend on the others.
 

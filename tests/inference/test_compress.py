@@ -183,7 +183,9 @@ def test_requests_are_read_by_the_tokenizer_of_the_states_model() -> None:
     tiny, text = kvjax.load("tiny"), [list(range(5, 61))]
     ids = {name: tuple(tiny.tokenizer.encode(asked, add_special_tokens=False)) for name, asked in REQUESTS.items()}
     whole, _ = kvjax.prefill(kvjax.load("tiny"), "full", text, max_new_tokens=4)
-    pressed, expected = (kvjax.compress(whole, policy, 40, text=text) for policy in ("kvzip", kvjax.policy("kvzip", **ids)))
+    pressed, expected = (
+        kvjax.compress(whole, policy, 40, text=text) for policy in ("kvzip", kvjax.policy("kvzip", **ids))
+    )
     for positions, wanted in zip(kvjax.held_positions(pressed), kvjax.held_positions(expected), strict=True):
         np.testing.assert_array_equal(positions, wanted)
     stepped, _ = kvjax.decode_step(pressed, [7])

@@ -21,7 +21,6 @@ from pallas_kernels.attention import LowRank
 from tests.cases import PAIRS, POLICIES
 from tests.small_models import GQA, random_model
 
-
 MESH: Any = jax.sharding.AbstractMesh((1, 2, 1), (ROWS, HEADS, SLOTS))
 """Two devices that share the KV heads, to trace programs for."""
 
@@ -285,9 +284,7 @@ def test_a_traced_setting_that_counts_in_python_is_named(kind: Callable[..., Any
     if kind is setting:
         bind(random_model(GQA), policy, 8, None)
         return
-    message = (
-        r"Mine\.score takes an array for a number of Python .*; declare a setting \(times\) with kvjax"
-    )
+    message = r"Mine\.score takes an array for a number of Python .*; declare a setting \(times\) with kvjax"
     with pytest.raises(TypeError, match=message):
         bind(random_model(GQA), policy, 8, None)
 
@@ -296,9 +293,7 @@ def test_arrays_of_heads_on_a_mesh_belong_in_of_heads() -> None:
     spread = random_model(GQA)
     spread.mesh = MESH
     weights = jnp.arange(2.0)
-    with pytest.raises(
-        ValueError, match=r"2 devices, which share the KV heads .*; name Shared\.weights in of_heads"
-    ):
+    with pytest.raises(ValueError, match=r"2 devices, which share the KV heads .*; name Shared\.weights in of_heads"):
         bind(spread, kvjax.Policy(Shared(weights)), 8, None)
     bind(spread, kvjax.Policy(Declared(weights)), 8, None)
     bind(random_model(GQA), kvjax.Policy(Shared(weights)), 8, None)
