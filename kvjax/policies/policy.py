@@ -86,7 +86,8 @@ class Policy(Part, interface=True):
             value = getattr(part, name)
             if not isinstance(value, declared):
                 raise TypeError(
-                    f"{type(part).__name__}.{name} is {value!r}; make it a property that returns a kvjax.{declared.__name__}."
+                    f"{type(part).__name__}.{name} is {value!r}; make it a property that returns a "
+                    f"kvjax.{declared.__name__}."
                 )
 
     def spread(self, plan: Plan | None) -> Policy:

@@ -153,11 +153,9 @@ def test_double_precision_stays() -> None:
         ({"temperature": -0.5}, r"^The temperature is -0\.5: give 0 for greedy decoding or a positive number\.$"),
         ({"temperature": float("nan")}, r"^The temperature is nan"),
         ({"temperature": float("inf")}, r"^The temperature is inf"),
-        *(
-            ({name: value}, rf"^{name} is .*: give a number\.$")
-            for name in vars(Sampling())
-            for value in ("hot", True, [1])
-        ),
+        *(({name: "hot"}, rf"^{name} is 'hot': give a number\.$") for name in vars(Sampling())),
+        ({"top_k": True}, r"^top_k is True: give a number\.$"),
+        ({"top_p": [0.5]}, r"^top_p is \[0\.5\]: give a number\.$"),
         ({"temperature": None}, r"^temperature is None: give a number\.$"),
         ({"top_k": 0}, r"^top_k is 0: give a whole number of tokens, at least 1, or None\.$"),
         ({"top_k": 2.5}, r"^top_k is 2\.5"),
