@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.base import Part
-from kvjax.types import New, PyTree, View, number
+from kvjax.types import New, PyTree, View, check, number
+from kvjax.utils.fields import check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Sizing:
     fixed_length: bool = False
     may_shrink: bool = False
     spare_slots: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        modes = ("budget", "unbounded", "profiled")
+        check(self.mode in modes, "mode", self.mode, f"one of {', '.join(modes)}")
 
 
 _RENAMED = {"shares": "layer_budgets", "settle": "head_budgets", "room": "slots_at"}

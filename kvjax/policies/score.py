@@ -15,6 +15,7 @@ from kvjax.policies.base import Part
 from kvjax.policies.rankings import Ranking
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
+from kvjax.utils.fields import check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Replay:
     overlap: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self, "chunk", "overlap")
         check(self.chunk >= 1, "chunk", self.chunk, "a number of tokens from 1")
         check(self.overlap >= 0, "overlap", self.overlap, "a number of tokens from 0")
 
@@ -81,6 +83,7 @@ class Requirements:
     keeps_idle_rows: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         known = ("none", "heads", "layers")
         check(self.shared_slots in known, "shared_slots", self.shared_slots, f"one of {', '.join(known)}")
 

@@ -275,6 +275,21 @@ def test_slots_of_layers_may_be_a_list() -> None:
     assert [int(heads.limit.max()) for heads in state.storage.layers] == [10, 6]
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: kvjax.Replay(chunk="x"), "chunk='x' is not a whole number"),  # type: ignore[arg-type]
+        (lambda: kvjax.Requirements(whole_heads="x"), "whole_heads='x' is not true or false"),  # type: ignore[arg-type]
+        (lambda: kvjax.Requirements(prompt_chunk=1.5), r"prompt_chunk=1\.5 is not a whole number or None"),  # type: ignore[arg-type]
+        (lambda: kvjax.Sizing(mode="x"), "mode='x' is not one of budget, unbounded, profiled"),  # type: ignore[arg-type]
+        (lambda: kvjax.Sizing(spare_slots="x"), "spare_slots='x' is not a whole number"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_a_part_declares_is_of_its_type(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("kind", [number, setting])
 def test_a_traced_setting_that_counts_in_python_is_named(kind: Callable[..., Any]) -> None:
     def repeated(self: Any, view: Any, new: Any) -> Any:
