@@ -186,8 +186,8 @@ def _check_asks(part: Part, asks: PyTree, new: New) -> None:
 
     def check(ask: Ask, field: str, shapes: list[tuple[int, ...]], letters: str) -> None:
         value = getattr(ask, field)
-        found = value if _is_array(value) else None if isinstance(value, (str, bool)) else value
-        if not (_is_array(found) or isinstance(found, (int, float))) or jnp.shape(found) not in shapes:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if (value.shape if _is_array(value) else () if number else None) not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(
                 f"{name}.asks requests {type(ask).__name__} with {field}={_described(value)}, not of shape {expected} "

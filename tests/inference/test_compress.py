@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache.dense import Dense
 from kvjax.inference.state import slot_limits
-from kvjax.methods.kvzip import REPEAT, REPEAT_LATER
+from kvjax.methods.kvzip import REPEAT, REPEAT_LATER, Reconstruction
 from tests.cases import core, slow
 from tests.held import kept
 from tests.small_models import GQA, LEARNED, LOCAL, random_model
@@ -181,7 +181,9 @@ def test_a_text_is_read_again_over_a_full_cache(policy: kvjax.Policy) -> None:
 
 def test_requests_are_read_by_the_tokenizer_of_the_states_model() -> None:
     tiny, text = kvjax.load("tiny"), [list(range(5, 61))]
-    ids = {name: tuple(tiny.tokenizer.encode(asked, add_special_tokens=False)) for name, asked in REQUESTS.items()}
+    ids: dict[str, Any] = {
+        name: tuple(tiny.tokenizer.encode(asked, add_special_tokens=False)) for name, asked in REQUESTS.items()
+    }
     whole, _ = kvjax.prefill(kvjax.load("tiny"), "full", text, max_new_tokens=4)
     pressed, expected = (
         kvjax.compress(whole, policy, 40, text=text) for policy in ("kvzip", kvjax.policy("kvzip", **ids))
@@ -197,7 +199,8 @@ def test_a_states_model_keeps_a_tokenizer_of_ones_own() -> None:
     model.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [len(text) % 64])
     whole, _ = kvjax.prefill(model, "full", TEXTS, max_new_tokens=STEPS)
     pressed = kvjax.compress(whole, kvjax.policy("kvzip", recent=4), BUDGET, text=TEXTS)
-    assert pressed.policy.score.prompt == (len(REPEAT),)
+    score = pressed.policy.score
+    assert isinstance(score, Reconstruction) and score.prompt == (len(REPEAT),)
 
 
 def test_a_text_of_ones_choice_ranks_what_is_left() -> None:
