@@ -81,9 +81,8 @@ class Wish:
 
     @property
     def bounded(self) -> bool:
-        """Whether a budget means anything."""
-        plan = self.made().plan
-        return plan.sizing.mode == "budget"
+        """Whether a budget means anything, also where parts do not go with the policy."""
+        return kvjax.policy(self.policy).plan.sizing.mode == "budget"
 
     def words(self) -> list[str]:
         """Options of `kvjax generate`."""
