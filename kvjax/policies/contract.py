@@ -185,10 +185,9 @@ def _check_asks(part: Part, asks: PyTree, new: New) -> None:
     (rows, heads, groups, tokens, width), name = new.q.shape, type(part).__name__
 
     def check(ask: Ask, field: str, shapes: list[tuple[int, ...]], letters: str) -> None:
-        value: Any = getattr(ask, field)
+        value = getattr(ask, field)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        shape: Any = value.shape if _is_array(value) else () if number else None
-        if shape not in shapes:
+        if getattr(value, "shape", () if number else None) not in shapes:
             expected = " or ".join(str(list(each)) for each in shapes)
             raise ValueError(
                 f"{name}.asks requests {type(ask).__name__} with {field}={_described(value)}, not of shape {expected} "
