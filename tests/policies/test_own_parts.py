@@ -21,7 +21,7 @@ from pallas_kernels.attention import LowRank
 from tests.cases import PAIRS, POLICIES
 from tests.small_models import GQA, random_model
 
-MESH: Any = jax.sharding.AbstractMesh((1, 2, 1), (ROWS, HEADS, SLOTS))
+MESH: Any = jax.sharding.AbstractMesh((1, 2, 1), (ROWS, HEADS, SLOTS), axis_types=(jax.sharding.AxisType.Auto,) * 3)
 """Two devices that share the KV heads, to trace programs for."""
 
 
