@@ -90,7 +90,7 @@ class Encoded:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the decoded numbers."""
-        return jax.eval_shape(functools.partial(self.decoder.decode, dtype=jnp.float32), self.stored).shape
+        return jax.eval_shape(lambda stored: self.decoder.decode(stored, jnp.float32), self.stored).shape
 
     def values(self, dtype: Any) -> Float[Array, "*b c d"]:
         """Return the decoded array."""

@@ -191,7 +191,7 @@ class Dense(struct.PyTreeNode):
         if answers is None:
             return self
         view = self.layers[layer]
-        after = slots.where_read(new, policy.fold(answers, view, new), view.slots.score)
+        after = slots.where_read(new, policy.score.fold(answers, view, new), view.slots.score)
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
 
     def with_scores(self, layer: int, out: Array) -> tuple[Dense, Array]:

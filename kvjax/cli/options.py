@@ -251,7 +251,8 @@ def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, An
     # A config's settings apply only to its own policy and parts.
     own = its.settings | config.get("settings", {})
     same = {"policy": asked.name == its.name} | {part: parts.get(part) == of_config.get(part) for part in PART_KEYS}
-    settings = {key: value for key, value in own.items() if same[key.partition(".")[0] if "." in key else "policy"]}
+    # A part that does not exist differs in nothing, so that `policy` refuses it.
+    settings = {key: own[key] for key in own if same.get(key.partition(".")[0] if "." in key else "policy", True)}
     settings |= asked.settings | settings_given
     if options.less_checkpoint is not None:
         settings["checkpoint" if asked.name == "less" else "residual.checkpoint"] = options.less_checkpoint

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -54,6 +55,9 @@ class Sampling:
     repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if (value is not None or name == "temperature") and not _is_number(value):
+                raise ValueError(f"{name} is {value!r}: give a number.")
         if not 0 <= self.temperature < math.inf:
             raise ValueError(f"The temperature is {self.temperature}: give 0 for greedy decoding or a positive number.")
         if self.top_k in (0, -1):
@@ -92,6 +96,10 @@ class Sampling:
         return made
 
 
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, (bool, np.bool_)) and hasattr(value, "__float__") and np.ndim(value) == 0
+
+
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
@@ -116,9 +124,6 @@ def sampling_of(defaults: SamplingDefaults, settings: Mapping[str, Any], tempera
             others |= {} if samples else {"temperature": 0.0}
         if 0 in (own.get("temperature"), others.get("temperature")):  # without effect, so even a wrong one does no harm
             others = {name: value for name, value in others.items() if name not in _FILTERS}
-        for name, value in others.items():
-            if type(value) not in (int, float):
-                raise ValueError(f"{name} is {value!r}: give a number.")
         Sampling(**others)
     except ValueError as error:
         raise ValueError(f"{defaults.source}: {str(error).rstrip('.')}, or replace it by a setting of yours.") from None

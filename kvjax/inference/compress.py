@@ -35,7 +35,7 @@ from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
-from kvjax.models.model import LanguageModel, rows_of
+from kvjax.models.model import Origin, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import SlotResidual
@@ -75,7 +75,8 @@ def compress(
             same tokens, as under `full`.
         budget: slots per KV head, a fraction, or slots for each layer; it may be larger than before.
         text: token ids of a text for each row, for a policy that reads one over the cache: [b, n], or a list of lists.
-            `kvzip` takes the text that the cache holds, and reads it after its own request. The residual
+            `kvzip` takes the text that the cache holds, and reads it after its own request, for which it needs the
+            tokenizer of the state's model. The residual
             `attention_matching` takes the queries of any text, such as a request to repeat the context and the context
             again. None if the policy reads none, or did so before.
         plan: distribution of the budget over layers or heads; None for the policy's own.
@@ -94,8 +95,8 @@ def compress(
     check_state(state)
     check_on_host("compress", state.position, budget, text)
     budget, before = checked_budget(budget), state.decoder
-    model = LanguageModel(before.weights, before.config, "of this state")
-    model.mesh = before.mesh
+    origin = before.origin or Origin("of this state", None, None, None)
+    model = origin.model(before.weights, before.config, before.mesh)
     own = jax.tree.map(
         lambda leaf: leaf.item() if isinstance(leaf, jax.Array) and not leaf.ndim else leaf, before.policy
     )

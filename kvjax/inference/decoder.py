@@ -38,10 +38,10 @@ from kvjax.inference.sharding import cache_specs, joined, logits_spec, placed_po
 from kvjax.inference.windows import with_windows
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import unembed
-from kvjax.models.model import LanguageModel, rows_of
+from kvjax.models.model import LanguageModel, Origin, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.types import Kernels
+from kvjax.types import Kernels, setting
 from kvjax.utils.autotune import settle_before
 from kvjax.utils.processes import on_host
 from kvjax.utils.settings import whole_number
@@ -63,6 +63,8 @@ class Decoder(Bound):
 
     asked: tuple[Policy, Any] | None = None
     """Policy and budget with concrete numbers, from which slots of prompts are planned; None inside of programs."""
+    origin: Origin | None = setting(None)
+    """Name and tokenizer of the model, for policies that another state's policy is replaced by."""
 
     def __repr__(self) -> str:
         return f"Decoder({self.policy.label}, {self.config.layers} layers, {self.weights.dtype})"
@@ -237,6 +239,7 @@ def decoder(
         config=model.config,
         kernels=implementation,
         mesh=model.mesh,
+        origin=model.origin,
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -78,25 +77,6 @@ def _through_layers(decoder: Bound, storage: Storage, reading: Reading) -> tuple
     return storage.close(), x
 
 
-@contextlib.contextmanager
-def layer_numbered(layer: Layer) -> Generator[None]:
-    """Trace a layer, and explain the TypeError of a part that uses a traced layer index as a Python number."""
-    try:
-        yield
-    except (
-        jax.errors.ConcretizationTypeError,
-        jax.errors.TracerArrayConversionError,
-        jax.errors.TracerIntegerConversionError,
-    ) as error:
-        if isinstance(layer.number, int):
-            raise
-        parts = ", ".join(kind.__name__ for kind in layer.policy.kinds[1:])
-        raise TypeError(
-            f"one of {parts} takes an array for a number of Python ({str(error).splitlines()[0]}); where that is "
-            "new.layer, override layer(index) instead, which is called with each layer's number."
-        ) from error
-
-
 def _through_layer(
     layer: Layer,
     storage: Storage,
@@ -123,19 +103,18 @@ def _through_layer(
         of_heads.append(told._replace(answers=tree.unflatten(answers)))
         return summed
 
-    with layer_numbered(layer):
-        normed, q, k, v = project(weights, config, shape, x, reading.position)
-        new = reading.of_layer(shape, layer.number, x, q, k, v, sink_logits_of(weights, shape)).rotated(turns)
-        if x.shape[1] == 1:
-            storage, out, told = step(policy, storage, place, new)
-        else:
-            storage, out = steps(policy, storage, place, new)
-            told = []
-        for each in told:
-            (of_heads if sums_over(each.asks, "device") else pending).append(each)
-        after = finish_block(weights, config, shape, x, normed, out, total)
-        for told in of_heads:
-            storage = update_score(policy, storage, place, told.asks, told.answers, told.new)
+    normed, q, k, v = project(weights, config, shape, x, reading.position)
+    new = reading.of_layer(shape, layer.number, x, q, k, v, sink_logits_of(weights, shape)).rotated(turns)
+    if x.shape[1] == 1:
+        storage, out, told = step(policy, storage, place, new)
+    else:
+        storage, out = steps(policy, storage, place, new)
+        told = []
+    for each in told:
+        (of_heads if sums_over(each.asks, "device") else pending).append(each)
+    after = finish_block(weights, config, shape, x, normed, out, total)
+    for told in of_heads:
+        storage = update_score(policy, storage, place, told.asks, told.answers, told.new)
     return storage, after, pending
 
 
@@ -203,8 +182,7 @@ def read_layers(
         if sums_over(told.asks["score"], "model"):
             pending.append(told)
         else:
-            with layer_numbered(layer):
-                storage, of_layer = keep_after(layer.policy, storage, index, told, capacities[index], first)
+            storage, of_layer = keep_after(layer.policy, storage, index, told, capacities[index], first)
             kept.append(of_layer)
     for index, told in enumerate(sum_over_layers(pending)):
         storage, of_layer = keep_after(layers[index].policy, storage, index, told, capacities[index], first)
@@ -224,15 +202,14 @@ def append_and_attend(
     `index` is that of the layer in the storage.
     """
     weights, policy, config, shape = layer.weights, layer.policy, layer.config, layer.shape
-    with layer_numbered(layer):
-        normed, q, k, v = project(weights, config, shape, x, reading.position)
-        new = reading.of_layer(shape, layer.number, x, q, k, v, sink_logits_of(weights, shape)).rotated()
-        if policy.score.requires.host_memory:
-            storage = storage.moved(index, jax.memory.Space.Device)
-        storage = storage.append(policy, index, new)
-        heads = storage.layers[index]
-        asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
-        remembered = share_of_residual(policy, storage, index, new)
-        storage, found = storage.attend(policy, index, new, asks, remembered, block=True)
-        x = finish_block(weights, config, shape, x, normed, with_sink(found.partial, new.sink_logits).out)
+    normed, q, k, v = project(weights, config, shape, x, reading.position)
+    new = reading.of_layer(shape, layer.number, x, q, k, v, sink_logits_of(weights, shape)).rotated()
+    if policy.score.requires.host_memory:
+        storage = storage.moved(index, jax.memory.Space.Device)
+    storage = storage.append(policy, index, new)
+    heads = storage.layers[index]
+    asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
+    remembered = share_of_residual(policy, storage, index, new)
+    storage, found = storage.attend(policy, index, new, asks, remembered, block=True)
+    x = finish_block(weights, config, shape, x, normed, with_sink(found.partial, new.sink_logits).out)
     return storage, Pending(asks, found.answers, new), x

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
 from kvjax.inference.cache import Bound
+from kvjax.inference.contract import check_parts
 from kvjax.inference.padding import among_devices, bucket, check_rows
 from kvjax.methods.registry import name_of, replaced
 from kvjax.methods.registry import policy as policy_by_name
@@ -179,7 +180,11 @@ def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan
             f"positions='cache' does not go with model {model.name!r}, which adds learned positions to embeddings "
             "before there are keys; use positions='original'."
         )
-    return replaced(chosen.budgeted(budget), plan=plan)
+    if (replay := chosen.score.requires.replay) is not None:
+        check_vocabulary(np.array([*replay.prompt, *(replay.later or ())], np.int64), model.config)
+    bound = replaced(chosen.budgeted(budget), plan=plan)
+    check_parts(bound, model)
+    return bound
 
 
 def instead(config: ModelConfig) -> str:

@@ -117,6 +117,7 @@ def fitted(policy: Policy) -> Policy:
     Raises:
         ValueError: two parts are incompatible; the message names them and suggests a fix.
     """
+    policy.check_kinds()
     guard = policy.protection
     simple = type(guard) is Protection and not guard.special and guard.one_in is None
     slides = policy.codec.positions == "cache" and policy.slides and simple and not policy.plan.sizing.per_head

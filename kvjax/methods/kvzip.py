@@ -98,7 +98,7 @@ def _ids(name: str, request: str | tuple[int, ...], model: LanguageModel) -> tup
         return request
     try:
         return tuple(model.tokenizer.encode(request, add_special_tokens=False))
-    except (ValueError, AttributeError):  # a state's model has none
+    except ValueError:
         raise ValueError(
             f"kvzip needs the token ids of {request.strip()!r} here, because the model {model.name!r} comes without a "
             f"tokenizer; give {name}=[...]."

@@ -277,7 +277,7 @@ def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], di
             own[name] = value
             continue
         if part not in BASES:
-            raise ValueError(f"{name}={value!r} is no setting of a part; parts with settings are {', '.join(BASES)}.")
+            raise ValueError(f"{name}={value!r} is no setting of a part; {choices(part, BASES)}")
         of_parts.setdefault(part, {})[setting] = value
     return of_parts, own
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,25 @@ from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer
 from kvjax.utils.autotune import automatic
 
 _forward = jax.jit(forward, static_argnames="config")
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Name and tokenizer of a model, which states keep. Programs do not depend on the tokenizer."""
+
+    name: str
+    directory: Path | None
+    metadata: Mapping[str, Any] | None = dataclasses.field(compare=False, repr=False)
+    tokenizer: Any = dataclasses.field(compare=False, repr=False)
+    """Tokenizer of the model; None before it is read."""
+
+    def model(self, weights: Weights, config: ModelConfig, mesh: Mesh | None) -> LanguageModel:
+        """Return a model with these weights; `mesh` is a `program_mesh`."""
+        made = LanguageModel(weights, config, self.name, self.directory, self.metadata)
+        made.mesh = mesh
+        if self.tokenizer is not None:
+            made.tokenizer = self.tokenizer
+        return made
 
 
 class LanguageModel:
@@ -61,6 +81,11 @@ class LanguageModel:
     def __repr__(self) -> str:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
         return f"{type(self).__name__}({self.name!r}, {parameters / 1e6:.1f}M parameters, {self.weights.dtype})"
+
+    @property
+    def origin(self) -> Origin:
+        """Name and tokenizer of the model, for its states."""
+        return Origin(self.name, self.directory, self.metadata, vars(self).get("tokenizer"))
 
     @functools.cached_property
     def tokenizer(self) -> Any:

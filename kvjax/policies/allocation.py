@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.base import Part
-from kvjax.types import New, PyTree, View, number
+from kvjax.types import New, PyTree, View, check, number
+from kvjax.utils.fields import check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Sizing:
     fixed_length: bool = False
     may_shrink: bool = False
     spare_slots: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        modes = ("budget", "unbounded", "profiled")
+        check(self.mode in modes, "mode", self.mode, f"one of {', '.join(modes)}")
 
 
 _RENAMED = {"shares": "layer_budgets", "settle": "head_budgets", "room": "slots_at"}
@@ -117,7 +123,13 @@ class Plan(Part, interface=True, kw_only=True):
 
 def layer_slots(plan: Plan, budget: int, layers: int) -> np.ndarray:
     """Return the slots per KV head of each layer, int [layers], from 1, which sum exactly to `layers * budget`."""
-    shares = plan.layer_budgets(budget, layers)
+    shares = np.asarray(plan.layer_budgets(budget, layers))
+    sums = shares.shape == (layers,) and np.issubdtype(shares.dtype, np.number)
+    if not (sums and abs(shares.sum() - layers * budget) < 1):  # false for NaN, too
+        raise ValueError(
+            f"{type(plan).__name__}.layer_budgets gives {shares.tolist()}, not slots for each of {layers} layers that "
+            f"sum to {layers * budget}."
+        )
     whole = np.floor(shares + 1e-9).astype(np.int64)
     # Largest remainders, so that nothing is lost to rounding; of equal ones the lower layer gets the slot.
     order = np.argsort(-(shares - whole), kind="stable")

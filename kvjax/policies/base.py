@@ -6,7 +6,6 @@ import abc
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -72,15 +71,15 @@ class Part(struct.PyTreeNode, abc.ABC):
             raise ValueError(
                 f"{self.against_alibi}, on which logits of {model!r} depend (ALiBi); use another policy or residual."
             )
-        return self._with_inner(lambda part: part.bind(model))
+        return self._with_inner("bind", model)
 
     def budgeted(self, budget: Any) -> Self:
         """Return a copy configured for the user's budget; override if the budget is not a number of slots."""
-        return self._with_inner(lambda part: part.budgeted(budget))
+        return self._with_inner("budgeted", budget)
 
     def sized(self, slots: tuple[int, ...]) -> Self:
         """Return a copy for these numbers of slots per head in each layer; override if `init` depends on them."""
-        return self._with_inner(lambda part: part.sized(slots))
+        return self._with_inner("sized", slots)
 
     def layer(self, index: int) -> Self:
         """Return the part for one layer; override if it holds settings for each layer, or arrays outside `of_heads`.
@@ -89,18 +88,20 @@ class Part(struct.PyTreeNode, abc.ABC):
         """
         held = {name: getattr(self, name) for name in self.of_heads}
         mine = {name: value[index] for name, value in held.items() if isinstance(value, tuple)}
-        return self._with_inner(lambda part: part.layer(index), **mine)
+        return self._with_inner("layer", index, **mine)
 
     @property
     def label(self) -> str:
         """Name in messages: the registered one, or else the class."""
         return vars(type(self)).get("_registered", type(self).__name__)
 
-    def _with_inner(self, change: Callable[[Part], Part], **values: Any) -> Self:
-        # Returns a copy with other values of some fields, and with the parts in its fields changed.
+    def _with_inner(self, member: str, *arguments: Any, **values: Any) -> Self:
+        # Returns a copy with other values of some fields, and with what a member of the parts in its fields returns.
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if isinstance(part := getattr(self, field.name), Part):
-                values[field.name] = change(part)
+                values[field.name] = changed = getattr(part, member)(*arguments)
+                if not isinstance(changed, Part):
+                    raise TypeError(f"{type(part).__name__}.{member} gives {changed!r}; return a copy of the part.")
         return self.replace(**values) if values else self
 
     def init(self, shape: New) -> PyTree:

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.allocation import Plan, Uniform
+from kvjax.policies.allocation import Plan, Sizing, Uniform
 from kvjax.policies.base import Part
 from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protected, Protection
-from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, SplitRanking, as_numbers
+from kvjax.policies.quantizer import Quantizer
+from kvjax.policies.rankings import OldestFirst, Ranking, as_numbers
 from kvjax.policies.residual import Residual, Selection, SlotResidual
-from kvjax.policies.score import Score
-from kvjax.types import New, Parts, PyTree, View, derived, setting, wide
+from kvjax.policies.score import Requirements, Score
+from kvjax.types import New, Parts, View, derived, setting, wide
 from kvjax.utils.fields import at_least, fields_line
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 
 class Policy(Part, interface=True):
@@ -68,7 +66,7 @@ class Policy(Part, interface=True):
             part = getattr(self, name)
             if isinstance(part, type):
                 raise TypeError(f"{name}={part.__name__} is a class; give an instance, {part.__name__}().")
-            if isinstance(part, Part):
+            if isinstance(part, (Part, str)):
                 _check_part(name, part, kind)
         if all(isinstance(getattr(self, name), (Part, type(None))) for name in _KINDS):
             object.__setattr__(self, "kinds", tuple(_kinds(self)))
@@ -87,13 +85,19 @@ class Policy(Part, interface=True):
         """True if a budget has an effect: tokens are evicted, or left out of attention."""
         return self.plan.sizing.mode != "unbounded" or self.selection is not None
 
-    def bind(self, model: LanguageModel) -> Self:
-        """Return a copy whose parts are prepared for a model, and of their kinds; see `Part.bind`."""
+    def check_kinds(self) -> None:
+        """Refuse parts that are not of their kind, or that declare what they need or give as another type."""
         for name, kind in _KINDS.items():
             part = getattr(self, name)
             if part is not None or name not in ("residual", "selection"):
                 _check_part(name, part, kind)
-        return super().bind(model)
+        for part, name, declared in ((self.score, "requires", Requirements), (self.plan, "sizing", Sizing)):
+            value = getattr(part, name)
+            if not isinstance(value, declared):
+                raise TypeError(
+                    f"{type(part).__name__}.{name} is {value!r}; make it a property that returns a "
+                    f"kvjax.{declared.__name__}."
+                )
 
     def spread(self, plan: Plan | None) -> Policy:
         """Return a copy with the given plan for its budget; None keeps its own plan.
@@ -155,26 +159,13 @@ class Policy(Part, interface=True):
         """Return the score's ranking of the slots.
 
         A score that needs whole heads is computed only if a token must be evicted. Between two evictions each head has
-        an empty slot, and zeros replace the score. Refuse scores that are not a floating-point number for each slot.
+        an empty slot, and zeros replace the score.
         """
         if new.given or not self.ranks_at_evictions:
-            return self._ranked(view, new)
-        zeros = jnp.zeros(view.position.shape, wide(new.k.dtype))
+            return self.score.score(view, new)
+        zeros, score = jnp.zeros(view.position.shape, wide(new.k.dtype)), self.score.score
         due = (new.newest % self.evict_every == 0).any()
-        return jax.lax.cond(due, lambda: as_numbers(self._ranked(view, new), view).astype(zeros.dtype), lambda: zeros)
-
-    def _ranked(self, view: View, new: New) -> Ranking:
-        found = self.score.score(view, new)
-        if isinstance(found, (OldestFirst, HammingDistance)):
-            return found
-        for scores in (found.within, found.between) if isinstance(found, SplitRanking) else (found,):
-            shape, kind = jnp.shape(scores), jnp.result_type(scores)
-            if shape != view.position.shape or not jnp.issubdtype(kind, jnp.floating):
-                raise ValueError(
-                    f"{type(self.score).__name__}.score gives {kind} of shape {list(shape)}, not a floating-point "
-                    f"number for each of the slots {list(view.position.shape)} [b h c]."
-                )
-        return found
+        return jax.lax.cond(due, lambda: as_numbers(score(view, new), view).astype(zeros.dtype), lambda: zeros)
 
     def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:
         """Return the score of each slot as a number, and the protection of the slots."""
@@ -192,16 +183,6 @@ class Policy(Part, interface=True):
             found = self.plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))
             at_first = int(found[0, 0])
         return (max(at_first, limit + spare) if spare else at_first) + self.evict_every - 1
-
-    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """Return the score's state of each slot, updated after attention; refuse one of other shapes."""
-        found, before = self.score.fold(answers, view, new), view.slots.score
-        shapes = [jax.tree.map(jnp.shape, tree) for tree in (found, before)]
-        if jax.tree.structure(found) != jax.tree.structure(before) or shapes[0] != shapes[1]:
-            raise ValueError(
-                f"{type(self.score).__name__}.fold gives {shapes[0]}, not what its slot began with: {shapes[1]}."
-            )
-        return found
 
 
 _KINDS: dict[str, type[Any]] = {
@@ -225,4 +206,5 @@ def _kinds(part: Any) -> Iterator[type]:
 def _check_part(name: str, part: object, kind: type[Any]) -> None:
     if not isinstance(part, kind):
         remedy = "; kvjax.policy takes names" if isinstance(part, str) else ""
+        remedy = f"; give kvjax.Codec(quantizer={part!r})" if isinstance(part, Quantizer) else remedy
         raise TypeError(f"{name}={part!r} is no {kind.__name__}{remedy}.")

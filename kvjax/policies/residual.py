@@ -44,8 +44,7 @@ class Residual(Part, interface=True):
         """Absorb the pairs that one token per row evicted, and merge `share` into its attention [b h g 1 e]."""
         state = self.absorb(state, evicted)
         share = self.share(state, new)
-        assert share is not None
-        return state, merge(attended, share_of_evicted(share)).out
+        return state, (attended if share is None else merge(attended, share_of_evicted(share))).out
 
 
 class SlotResidual(Residual, interface=True):

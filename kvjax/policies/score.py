@@ -15,6 +15,7 @@ from kvjax.policies.base import Part
 from kvjax.policies.rankings import Ranking
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
+from kvjax.utils.fields import check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Replay:
     overlap: int = 0
 
     def __post_init__(self) -> None:
+        check_fields(self, "chunk", "overlap")
         check(self.chunk >= 1, "chunk", self.chunk, "a number of tokens from 1")
         check(self.overlap >= 0, "overlap", self.overlap, "a number of tokens from 0")
 
@@ -81,6 +83,7 @@ class Requirements:
     keeps_idle_rows: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         known = ("none", "heads", "layers")
         check(self.shared_slots in known, "shared_slots", self.shared_slots, f"one of {', '.join(known)}")
 
@@ -137,6 +140,9 @@ class Score(Part, interface=True):
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
         """Return the new state of each slot, `view.slots.score`, after attention.
+
+        The state after a block of tokens must be that after the same tokens, read one by one: see `new.age`,
+        `new.counts` and `new.valid`. Otherwise the score is another method for prompts than for generated tokens.
 
         Each slot is updated independently, except after a block of tokens: then `view` has all slots of a head, and the
         state of one may depend on the others.

@@ -134,6 +134,13 @@ def check_kind(name: str, value: object, annotation: object) -> None:
         check(any(fits(value) for fits, _ in known), name, value, " or ".join(what for _, what in known))
 
 
+def check_fields(record: Any, *names: str) -> None:
+    """Refuse values of a dataclass, in some of its fields or in all, whose types differ from their annotations."""
+    for field in dataclasses.fields(record):
+        if not names or field.name in names:
+            check_kind(field.name, getattr(record, field.name), field.type)
+
+
 def check_limit(name: str, value: Any, field: dataclasses.Field[Any]) -> None:
     """Refuse a value outside the limit that the field of a hyperparameter declares."""
     limit: Limit | None = field.metadata.get("limit")

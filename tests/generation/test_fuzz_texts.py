@@ -30,6 +30,15 @@ from tests.drawn import CHECKS
 from tests.serving.test_engine import ask
 
 PROMPTS = ("Once upon a time", " The secret number of Anna is 4921. What is", "; Lily tiger; Tom")
+EVERY_R: dict[str, dict[str, Any]] = {
+    "vase": {"recent": 4, "sinks": 1, "evict_every": 4, "large": 0.25},
+    "rkv": {"recent": 4, "evict_every": 4},
+    "keydiff": {"block": None, "evict_every": 5},
+    "snapkv_decode": {"recent": 4, "evict_every": 4},
+    "cur": {"projections": 20, "evict_every": 4},
+    "dropkv": {"window": 5, "recent": 4, "evict_every": 4},
+}
+"""Policies that rank every r tokens, with settings by which they evict tokens of short texts."""
 PARTS = {"codec": ("int8", "int4"), "plan": ("pyramid", "adakv"), "residual": ("less",)}
 SETTINGS = {"recent": (0, 4, 0.5), "sinks": (0, 2), "positions": ("original", "cache")}
 
@@ -46,6 +55,7 @@ class Wish:
 
     prompt: str
     policy: str
+    every_r: bool
     parts: Mapping[str, str]
     settings: Mapping[str, Any]
     budget: int | float
@@ -56,7 +66,12 @@ class Wish:
 
     def made(self) -> Policy:
         """The policy; ValueError where its parts do not go together."""
-        return kvjax.policy(self.policy, **self.parts, **self.settings)
+        return kvjax.policy(self.policy, **self.parts, **self.every)
+
+    @property
+    def every(self) -> dict[str, Any]:
+        """Settings of the policy."""
+        return (EVERY_R[self.policy] if self.every_r else {}) | dict(self.settings)
 
     def arguments(self) -> dict[str, Any]:
         """Keywords of `Model.generate`."""
@@ -66,9 +81,8 @@ class Wish:
 
     @property
     def bounded(self) -> bool:
-        """Whether a budget means anything."""
-        plan = self.made().plan
-        return plan.sizing.mode == "budget"
+        """Whether a budget means anything, also where parts do not go with the policy."""
+        return kvjax.policy(self.policy).plan.sizing.mode == "budget"
 
     def words(self) -> list[str]:
         """Options of `kvjax generate`."""
@@ -76,7 +90,7 @@ class Wish:
         words += ["--max-new-tokens", str(self.tokens), "--temperature", str(self.sampling.temperature)]
         words += [word for text in self.stop for word in ("--stop", text)]
         words += [word for part, name in self.parts.items() for word in (f"--{part}", name)]
-        words += [word for name, value in self.settings.items() for word in ("--set", f"{name}={value}")]
+        words += [word for name, value in self.every.items() for word in ("--set", f"{name}={value}")]
         words += ["--budget", str(self.budget)] if self.bounded else []
         return [*words, *(["--top-k", str(self.sampling.top_k)] if self.sampling.top_k else [])]
 
@@ -92,15 +106,17 @@ def wishes(draw: st.DrawFn) -> Wish:
         name: draw(st.sampled_from(PARTS[name]))
         for name in sorted(draw(st.sets(st.sampled_from(sorted(PARTS)), max_size=1)))
     }
+    every_r = draw(st.sampled_from([False, False, True]))
     return Wish(
         prompt=draw(st.sampled_from(PROMPTS)),
-        policy=draw(st.sampled_from(sorted(REGISTRY))),
+        policy=draw(st.sampled_from(sorted(EVERY_R if every_r else REGISTRY))),
+        every_r=every_r,
         parts=parts,
         settings=some,
         budget=draw(st.sampled_from([8, 12, 20, 32, 0.5])),
         sampling=Sampling(draw(st.sampled_from([0.0, 0.7, 1.3])), draw(st.sampled_from([None, 5]))),
         seed=draw(st.integers(0, 2**32 - 1)),
-        tokens=draw(st.integers(1, 12)),
+        tokens=draw(st.integers(1, 24)),
         stop=draw(st.sampled_from([(), (" the",), ("e", "\n")])),
     )
 

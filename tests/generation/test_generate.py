@@ -494,6 +494,29 @@ def test_configs_say_what_is_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("written", "part", "likeliest"),
+    [
+        ("'residul.kernels' = 3", "residul", "residual"),
+        ("plam.floor = 0.3", "plam", "plan"),
+        ("codecs.a = 1", "codecs", "codec"),
+    ],
+)
+@pytest.mark.parametrize("of_config", [True, False])
+def test_a_misspelt_part_in_a_setting_is_told(
+    written: str, part: str, likeliest: str, of_config: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"policy = 'h2o'\n[settings]\n{written}\n")
+    others = (
+        ["--config", str(file)]
+        if of_config
+        else ["--policy", "h2o", "--set", written.replace(" ", "").replace("'", "")]
+    )
+    assert generate.main(["--model", "tiny", "--prompt", "Once", *others]) == 2
+    assert re.search(rf"{part}\..* is no setting of a part; did you mean {likeliest}\?", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     "text, value",
     [("4", 4), ("0.5", 0.5), ("true", True), ("None", None), ("[1, 2]", (1, 2)), ("gumbel", "gumbel"), ("a b", "a b")],
 )

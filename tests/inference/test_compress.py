@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import kvjax
 from kvjax.cache.dense import Dense
 from kvjax.inference.state import slot_limits
+from kvjax.methods.kvzip import REPEAT, REPEAT_LATER, Reconstruction
 from tests.cases import core, slow
 from tests.held import kept
 from tests.small_models import GQA, LEARNED, LOCAL, random_model
@@ -156,7 +158,7 @@ def test_what_a_cache_cannot_tell_is_refused(policy: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("streaming", "positions='cache' does not go with model 'of this state', which adds learned positions"),
+        ("streaming", "positions='cache' does not go with model 'random', which adds learned positions"),
         ("triattention", "RoPE"),
     ],
 )
@@ -166,6 +168,7 @@ def test_a_policy_that_does_not_fit_the_model_is_refused(policy: str, message: s
         kvjax.compress(whole, policy, BUDGET)
 
 
+REQUESTS = {"prompt": REPEAT, "later": REPEAT_LATER}
 KVZIP = kvjax.policy("kvzip", prompt=(3, 5), chunk=16, later=(7,), overlap=3, recent=4)
 
 
@@ -174,6 +177,30 @@ def test_a_text_is_read_again_over_a_full_cache(policy: kvjax.Policy) -> None:
     pressed, expected = kvjax.compress(read("full"), policy, BUDGET, text=TEXTS), read(policy, BUDGET)
     assert [kept(pressed, row) for row in range(2)] == [kept(expected, row) for row in range(2)]
     np.testing.assert_allclose(follow(pressed), follow(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_requests_are_read_by_the_tokenizer_of_the_states_model() -> None:
+    tiny, text = kvjax.load("tiny"), [list(range(5, 61))]
+    ids: dict[str, Any] = {
+        name: tuple(tiny.tokenizer.encode(asked, add_special_tokens=False)) for name, asked in REQUESTS.items()
+    }
+    whole, _ = kvjax.prefill(kvjax.load("tiny"), "full", text, max_new_tokens=4)
+    pressed, expected = (
+        kvjax.compress(whole, policy, 40, text=text) for policy in ("kvzip", kvjax.policy("kvzip", **ids))
+    )
+    for positions, wanted in zip(kvjax.held_positions(pressed), kvjax.held_positions(expected), strict=True):
+        np.testing.assert_array_equal(positions, wanted)
+    stepped, _ = kvjax.decode_step(pressed, [7])
+    kvjax.compress(stepped, None, 36)
+
+
+def test_a_states_model_keeps_a_tokenizer_of_ones_own() -> None:
+    model = random_model(GQA)
+    model.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [len(text) % 64])
+    whole, _ = kvjax.prefill(model, "full", TEXTS, max_new_tokens=STEPS)
+    pressed = kvjax.compress(whole, kvjax.policy("kvzip", recent=4), BUDGET, text=TEXTS)
+    score = pressed.policy.score
+    assert isinstance(score, Reconstruction) and score.prompt == (len(REPEAT),)
 
 
 def test_a_text_of_ones_choice_ranks_what_is_left() -> None:
@@ -189,6 +216,7 @@ def test_a_text_of_ones_choice_ranks_what_is_left() -> None:
         (KVZIP, None, r"kvzip reads the text again; give its token ids, text=\[\[...\], ...\]"),
         (KVZIP, TEXTS[:1], "text has 1 rows, the state 2"),
         (KVZIP, [[GQA.vocab_size], [1]], "is not in the vocabulary"),
+        (kvjax.policy("kvzip", prompt=[3], later=[64]), TEXTS, "token 64 is not in the vocabulary of 64"),
         ("l2", TEXTS, "l2 does not read a text again; leave text out"),
         ("kvzip", TEXTS, "kvzip needs the token ids of 'Repeat the previous context exactly.' here"),
         (kvjax.policy("kvzip", prompt=[3]), TEXTS, r"exactly, starting with' here, .*; give later=\[...\]"),

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import event, given, settings
 
 import kvjax
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged.storage import Paged
 from kvjax.inference.state import slot_limits
 from kvjax.model import Model
 from kvjax.models.sharding import mesh_of, weight_shardings
@@ -169,6 +171,34 @@ def bytes_are_true(of: Drawn) -> None:
             for head, positions in enumerate(held(last, row)[layer]):
                 assert len(positions) <= limits[row, head]
                 assert len({*positions}) == len(positions)
+
+
+@promise
+def pages_are_dense_slots(of: Drawn) -> None:
+    policy = of.policy()
+    try:
+        if not policy.plan.sizing.per_head:
+            policy = kvjax.policy(policy, plan="adakv")
+        state, _ = of.read(policy=policy, prefill_chunk=None)
+    except ValueError as error:
+        assert is_sentence(str(error)), str(error)
+        event("not on pages")
+        return
+    if policy.plan.sizing.mode == "profiled":  # a quota, which dense slots refuse
+        return
+    dense = state.replace(storage=state.storage.unpack())
+    assert isinstance(state.storage, Paged) and isinstance(dense.storage, Dense)
+    (paged, found), (dense, wanted) = of.go_on(state), of.go_on(dense)
+    for logits, others in zip(found, wanted, strict=True):
+        close(logits, others, of)
+    same_tokens(paged, dense, list(range(len(of.lengths))), of)
+    budget = 8 if isinstance(of.budget, float) else max(of.budget // 2, 6)
+    try:
+        pressed = kvjax.compress(dense, None, budget)
+    except ValueError as error:
+        assert is_sentence(str(error)), str(error)
+        return
+    same_tokens(kvjax.compress(paged, None, budget), pressed, list(range(len(of.lengths))), of)
 
 
 MESHES = ((2, 1), (1, 2), (2, 2), (1, 4), (1, 1, 2), (2, 2, 2))

@@ -90,8 +90,14 @@ def test_helpers_and_settings_have_any_name() -> None:
 @pytest.mark.parametrize(
     ("score", "message"),
     [
-        (lambda self, view, new: view.position, r"Mine\.score gives int32 of shape \[1, 2, 16\]"),
-        (lambda self, view, new: view.position[..., 0].astype(float), r"shape \[1, 2\], not .* slots \[1, 2, 16\]"),
+        (
+            lambda self, view, new: view.position,
+            r"Mine\.score gives int32 of shape \[5, 2, 16\], not floating-point numbers",
+        ),
+        (
+            lambda self, view, new: view.position[..., 0].astype(float),
+            r"shape \[5, 2\], not .* of shape \[5, 2, 16\] \[b h c\]",
+        ),
         (lambda self, view, new: numbers(self, view, new) / 0 * 0, r"Mine\.score gives NaN for tokens of a prompt"),
     ],
 )

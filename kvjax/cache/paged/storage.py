@@ -241,7 +241,7 @@ class Paged(Pages):
 
         def look(score: PyTree, at: Array, valid: Array) -> PyTree:
             view, seen, owner = self.replace(slots=self.slots.replace(score=score)).view(layer, new, at, len(valid))
-            after = policy.fold(of_pages(asks, answers, view, seen, at, owner, new), view, seen)
+            after = policy.score.fold(of_pages(asks, answers, view, seen, at, owner, new), view, seen)
             here = valid & seen.valid[:, 0]
             return jax.tree.map(lambda room, leaf: write_pages(room, leaf[:, 0], at, here), score, after)
 

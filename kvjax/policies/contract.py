@@ -1,0 +1,335 @@
+"""Contract of parts: what each member of a policy's parts returns for abstract tokens of one layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.policies.allocation import Plan
+from kvjax.policies.base import Part
+from kvjax.policies.policy import Policy
+from kvjax.policies.protection import Protected, Quota
+from kvjax.policies.quantizer import Quantizer
+from kvjax.policies.rankings import HammingDistance, OldestFirst, SplitRanking
+from kvjax.policies.residual import Queries, Residual, Rewritten, SlotResidual
+from kvjax.policies.score import takes_attention
+from kvjax.policies.stats import Again, Ask, Near, Noise, Peak, Probs, Seen, Sums, is_ask, questions
+from kvjax.types import Evicted, Heads, New, Partial, Parts, PyTree, View, wide
+from pallas_kernels.attention import LowRank
+
+_FLOAT, _INT, _BOOL = (jnp.floating, "floating-point numbers"), (jnp.integer, "integers"), (jnp.bool_, "booleans")
+_OTHER_HEADS = 2
+"""Layers whose heads a plan under `Sizing.all_layers` sees side by side."""
+
+
+def check_layer(policy: Policy, shape: New, block: New, token: New) -> None:
+    """Refuse a policy of which a member's result has another form than its declaration in the part's interface.
+
+    Args:
+        policy: the policy as one layer uses it.
+        shape: no tokens.
+        block: a prompt.
+        token: a generated token.
+
+    Raises:
+        ValueError: a result has another shape or dtype; the message names the member.
+        TypeError: a member needs the value of a traced array.
+    """
+    rows, heads = shape.k.shape[:2]
+    _check_quantizer(policy.codec.quantizer, block)
+    state = _of_parts(policy, lambda part: _call(part, "init", shape))
+    per_head = policy.plan.sizing.per_head or shape.spread.heads > 1
+    lead, letters = ((rows, heads), "b h ...") if per_head else ((rows,), "b ...")
+    for name, part in _parts(policy):
+        _check_lead(part, "init", getattr(state, name), lead, letters)
+    slots = _checked_slots(policy, state, block)
+    for new in (shape, token):
+        others = _checked_slots(policy, state, new)
+        for name, part in _parts(policy):
+            what = f"as for {block.k.shape[2]} tokens"
+            _check_same(part, "slot", getattr(others, name), getattr(slots, name), what, skip=2)
+    limit = jnp.full((rows, heads), block.k.shape[2], jnp.int32)
+    position = jnp.broadcast_to(block.position[:, None], block.k.shape[:3]).astype(jnp.int32)
+    view = View(limit, state, policy.codec.encode(block, state.codec), position, slots)
+    if policy.score.requires.replay is not None:
+        _updated(policy, view, block.replace(replayed=True))
+    for new in (block, token):
+        after = _updated(policy, view, new)
+        _check_ranking(policy, after, new)
+        _check_protection(policy, after, new)
+        if policy.residual is not None:
+            _check_residual(policy.residual, after, new)
+        if policy.selection is not None:
+            probs = jnp.zeros((*new.q.shape[:4], view.capacity), wide(new.q.dtype))
+            mask = _call(policy.selection, "pick", probs, new)
+            _check(policy.selection, "pick", mask, probs.shape, "b h g t c", _BOOL)
+    _check_plan(policy, view, block)
+    if policy.plan.sizing.per_head:
+        _check_pages(policy, view, token)
+
+
+def _of_parts(policy: Policy, make: Callable[[Part], PyTree]) -> Parts:
+    return Parts(**{name: make(part) for name, part in _parts(policy)})
+
+
+def _parts(policy: Policy) -> list[tuple[str, Part]]:
+    parts = [(field.name, getattr(policy, field.name)) for field in dataclasses.fields(Parts)]
+    return [(name, part) for name, part in parts if part is not None]
+
+
+def _checked_slots(policy: Policy, state: Parts, new: New) -> Parts:
+    slots = _of_parts(policy, lambda part: _call(part, "slot", new, state))
+    for name, part in _parts(policy):
+        _check_lead(part, "slot", getattr(slots, name), new.k.shape[:3], "b h t ...")
+    return slots
+
+
+def _call(part: Part, member: str, *arguments: Any) -> Any:
+    """Call a member of a part; explain the TypeError of one that uses a traced array as a Python number."""
+    try:
+        return getattr(part, member)(*arguments)
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
+        traced = [field.name for field in dataclasses.fields(part) if jax.tree.leaves(getattr(part, field.name))]  # type: ignore[arg-type]
+        advice = f"declare a setting ({', '.join(traced)}) with kvjax.types.setting; " if traced else ""
+        raise TypeError(
+            f"{type(part).__name__}.{member} takes an array for a number of Python ({str(error).splitlines()[0]}); "
+            f"{advice}where that is new.layer, override layer(index) instead, which is called with each layer's number."
+        ) from error
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _described(tree: PyTree) -> str:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+    shapes = [f"{leaf.dtype} of shape {list(leaf.shape)}" if _is_array(leaf) else repr(leaf) for leaf in leaves]
+    return ", ".join(shapes) or "nothing"
+
+
+def _refuse(part: Part, member: str, found: PyTree, expected: str) -> None:
+    raise ValueError(f"{type(part).__name__}.{member} gives {_described(found)}, not {expected}.")
+
+
+def _check(
+    part: Part, member: str, found: Any, shape: tuple[int, ...], letters: str, kind: Any, scalar: bool = False
+) -> None:
+    """Refuse a result that is no array of a shape and a kind; a `scalar` stands for an array of equal numbers."""
+    shapes = [shape, ()] if scalar else [shape]
+    if not _is_array(found) or found.shape not in shapes or not jnp.issubdtype(found.dtype, kind[0]):
+        expected = " or ".join(str(list(each)) for each in shapes)
+        _refuse(part, member, found, f"{kind[1]} of shape {expected} [{letters}]")
+
+
+def _check_lead(part: Part, member: str, found: PyTree, lead: tuple[int, ...], letters: str) -> None:
+    """Refuse a tree with a leaf that is no array, or whose first axes are others."""
+    if not all(_is_array(leaf) and leaf.shape[: len(lead)] == lead for leaf in jax.tree.leaves(found)):
+        _refuse(part, member, found, f"arrays whose shapes begin with {list(lead)} [{letters}]")
+
+
+def _check_same(part: Part, member: str, found: PyTree, before: PyTree, what: str, skip: int | None = None) -> None:
+    """Refuse a tree of another structure, or with a leaf of another dtype or shape; the axis `skip` may differ."""
+
+    def forms(tree: PyTree) -> list[Any]:
+        shapes = [(leaf, list(leaf.shape) if _is_array(leaf) else []) for leaf in jax.tree.leaves(tree)]
+        return [
+            (leaf.dtype if _is_array(leaf) else None, shape[:skip], [] if skip is None else shape[skip + 1 :])
+            for leaf, shape in shapes
+        ]
+
+    if jax.tree.structure(found) != jax.tree.structure(before) or forms(found) != forms(before):
+        _refuse(part, member, found, f"{what}: {_described(before)}")
+
+
+def _check_quantizer(quantizer: Quantizer, new: New) -> None:
+    scales = _call(quantizer, "init_scales", new.k, new.valid[:, None])
+    if scales is not None:
+        _check(quantizer, "init_scales", scales, (*new.k.shape[:2], new.k.shape[3]), "b h d", _FLOAT)
+    for x in (new.k, new.v):
+        stored = _call(quantizer, "encode", x)
+        _check_lead(quantizer, "encode", stored, x.shape[:3], "b h c ...")
+        for dtype in {x.dtype, wide(x.dtype)}:
+            decoded = _call(quantizer, "decode", stored, dtype)
+            _check(quantizer, "decode", decoded, x.shape, "b h c d", (dtype, str(jnp.dtype(dtype))))
+
+
+def _updated(policy: Policy, view: View, new: New) -> View:
+    """Return the slots after attention, as a score changes them."""
+    score = policy.score
+    asks = _call(score, "asks", view, new)
+    _check_asks(score, asks, new)
+    if asks is None or not (questions(asks)[0] or takes_attention(type(score))):
+        return view
+    advanced = _call(score, "advance", view, new)
+    _check_same(score, "advance", advanced, view.state.score, "what its state began with")
+    folded = _folded(policy, asks, view, new)
+    return view.replace(state=view.state.replace(score=advanced), slots=view.slots.replace(score=folded))
+
+
+def _folded(policy: Policy, asks: PyTree, view: View, new: New) -> PyTree:
+    folded = _call(policy.score, "fold", _stats_like(asks, view, new), view, new)
+    _check_same(policy.score, "fold", folded, view.slots.score, "what its slot began with")
+    return folded
+
+
+def _check_asks(part: Part, asks: PyTree, new: New) -> None:
+    (rows, heads, groups, tokens, width), name = new.q.shape, type(part).__name__
+
+    def check(ask: Ask, field: str, shapes: list[tuple[int, ...]], letters: str) -> None:
+        value = getattr(ask, field)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if getattr(value, "shape", () if number else None) not in shapes:
+            expected = " or ".join(str(list(each)) for each in shapes)
+            raise ValueError(
+                f"{name}.asks requests {type(ask).__name__} with {field}={_described(value)}, not of shape {expected} "
+                f"[{letters}]."
+            )
+
+    for ask in questions(asks)[0]:
+        if isinstance(ask, Again):
+            stored = ask.raw_q.shape[2] if _is_array(ask.raw_q) and ask.raw_q.ndim == 5 else 0
+            check(ask, "raw_q", [(rows, heads, stored, groups, width)], "b h a g d")
+            check(ask, "position", [(rows, stored)], "b a")
+            check(ask, "weights", [(rows, heads, stored)], "b h a")
+            if ask.newest is not None:
+                check(ask, "newest", [(rows,)], "b")
+        elif isinstance(ask, Near):
+            if ask.width is not None:
+                check(ask, "width", [(rows, tokens)], "b t")
+        elif not isinstance(ask, Probs):
+            if ask.weights is not None:
+                check(ask, "weights", [(rows, 1, tokens), (rows, heads, tokens)], "b h t")
+            if isinstance(ask, Sums):
+                check(ask, "tau", [(), (rows, tokens)], "b t")
+                if not isinstance(ask.noise, Noise | None):
+                    raise ValueError(f"{name}.asks requests Sums with noise={ask.noise!r}, not a kvjax.Noise or None.")
+
+
+def _stats_like(asks: PyTree, view: View, new: New) -> PyTree:
+    """Return arrays in the form of the statistics that a score requests."""
+    rows, heads, groups, tokens = new.q.shape[:4]
+    kind, slots = wide(new.q.dtype), view.capacity
+
+    def stat(ask: Ask) -> Any:
+        if isinstance(ask, Probs):
+            count = min(ask.newest, tokens)
+            seen, at = jnp.zeros((rows, heads, count, slots), bool), jnp.zeros((rows, count), jnp.int32)
+            return Seen(jnp.zeros((rows, heads, groups, count, slots), kind), at, seen.sum(-1), seen)
+        return jnp.zeros((rows, heads, groups, slots) if isinstance(ask, Peak) else (rows, heads, slots), kind)
+
+    return jax.tree.map(stat, asks, is_leaf=is_ask)
+
+
+def _check_ranking(policy: Policy, view: View, new: New) -> None:
+    found = _call(policy.score, "score", view, new)
+    if isinstance(found, (OldestFirst, HammingDistance)):
+        return
+    for scores in (found.within, found.between) if isinstance(found, SplitRanking) else (found,):
+        _check(policy.score, "score", scores, view.position.shape, "b h c", _FLOAT)
+
+
+def _check_protection(policy: Policy, view: View, new: New) -> None:
+    part = policy.protection
+    found = _call(part, "guard", view, new)
+    if not isinstance(found, Protected):
+        _refuse(part, "guard", found, "a kvjax.policies.Protected")
+    check = functools.partial(_check, part)
+    for name in ("sinks", "recent"):
+        check(f"guard(...).{name}", getattr(found, name), view.limit.shape, "b h", _INT, scalar=True)
+    for name in ("keep", "last"):
+        if getattr(found, name) is not None:
+            check(f"guard(...).{name}", getattr(found, name), view.position.shape, "b h c", _BOOL)
+    if isinstance(found.quota, Quota):
+        check("guard(...).quota.most", found.quota.most, view.limit.shape, "b h", _INT)
+    elif found.quota is not None:
+        _refuse(part, "guard(...).quota", found.quota, "a kvjax.policies.Quota, or None")
+
+
+def _check_plan(policy: Policy, view: View, new: New) -> None:
+    plan, sizing = policy.plan, policy.plan.sizing
+    _check(plan, "slots_at", _call(plan, "slots_at", view.limit, new.length), view.limit.shape, "b h", _INT)
+    asks = _call(plan, "asks", view, new)
+    _check_asks(plan, asks, new)
+    answers, heads, ranks = _stats_like(asks, view, new), view, jnp.zeros(view.position.shape, wide(new.q.dtype))
+    if sizing.all_layers:
+        limit, ranks = (jnp.concatenate([x] * _OTHER_HEADS, axis=1) for x in (view.limit, ranks))
+        answers, heads = (), Heads(limit=limit, state=Parts())
+    ranked = sizing.all_layers or (sizing.per_head and sizing.mode == "budget")
+    found = _call(plan, "head_budgets", answers, heads, ranks if ranked else None, new)
+    if not isinstance(found, tuple) or len(found) != 2:
+        _refuse(plan, "head_budgets", found, "a pair of slots [b h] and the plan's state")
+    _check(plan, "head_budgets", found[0], heads.limit.shape, "b h", _INT)
+    if found[1] is not None and type(plan).head_budgets is not Plan.head_budgets:
+        _check_same(plan, "head_budgets", found[1], heads.state.plan, "a state as init returned it")
+
+
+def _check_residual(residual: Residual, view: View, new: New) -> None:
+    (rows, heads, groups, tokens), width = new.q.shape[:4], new.v.shape[-1]
+    state = view.state.residual
+    for count, kind in ((1, wide(new.k.dtype)), (view.capacity, new.k.dtype)):
+        keys, values = (jnp.zeros((rows, heads, count, x.shape[-1]), kind) for x in (new.k, new.v))
+        evicted = Evicted(keys, values, jnp.zeros((rows, heads, count), jnp.int32), new.layer, new.kernels)
+        _check_same(residual, "absorb", _call(residual, "absorb", state, evicted), state, "what its state began with")
+    found = _call(residual, "share", state, new)
+    check = functools.partial(_check, residual)
+    if isinstance(found, Partial):
+        check("share(...).out", found.out, (rows, heads, groups, tokens, width), "b h g t e", _FLOAT)
+        check("share(...).lse", found.lse, (rows, heads, groups, tokens), "b h g t", _FLOAT)
+    elif isinstance(found, LowRank):
+        rank = found.z.shape[-1] if _is_array(found.z) and found.z.ndim else 0
+        check("share(...).features", found.features, (rows, heads, groups, tokens, rank), "b h g t R", _FLOAT)
+        check("share(...).h", found.h, (rows, heads, rank, width), "b h R e", _FLOAT)
+        check("share(...).z", found.z, (rows, heads, rank), "b h R", _FLOAT)
+    elif found is not None:
+        _refuse(residual, "share", found, "a kvjax.types.Partial, a LowRank, or None")
+    if isinstance(residual, SlotResidual) and tokens > 1:
+        _check_rewritten(residual, view, new)
+
+
+def _check_rewritten(residual: SlotResidual, view: View, new: New) -> None:
+    kept = view.capacity // 2
+    held = jax.tree.map(lambda leaf: leaf[:, :, :kept], (view.kv, view.position, view.slots))
+    after = view.replace(kv=held[0], position=held[1], slots=held[2])
+    found = _call(residual, "rewrite", view, after, Queries(new.q, new.valid), new)
+    if isinstance(found, Rewritten):
+        shape, check = (*new.v.shape[:2], kept), functools.partial(_check, residual)
+        check("rewrite(...).values", found.values, (*shape, new.v.shape[-1]), "b h c e", _FLOAT)
+        check("rewrite(...).bias", found.bias, shape, "b h c", _FLOAT)
+    elif found is not None:
+        _refuse(residual, "rewrite", found, "a kvjax.policies.Rewritten, or None")
+
+
+def _check_pages(policy: Policy, view: View, new: New) -> None:
+    """Check members of a policy whose slots are in pages: each row is a page, with one head."""
+    heads = view.limit.shape[1]
+
+    def of_pages(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, 1, *leaf.shape[2:]), tree)
+
+    paged, names = of_pages(view), ("q", "k", "v", "raw_q", "raw_k")
+    rows = ("hidden", "position", "token", "prompt_length", "read", "horizon", "end", "seed")
+    changes: dict[str, Any] = {name: of_pages(getattr(new, name)) for name in names}
+    changes |= {name: jnp.repeat(getattr(new, name), heads, axis=0) for name in rows}
+    head = new.spread.first(heads) + jnp.arange(view.limit.size)[:, None] % heads
+    token = new.replace(**changes, head=head, sink_logits=None)
+    try:
+        if not policy.score.requires.whole_heads:
+            _check_ranking(policy, paged, token)
+        _check_protection(policy, paged, token)
+        asks = policy.score.asks(view, new)
+        if asks is not None and takes_attention(type(policy.score)):
+            _folded(policy, asks, paged, token)
+    except ValueError as error:
+        raise ValueError(
+            f"plan {type(policy.plan).__name__} stores slots in pages, each a row with one head, whose number is in "
+            f"new.head: {error}"
+        ) from error
