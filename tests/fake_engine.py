@@ -59,6 +59,7 @@ class FakeEngine:
         self.model: Any = SimpleNamespace(
             name="letters", tokenizer=self.tokenizer, mesh=None, config=SimpleNamespace(vocab_size=256)
         )
+        self.model.least_tokens = len
         self.policy_name, self.budget, self.context = "h2o", 64, 256
         self.told = threading.Condition()
         self.rows: list[threading.Thread] = []

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvjax.generation.prompts import chat_ids, render, token_ids
 from kvjax.generation.sampling import Sampling
+from kvjax.model import Model
 from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, Refused, checked, invalid, shown
 from kvjax.serving.requests import Request, Serving
 from kvjax.utils.files import parse_json
 from kvjax.utils.settings import conversation
+
+Result = TypeVar("Result")
 
 
 class Asked(NamedTuple):
@@ -75,7 +78,8 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
     messages = [_message(number, each) for number, each in enumerate(given["messages"])]
     if not getattr(model.tokenizer, "chat_template", None):
         raise Refused(f"the model {model.name!r} has no chat template; ask /v1/completions.", "messages")
-    ids = _encoded("messages", lambda: chat_ids(model, render(model, conversation(messages))))
+    text = _checked("messages", lambda: render(model, conversation(messages)))
+    ids = _encoded(serving, "messages", text, chat_ids)
     n = given.get("n", 1)
     requests = _requests(serving, given, ids, usual_tokens, n, chat=True)
     return Asked(tuple(requests), n, True, given.get("stream", False), given.get("stream_options", False))
@@ -97,7 +101,7 @@ def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for each in several:
         if isinstance(each, str):
-            ids = _encoded("prompt", lambda text=each: token_ids(serving.model, text))
+            ids = _encoded(serving, "prompt", each, token_ids)
         elif isinstance(each, list) and all(type(token) is int and 0 <= token < vocabulary for token in each):
             ids = tuple(each)
         else:
@@ -109,11 +113,24 @@ def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
     return found
 
 
-def _encoded(param: str, encode: Callable[[], Sequence[int]]) -> tuple[int, ...]:
+def _encoded(serving: Serving, param: str, text: str, encode: Callable[[Model, str], Sequence[int]]) -> tuple[int, ...]:
+    """Return the ids of a text; one that cannot fit the context is refused without encoding, which takes seconds."""
+    least = serving.model.least_tokens(text)
+    if least >= serving.context:
+        raise _too_long(serving, f"of at least {least} tokens ({len(text)} characters)", param)
+    return tuple(_checked(param, lambda: encode(serving.model, text)))
+
+
+def _checked(param: str, do: Callable[[], Result]) -> Result:
     try:
-        return tuple(encode())
+        return do()
     except ValueError as error:
         raise Refused(" ".join(str(error).split()), param) from None
+
+
+def _too_long(serving: Serving, what: str, param: str) -> Refused:
+    text = f"a prompt {what} does not fit the context of {serving.context}; ask for less."
+    return Refused(text, param, code="context_length_exceeded")
 
 
 def _message(number: int, given: Any) -> dict[str, str]:
@@ -147,11 +164,7 @@ def _requests(
     left = serving.context - len(ids)
     if left < given.get("max_tokens", 1):
         wanted = f" and max_tokens={given['max_tokens']}" if "max_tokens" in given else ""
-        raise Refused(
-            f"a prompt of {len(ids)} tokens{wanted} does not fit the context of {serving.context}; ask for less.",
-            "messages" if chat else "prompt",
-            code="context_length_exceeded",
-        )
+        raise _too_long(serving, f"of {len(ids)} tokens{wanted}", "messages" if chat else "prompt")
     if given.get("kv_budget", 1) > serving.budget:
         raise Refused(f"kv_budget={given['kv_budget']} is more than the server's {serving.budget}.", "kv_budget")
     if any(not 0 <= each < serving.model.config.vocab_size for each in given.get("stop_token_ids", ())):
