@@ -24,7 +24,8 @@ from kvjax.inference.prepare import instead, longest_text, prepare
 from kvjax.inference.state import State, cache_bytes, described, held_positions, slot_limits
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.types import ROWS
-from kvjax.utils.files import directory_aside, recover_directory
+from kvjax.utils.files import directory_aside, read_json, recover_directory
+from kvjax.utils.restore import restore_arrays
 from kvjax.utils.settings import check_keywords, keywords, whole_number
 
 if TYPE_CHECKING:
@@ -219,8 +220,6 @@ class Conversation:
         Raises:
             ValueError: the directory has no conversation, or one of another model or policy.
         """
-        import orbax.checkpoint as ocp
-
         directory = Path(directory).absolute()
         recover_directory(directory)
         if not (directory / SAVED).is_file():
@@ -241,9 +240,8 @@ class Conversation:
             fits = _kinds(written) == _kinds(told["leaves"])
         if not fits:
             raise ValueError(another)
-        empty = [np.empty(leaf.shape, leaf.dtype) for leaf in told["leaves"]]
-        with ocp.StandardCheckpointer() as checkpointer:
-            leaves = checkpointer.restore(directory / "state", empty)
+        damage = f"{directory} has a damaged conversation ({{reason}}); give another one."
+        leaves = restore_arrays(directory / "state", told["leaves"], damage)
         found = jax.tree.unflatten(jax.tree.structure(written), map(jnp.asarray, leaves))
         if earlier:
             found = jax.tree.map(_as_words, kept, found, is_leaf=_is_words)
@@ -261,7 +259,7 @@ class Conversation:
 def _told(file: Path) -> dict[str, Any]:
     """Read the parts of a saved conversation that are not arrays; `leaves` become shapes."""
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        told = read_json(file)
         leaves = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]
         if "fits" not in told or {type(token) for token in told["text"]} != {int}:
             raise ValueError("there is no text")

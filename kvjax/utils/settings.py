@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.utils.files import read_text
+
 PART_KEYS = ("plan", "residual", "codec", "selection")
 """Parts of a policy that a user can replace by name."""
 CONFIG_KEYS = ("policy", *PART_KEYS, "budget", "budget_of", "prefill_chunk", "settings")
@@ -45,7 +47,7 @@ def parse_value(text: str) -> Any:
         return {"true": True, "false": False, "none": None}[text.lower()]
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the latter two for deeply nested brackets
         return text
     return tuple(value) if isinstance(value, list) else value
 
@@ -91,8 +93,9 @@ def read_config(path_or_name: str) -> dict[str, Any]:
     if file is None:
         names = sorted(path.stem for directory in config_directories() for path in directory.glob("*.toml"))
         raise ValueError(f"there is no config {path_or_name!r}; give a file, or one of {', '.join(names)}.")
+    text = read_text(file)
     try:
-        config = tomllib.loads(file.read_text(encoding="utf-8"))
+        config = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not TOML: {error}.") from None
     for key in config:

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Array, Header, Restore, Settings
+from kvjax.models.checkpoints.gguf_kinds import check_kinds
 from kvjax.models.checkpoints.gguf_settings import config_settings
 from kvjax.models.checkpoints.gguf_tokenizer import check_split
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.families import LoadError
 from kvjax.models.weights import empty_buffer
+from kvjax.utils.files import check_regular, damage_named
 
 _AT_ONCE = 1 << 16
 """Numbers dequantized per block, few enough for its temporary arrays to stay in a processor's caches."""
@@ -38,15 +40,14 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         raise LoadError(f"reading {file} needs the package gguf: pip install 'kvjax[gguf]'.") from None
     from kvjax.models.checkpoints.gguf_reader import Reader
 
-    try:
+    check_regular(file, LoadError)
+    with damage_named(f"{file} is truncated or not a GGUF file ({{reason}}); copy or download it again.", LoadError):
         reader = Reader(file)
         metadata = reader.metadata()
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
-        # At the end of a truncated file the reader fails with errors of many types.
-        raise LoadError(
-            f"{file} is truncated or not a GGUF file ({type(error).__name__}: {str(error).rstrip('.')}); copy or "
-            "download it again."
-        ) from None
+    try:
+        check_kinds(metadata)
+    except ValueError as error:
+        raise LoadError(f"{file}: {error}") from None
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
@@ -60,6 +61,9 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{file}: tensor token_embd.weight is missing.")
+    for tensor in reader.tensors:
+        if tensor.data_offset < reader.data_offset:
+            raise LoadError(f"{file}: tensor {tensor.name} begins inside the header: the file is damaged.")
     shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
     ropes = [name for name in tensors if name.startswith("rope_f")]
     factors = {name.removesuffix(".weight"): np.array(tensors.pop(name).data, np.float32) for name in ropes}
