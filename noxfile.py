@@ -85,8 +85,8 @@ def kernels(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def fuzz(session: nox.Session) -> None:
-    """Check properties on random configurations (hours; KVJAX_FUZZ_EXAMPLES=40 for each property)."""
-    files = ("tests/inference/test_fuzz.py", "tests/generation/test_fuzz_texts.py")
+    """Check properties on random configurations and damaged files (hours; KVJAX_FUZZ_EXAMPLES=40 for each property)."""
+    files = ("tests/inference/test_fuzz.py", "tests/generation/test_fuzz_texts.py", "tests/utils/test_fuzz_files.py")
     words = ("-m", "slow", "--hypothesis-profile", "fuzz", "--hypothesis-show-statistics", *session.posargs)
     run(session, "pytest", *files, *words, JAX_NUM_CPU_DEVICES="8")
 

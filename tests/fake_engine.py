@@ -63,6 +63,7 @@ class FakeEngine:
             config=SimpleNamespace(vocab_size=256),
             sampling_defaults=SamplingDefaults(),
         )
+        self.model.least_tokens = len
         self.policy_name, self.budget, self.context = "h2o", 64, 256
         self.told = threading.Condition()
         self.rows: list[threading.Thread] = []

@@ -20,7 +20,18 @@ from kvjax.generation.sampling import defaults_in_force
 from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prepare import prepare
 from kvjax.model import Model
-from kvjax.utils.files import JSON_LINES, append_line, check_writable, of_line, parse_json, read_lines, write_text
+from kvjax.utils.files import (
+    JSON_LINES,
+    append_line,
+    check_regular,
+    check_writable,
+    damage_named,
+    of_line,
+    parse_json,
+    read_lines,
+    read_text,
+    write_text,
+)
 from kvjax.utils.progress import Bar
 from kvjax.utils.settings import Chat, Messages, conversation
 
@@ -85,13 +96,14 @@ class Results:
         self._run = hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()
         self._aside, self._told = (file.with_name(f".{file.name}.{word}") for word in ("begun", "run"))
         if file.exists():
+            check_regular(file)
             content = file.read_bytes()
             if not self._told.exists() or self._told.read_text(encoding="utf-8") != self._note(content):
                 raise ValueError(f"{file} exists and is not of this run; name another file, or delete it.")
             lines, count = content.decode().splitlines(), "all"
         elif self._aside.exists():
             # The last line is truncated or empty.
-            begun, *lines = self._aside.read_text(encoding="utf-8").split("\n")[:-1] or [""]
+            begun, *lines = read_text(self._aside).split("\n")[:-1] or [""]
             if begun != json.dumps({"run": self._run}):
                 raise ValueError(
                     f"{self._aside} has the beginning of a run with other prompts or settings; go on with those, or "
@@ -100,7 +112,8 @@ class Results:
             count = len(lines)
         else:
             return
-        self.done = {json.loads(line)["line"]: line for line in lines}
+        with damage_named(f"{self._aside} is damaged ({{reason}}); delete it to begin anew."):
+            self.done = {json.loads(line)["line"]: line for line in lines}
         print(f"{file}: {count} of {len(numbers)} lines are already done.", file=sys.stderr)
 
     def _note(self, content: bytes) -> str:

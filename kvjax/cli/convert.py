@@ -12,8 +12,8 @@ from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.checkpoints.loading import Checkpoint, read_checkpoint
 from kvjax.models.checkpoints.orbax import write_orbax
 from kvjax.models.sharding import parse_mesh
-from kvjax.models.tokenizer import lazy_tokenizer
-from kvjax.utils.files import directory_aside, output_directory
+from kvjax.models.tokenizer import lazy_tokenizer, unreadable
+from kvjax.utils.files import check_regular, damage_named, directory_aside, output_directory
 
 _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
 """Patterns of the files of a Hugging Face directory that are not weights."""
@@ -23,13 +23,16 @@ def convert(checkpoint: Checkpoint, out: Path) -> None:
     """Write a checkpoint's weights with Orbax, and its config and tokenizer, to a new directory, once complete."""
     with directory_aside(out) as aside:
         if checkpoint.metadata is not None:
-            lazy_tokenizer(*gguf_tokenizer(checkpoint.metadata)).whole.save_pretrained(aside)
+            with damage_named(unreadable(checkpoint.place)):
+                tokenizer = lazy_tokenizer(*gguf_tokenizer(checkpoint.metadata), checkpoint.place)
+                tokenizer.whole.save_pretrained(aside)
             if checkpoint.sampling.settings:
                 content = json.dumps(dict(checkpoint.sampling.settings), indent=2)
                 (aside / "generation_config.json").write_text(content + "\n", encoding="utf-8")
         else:
             for file in (file for pattern in _BESIDE for file in checkpoint.place.glob(pattern)):
                 if not file.name.endswith(".index.json"):
+                    check_regular(file)
                     shutil.copyfile(file, aside / file.name)
         (aside / "config.json").write_text(json.dumps(dict(checkpoint.settings), indent=2) + "\n", encoding="utf-8")
         write_orbax(checkpoint.weights, aside / "weights")

@@ -20,7 +20,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import Int4, Int8
 from kvjax.types import setting_names
 from kvjax.utils.fields import directories
-from kvjax.utils.files import append_line, expanded, write_text, written_aside
+from kvjax.utils.files import append_line, expanded, read_text, write_text, written_aside
 from kvjax.utils.settings import parse_budget
 
 Cell = dict[str, Any]
@@ -134,12 +134,12 @@ class RowFile:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.rows: list[dict[str, Any]] = []
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        text = read_text(file) if file.exists() else ""
         *lines, cut = text.split("\n")
         for number, line in enumerate(lines, 1):
             try:
                 self.rows.append(dict(json.loads(line)))
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{file}, line {number}, is no row ({error}); delete it or name another directory."
                 ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.models.tokenizer import LazyTokenizer
+from kvjax.models.tokenizer_bound import backend, byte_letters
 
 _CONTEXT, _WINDOW, _CHARACTER = (4, 5, 6, 7, 16, 64), 16, 4
 """Context tokens that the text may depend on; most tokens decoded together; bytes of a character."""
@@ -128,7 +127,7 @@ class Spelling:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._fast = _backend(tokenizer)
+        self._fast = backend(tokenizer)
         self.special: dict[int, str]
         """Texts of the special tokens by id; decoded text excludes them."""
         if self._fast is None:
@@ -160,7 +159,7 @@ class Spelling:
         if name is None:  # the model has more rows than the tokenizer has tokens
             return b""
         if self._of_bytes:
-            known = _byte_letters()
+            known = byte_letters()
             return bytes(known[each] for each in name) if all(each in known for each in name) else name.encode()
         byte = _BYTE.fullmatch(name) if self._falls_back else None
         return bytes([int(byte[1], 16)]) if byte else name.replace(self._space or " ", " ").encode()
@@ -185,17 +184,9 @@ class Spelling:
         return self.tokenizer.decode([token, token])[len(alone) :]
 
 
-def _backend(tokenizer: Any) -> Any:
-    """Return the `tokenizers.Tokenizer` behind a tokenizer; None if there is none."""
-    from tokenizers import Tokenizer
-
-    kinds = (getattr(tokenizer, name, None) for name in ("fast", "backend_tokenizer"))
-    return next((each for each in kinds if isinstance(each, Tokenizer)), None)
-
-
 def _cleans_up(tokenizer: Any, fast: Any) -> bool:
     """Return whether decoding drops spaces before punctuation, as transformers does except for BPE."""
-    if isinstance(tokenizer, LazyTokenizer) or type(fast.model).__name__ == "BPE":
+    if getattr(tokenizer, "fast", None) is not None or type(fast.model).__name__ == "BPE":
         return False
     return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
 
@@ -208,14 +199,6 @@ def _space(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
         return decoders["Metaspace"]["replacement"]
     replaced = decoders.get("Replace", {})
     return replaced["pattern"].get("String") if replaced.get("content") == " " else None
-
-
-@functools.cache
-def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter of GPT-2: printable bytes are themselves, others map to the next free letters."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class _OfBytes:

@@ -46,9 +46,13 @@ def encode(
 
 def token_ids(model: LanguageModel, text: str, begins: bool = True) -> list[int]:
     """Return the checked ids of a text, including those that the tokenizer puts before all texts if `begins`."""
-    lone = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
-    if lone is not None:
-        raise ValueError(f"the prompt is not valid text: character {lone} is {text[lone]!a}, half of a surrogate pair.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        lone = error.start
+        raise ValueError(
+            f"the prompt is not valid text: character {lone} is {text[lone]!a}, half of a surrogate pair."
+        ) from None
     ids = list(model.tokenizer.encode(text, add_special_tokens=begins))
     if max(ids, default=0) >= model.config.vocab_size:
         raise ValueError(

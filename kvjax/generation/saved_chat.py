@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.inference.cache import Cache
-from kvjax.utils.files import directory_aside, parse_json, recover_directory
+from kvjax.utils.files import directory_aside, read_json, recover_directory
+from kvjax.utils.restore import restore_arrays
 
 SAVED = "conversation.json"
 """Name of the file with the parts of a saved conversation that are not arrays; it is written last."""
@@ -51,14 +52,8 @@ class SavedConversation:
 
     def restore(self, cache: Cache) -> Cache:
         """Read the arrays into the structure of a cache that `matches`."""
-        import orbax.checkpoint as ocp
-
-        targets = [np.empty(leaf.shape, leaf.dtype) for leaf in self.leaves]
-        try:
-            with ocp.StandardCheckpointer() as checkpointer:
-                leaves: list[Any] = checkpointer.restore(self.directory / _ARRAYS, targets)
-        except Exception as error:  # damaged files make Orbax raise errors of many kinds
-            raise self.damaged(f"its arrays cannot be read ({type(error).__name__})") from error
+        damage = str(self.damaged("its arrays cannot be read ({reason})"))
+        leaves: list[Any] = restore_arrays(self.directory / _ARRAYS, self.leaves, damage)
         if self.digest not in (None, _digest(self.fits, self.text, leaves)):
             raise self.damaged("its text or its arrays are not those that were saved")
         restored = jax.tree.unflatten(jax.tree.structure(self._layout(cache)), map(jnp.asarray, leaves))
@@ -95,7 +90,7 @@ def read_conversation(directory: Path) -> SavedConversation:
     if not file.is_file():
         raise ValueError(f"{directory} has no saved conversation.")
     try:
-        settings = parse_json(file.read_bytes())
+        settings = read_json(file)
         leaves = [jax.ShapeDtypeStruct(_shape(shape), jnp.dtype(dtype)) for shape, dtype in settings["leaves"]]
         text, fits = settings["text"], settings["fits"]
         digest = settings["digest"] if "form" in settings else None

@@ -17,7 +17,7 @@ from kvjax.models.model import LanguageModel
 from kvjax.policies import Requirements, Score, standardized
 from kvjax.rope import Rope, Turns, rotate_by, turns_of
 from kvjax.types import Limit, New, View, directory, setting, wide
-from kvjax.utils.files import expanded, written_aside
+from kvjax.utils.files import check_regular, damage_named, expanded, written_aside
 
 FILE = "queries.safetensors"
 SHIPPED = Path(__file__).resolve().parents[1] / "tiny" / "queries"
@@ -48,6 +48,16 @@ def pair_norms(rope: Rope | None, x: Float[Array, "*b d"]) -> Float[Array, "*b f
     return jnp.hypot(*jnp.split(turned, 2, axis=-1))
 
 
+def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's mean queries by their names in a file."""
+    config, shapes = model.config, dict[str, tuple[int, ...]]()
+    for layer, own in enumerate(config.layer_configs):
+        assert own.rope is not None
+        heads = config.kv_heads, config.heads // config.kv_heads
+        shapes |= {f"center.{layer}": (*heads, config.head_width), f"norm.{layer}": (*heads, own.rope.width // 2)}
+    return shapes
+
+
 def save(directory: Path, means: QueryMeans, model: LanguageModel, tokens: int) -> None:
     """Write mean queries of a model, over a number of tokens."""
     from safetensors.numpy import save_file
@@ -74,20 +84,18 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
     Raises:
         ValueError: there are no mean queries, they are damaged, or they belong to another model.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     from kvjax.methods.less.checkpoint import fingerprint
 
     file = (expanded(checkpoint) if checkpoint else SHIPPED) / FILE
     remedy = "run kvjax calibrate for this model and give checkpoint=DIR"
-    if not file.is_file():
+    if not file.exists():
         raise ValueError(f"{file.parent} holds no mean queries of a model; {remedy}.")
-    try:
-        with safe_open(file, framework="numpy") as stored:
-            told = stored.metadata() or {}
-            arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged ({error}); {remedy}.") from error
+    check_regular(file)
+    with damage_named(f"{file} is damaged ({{reason}}); {remedy}."), safe_open(file, framework="numpy") as stored:
+        told = stored.metadata() or {}
+        arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
     mine = fingerprint(model)
     if told.get("fingerprint") != mine and not checkpoint:
         raise ValueError(f"no mean queries are shipped for model {model.name!r}; {remedy}.")
@@ -96,6 +104,10 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
             f"the mean queries in {file.parent} are those of model {told.get('model')!r} ({told.get('fingerprint')}), "
             f"not of {model.name!r} ({mine}); {remedy}."
         )
+    for name, shape in _shapes(model).items():
+        array = arrays.get(name)
+        if array is None or array.shape != shape or array.dtype != np.float32 or not np.isfinite(array).all():
+            raise ValueError(f"{file} is damaged: {name} has no numbers of shape {list(shape)}; {remedy}.")
     found = [
         tuple(jnp.asarray(arrays[f"{name}.{layer}"]) for layer in range(model.config.layers))
         for name in QueryMeans._fields

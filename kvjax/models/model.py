@@ -21,8 +21,10 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.models.sharding import program_mesh
-from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer, token_classes
+from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer, token_classes, unreadable
+from kvjax.models.tokenizer_bound import TextBound, text_bound
 from kvjax.utils.autotune import automatic
+from kvjax.utils.files import damage_named
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -96,14 +98,11 @@ class LanguageModel:
             where = "it has no directory" if place is None else f"{place} holds none of {names}"
             raise ValueError(f"Model {self.name!r} has no tokenizer: {where}; pass token ids instead of text.")
         place = place or self.name
-        try:
-            made = lazy_tokenizer(*gguf_tokenizer(self.metadata)) if self.metadata else read_tokenizer(Path(place))
-        except Exception as error:  # a damaged file makes transformers raise errors of many kinds
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(
-                f"the tokenizer in {place} cannot be read ({type(error).__name__}: {reason}); it is damaged or of an "
-                "unknown kind."
-            ) from error
+        with damage_named(unreadable(place)):
+            if self.metadata:
+                made = lazy_tokenizer(*gguf_tokenizer(self.metadata), place)
+            else:
+                made = read_tokenizer(Path(place))
         if made.vocab_size > self.config.vocab_size:
             raise ValueError(
                 f"the tokenizer in {place} has {made.vocab_size} tokens, the model {self.config.vocab_size}: "
@@ -120,6 +119,14 @@ class LanguageModel:
     def token_classes(self) -> TokenClassIds:
         """Special tokens and punctuation of the tokenizer; raises ValueError for a model without one."""
         return token_classes(self.tokenizer)
+
+    def least_tokens(self, text: str) -> int:
+        """Return a lower bound on the tokens of a text, without encoding it; 0 for tokenizers without one."""
+        return 0 if self._text_bound is None else self._text_bound.least_tokens(text)
+
+    @functools.cached_property
+    def _text_bound(self) -> TextBound | None:
+        return text_bound(self.tokenizer)
 
     def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "b t vocab"]:
         """Compute next-token logits at every position with full causal attention.

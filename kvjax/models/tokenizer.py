@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.models.checkpoints.tensors import read_json
+from kvjax.models.tokenizer_files import ROLES, check_files, read_settings
+from kvjax.utils.files import damage_named, is_panic
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -19,24 +22,23 @@ MARKERS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 """Instruction markers that a tokenizer may spell with several tokens."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Transformers classes that are defined by tokenizer.json alone."""
 
 
 def read_tokenizer(directory: Path) -> Any:
-    """Read the transformers tokenizer of a directory.
+    """Read the transformers tokenizer of a directory, whose methods raise a ValueError where it is damaged.
 
     If tokenizer.json is enough to encode and decode, transformers is imported only when another method is used.
     That import takes a second, or several with torch installed.
     """
-    file, config = directory / "tokenizer.json", _settings(directory)
+    file, config = directory / "tokenizer.json", check_files(directory)
     if config.get("tokenizer_class") not in _PLAIN:
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        return _eager(AutoTokenizer.from_pretrained(str(directory), local_files_only=True), directory)
     if not file.exists() or config.get("clean_up_tokenization_spaces") or "added_tokens_decoder" in config:
-        return _of_directory(directory)
+        return _eager(_of_directory(directory), directory)
     from tokenizers import Tokenizer
 
     fast = Tokenizer.from_file(str(file))
@@ -45,12 +47,12 @@ def read_tokenizer(directory: Path) -> Any:
     fast.encode_special_tokens = bool(config.get("split_special_tokens"))
     special = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
     extra = config.get("extra_special_tokens") or []
-    named = [config.get(role) for role in _ROLES] + list(config.get("additional_special_tokens") or [])
+    named = [config.get(role) for role in ROLES] + list(config.get("additional_special_tokens") or [])
     named += extra.values() if isinstance(extra, dict) else extra
     # Transformers adds special tokens that the file lacks or that the config gives in another form.
     if all(token is None or (isinstance(token, str) and token in special) for token in named):
-        return LazyTokenizer(fast, functools.partial(_of_directory, directory))
-    return _of_directory(directory)
+        return LazyTokenizer(fast, functools.partial(_of_directory, directory), directory)
+    return _eager(_of_directory(directory), directory)
 
 
 def adds_bos(directory: Path) -> bool | None:
@@ -58,13 +60,8 @@ def adds_bos(directory: Path) -> bool | None:
 
     Transformers ignores this setting if there is a tokenizer.json, which has its own rule.
     """
-    said = _settings(directory).get("add_bos_token")
+    said = read_settings(directory).get("add_bos_token")
     return said if isinstance(said, bool) else None
-
-
-def _settings(directory: Path) -> dict[str, Any]:
-    file = directory / "tokenizer_config.json"
-    return read_json(file) if file.exists() else {}
 
 
 def _of_directory(directory: Path) -> Any:
@@ -74,7 +71,11 @@ def _of_directory(directory: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
 
 
-def lazy_tokenizer(fast: Tokenizer, settings: Mapping[str, Any]) -> LazyTokenizer:
+def _eager(whole: Any, place: Path) -> LazyTokenizer:
+    return LazyTokenizer(None, lambda: whole, place)
+
+
+def lazy_tokenizer(fast: Tokenizer, settings: Mapping[str, Any], place: str | Path = "a GGUF file") -> LazyTokenizer:
     """Make a tokenizer that has no directory, from the arguments of PreTrainedTokenizerFast."""
 
     def make() -> Any:
@@ -82,41 +83,63 @@ def lazy_tokenizer(fast: Tokenizer, settings: Mapping[str, Any]) -> LazyTokenize
 
         return PreTrainedTokenizerFast(tokenizer_object=fast, **settings)
 
-    return LazyTokenizer(fast, make)
+    return LazyTokenizer(fast, make, place)
 
 
 class LazyTokenizer:
     """A tokenizer that encodes and decodes without transformers and imports it for everything else.
 
-    `fast` encodes and decodes like the transformers tokenizer, which `make` makes.
+    Where the library behind it fails on a text, as damaged files make it, a ValueError names `place`.
+
+    Args:
+        fast: encodes and decodes like the transformers tokenizer; None if only that can.
+        make: function that makes the transformers tokenizer.
+        place: the file or directory that it comes from.
     """
 
-    fast: Tokenizer
+    fast: Tokenizer | None
+    place: str | Path
     _make: Callable[[], Any]
 
-    def __init__(self, fast: Tokenizer, make: Callable[[], Any]) -> None:
-        vars(self).update(fast=fast, _make=make)
+    def __init__(self, fast: Tokenizer | None, make: Callable[[], Any], place: str | Path) -> None:
+        vars(self).update(fast=fast, _make=make, place=place)
 
     @functools.cached_property
     def whole(self) -> Any:
         """The transformers tokenizer."""
-        return self._make()
+        with damage_named(unreadable(self.place)):
+            return self._make()
+
+    @contextlib.contextmanager
+    def _failures_named(self) -> Generator[None]:
+        try:
+            yield
+        except BaseException as error:
+            # The library raises nothing more special than `Exception`, and panics; other errors are of a caller.
+            if type(error) is not Exception and not is_panic(error):
+                raise
+            reason = " ".join(str(error).split())[:200].rstrip(".")
+            raise ValueError(f"the tokenizer in {self.place} fails on a text ({reason}): it is damaged.") from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **settings: Any) -> list[int]:
         """Encode a text into token ids."""
-        if settings or not isinstance(text, str):
-            return self.whole.encode(text, add_special_tokens=add_special_tokens, **settings)
-        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        with self._failures_named():
+            if self.fast is None or settings or not isinstance(text, str):
+                return self.whole.encode(text, add_special_tokens=add_special_tokens, **settings)
+            return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False, **settings: Any) -> Any:
         """Decode token ids into text."""
-        if settings or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-            return self.whole.decode(ids, skip_special_tokens=skip_special_tokens, **settings)
-        return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        plain = not settings and isinstance(ids, list) and all(isinstance(token, int) for token in ids)
+        with self._failures_named():
+            if self.fast is None or not plain:
+                return self.whole.decode(ids, skip_special_tokens=skip_special_tokens, **settings)
+            return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def __call__(self, *texts: Any, **settings: Any) -> Any:
         """Call the transformers tokenizer."""
-        return self.whole(*texts, **settings)
+        with self._failures_named():
+            return self.whole(*texts, **settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.whole, name, value)
@@ -127,12 +150,26 @@ class LazyTokenizer:
     @property
     def vocab_size(self) -> int:
         """Number of tokens, not counting added ones."""
-        return self.fast.get_vocab_size(with_added_tokens=False)
+        return self.whole.vocab_size if self.fast is None else self.fast.get_vocab_size(with_added_tokens=False)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("fast", "_make"):
+        if name.startswith("__") or name in ("fast", "place", "_make"):
             raise AttributeError(name)
-        return getattr(self.whole, name)
+        value = getattr(self.whole, name)
+        if not inspect.ismethod(value):
+            return value
+
+        @functools.wraps(value)
+        def method(*arguments: Any, **settings: Any) -> Any:
+            with self._failures_named():
+                return value(*arguments, **settings)
+
+        return method
+
+
+def unreadable(place: str | Path) -> str:
+    """Return the sentence for `damage_named` about a tokenizer that cannot be read."""
+    return f"the tokenizer in {place} cannot be read ({{reason}}); it is damaged or of an unknown kind."
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvjax.serving.app import Service
+from kvjax.serving.openai.fields import Refused
+from kvjax.serving.responses import json_bytes
 
 
 def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
@@ -36,6 +38,23 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
                 self.reading = _stopped(self.reading)
             elif self.reading is None:
                 self.reading = self.loop.call_later(read_timeout, self._late)
+
+        def send_400_response(self, msg: str) -> None:
+            # Uvicorn calls this for bytes that are not HTTP. `Service` never sees them, or waits for more of a body.
+            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+                self.transport.abort()
+                return
+            error = Refused("the request is not valid HTTP/1.1; check its first line, headers and length.")
+            body = json_bytes(error.body())
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            events = h11.Response(status_code=error.status, headers=headers, reason=b"Bad Request"), h11.Data(data=body)
+            for event in (*events, h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
 
         def _late(self) -> None:
             self.reading = None

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.utils.files import check_tree, damage_named, read_json
+
 T = TypeVar("T")
 
 _SETTINGS = "settings.json"
@@ -32,7 +34,7 @@ def open_run(directory: Path, settings: dict[str, Any], free: Collection[str] = 
     if not file.exists() or [*directory.iterdir()] == [file]:
         file.write_text(json.dumps(settings, indent=2) + "\n")
         return
-    stored = json.loads(file.read_text())
+    stored = read_json(file)
     for name in sorted({*stored, *settings} - {*free}):
         if stored.get(name) != settings.get(name):
             raise ValueError(
@@ -78,9 +80,12 @@ def restore(directory: Path, like: T) -> T | None:
     steps = _steps(directory)
     if not steps:
         return None
-    with ocp.StandardCheckpointer() as checkpointer:
+    step = directory / f"step-{steps[-1]}"
+    check_tree(step)
+    damage = f"{step} is damaged ({{reason}}); delete it, and the run goes on from the step before or the beginning."
+    with damage_named(damage), ocp.StandardCheckpointer() as checkpointer:
         leaves, structure = jax.tree.flatten(like)
-        leaves = checkpointer.restore((directory / f"step-{steps[-1]}").absolute(), [_wanted(x) for x in leaves])
+        leaves = checkpointer.restore(step.absolute(), [_wanted(x) for x in leaves])
         return jax.tree.unflatten(structure, [jnp.asarray(x) for x in leaves])
 
 

@@ -127,7 +127,7 @@ def read(file: Path) -> Verdicts:
             device: {bucket: _verdict(**entry) for bucket, entry in entries.items()}
             for device, entries in content["devices"].items()
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         _say(f"{file} does not hold tuning results ({reason}) and is ignored; the next benchmark replaces it anew.")
         return {}

@@ -1,4 +1,4 @@
-"""Atomic writing of files, and reading of texts with clear errors."""
+"""Atomic writing of files, and reading of files that may be damaged with clear errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,23 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable
+import stat
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvjax.utils.processes import writes
 
 JSON_LINES = ".jsonl"
+MOST_JSON = 256 * 2**20
+"""Maximal bytes of a file of settings; those of the largest vocabularies take an eighth."""
+_KINDS: Mapping[int, str] = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 Read = TypeVar("Read")
 
 
@@ -70,6 +80,45 @@ def expanded(path: str | Path) -> Path:
         raise ValueError(f"{path} begins with the home of an unknown user; write the directory instead.") from None
 
 
+def check_regular(file: Path, error: type[ValueError] = ValueError) -> None:
+    """Refuse a missing file, a directory, and a pipe, socket or device, of which a read may never end."""
+    try:
+        kind = stat.S_IFMT(file.stat().st_mode)
+    except OSError as reason:
+        raise error(f"{file} cannot be read: {reason.strerror}.") from None
+    if kind != stat.S_IFREG:
+        raise error(f"{file} cannot be read: it is {_KINDS.get(kind, 'something else')}, not a file.")
+
+
+def check_tree(directory: Path, error: type[ValueError] = ValueError) -> None:
+    """Refuse a directory that contains anything but regular files and directories."""
+    for path in directory.rglob("*"):
+        if not path.is_dir():
+            check_regular(path, error)
+
+
+@contextlib.contextmanager
+def damage_named(sentence: str, kind: type[ValueError] = ValueError) -> Generator[None]:
+    """Raise any error of a library that reads a file as a `kind`, with the error in place of `{reason}`.
+
+    Libraries raise errors of many types for damaged files. Those in Rust may panic, which Python gets as an error that
+    is no `Exception`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        text = " ".join(str(error).split())[:200].rstrip(".")
+        reason = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        raise kind(sentence.replace("{reason}", reason)) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of a library in Rust; its class cannot be imported."""
+    return type(error).__name__ == "PanicException"
+
+
 def read_text(file: Path) -> str:
     """Read a UTF-8 file, without its byte order mark; raise a ValueError if there is no such text."""
     if not file.is_file():
@@ -78,6 +127,26 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text; save it in that encoding.") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}.") from None
+    except MemoryError:
+        raise ValueError(f"{file} does not fit in memory; give a smaller file.") from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read the object in a JSON file of settings; raise a ValueError that names the file if there is none."""
+    check_regular(file)
+    if file.stat().st_size > MOST_JSON:
+        raise ValueError(f"{file} has {file.stat().st_size} bytes, more than the {MOST_JSON} of any file of settings.")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of thousands of digits
+        raise ValueError(f"{file} is not valid JSON: {error}; copy or download it again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {type(content).__name__}.")
+    return content
 
 
 def check_not_empty(files: Iterable[Path]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.utils.files import read_text
 from kvjax.utils.suggest import choices
 
 PART_KEYS = ("plan", "residual", "codec", "selection")
@@ -48,7 +49,7 @@ def parse_value(text: str) -> Any:
         return {"true": True, "false": False, "none": None}[text.lower()]
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the latter two for deeply nested brackets
         return text
     return tuple(value) if isinstance(value, list) else value
 
@@ -96,8 +97,9 @@ def read_config(path_or_name: str) -> dict[str, Any]:
         raise ValueError(
             f"there is no config {path_or_name!r}; {choices(path_or_name, names, lead='give a file, or one of')}"
         )
+    text = read_text(file)
     try:
-        config = tomllib.loads(file.read_text(encoding="utf-8"))
+        config = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not TOML: {error}.") from None
     for key in config:

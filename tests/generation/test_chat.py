@@ -312,6 +312,16 @@ def test_a_conversation_of_a_model_with_other_weights_is_refused(model: kvjax.Mo
         tuned.load(tmp_path / "kept")
 
 
+def test_a_conversation_with_damaged_arrays_is_refused(model: kvjax.Model, tmp_path: Path) -> None:
+    talk = Conversation(model, **SMALL)
+    "".join(talk.reply(TURNS[0]))
+    talk.save(tmp_path / "kept")
+    largest = max((tmp_path / "kept" / "state").rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+    largest.write_bytes(largest.read_bytes()[:100])
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'kept'} has a damaged conversation \(.*\); give another one"):
+        Conversation(model, **SMALL).load(tmp_path / "kept")
+
+
 def test_devices_along_data_are_refused_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="a conversation is one row and cannot be sharded over data=2"):
         chat.check_devices(2)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import generate
@@ -196,6 +198,13 @@ def test_mean_queries_that_do_not_fit_are_one_sentence(tmp_path: Path) -> None:
     assert "are those of model 'random'" in refused(other, str(tmp_path))
     assert "no mean queries are shipped for model 'random'" in refused(owner, "")
     assert "holds no mean queries" in refused(owner, str(tmp_path / "nowhere"))
+    with safe_open(tmp_path / FILE, framework="numpy") as stored:
+        told = stored.metadata()
+    arrays = load_file(tmp_path / FILE)
+    damaged = np.full_like(arrays["norm.0"], np.nan)
+    for changed in ({"center.0": arrays["center.0"]}, arrays | {"center.1": damaged}, arrays | {"norm.0": damaged}):
+        save_file(changed, tmp_path / FILE, told)
+        assert "has no numbers of shape [" in refused(owner, str(tmp_path))
     (tmp_path / FILE).write_bytes(b"damaged")
     assert "is damaged" in refused(owner, str(tmp_path))
     with pytest.raises(ValueError, match="needs RoPE in all layers, which 'random' does not have"):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import functools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
-from kvjax.models.tokenizer import is_punctuation, read_tokenizer, token_classes
+from kvjax.models.tokenizer import is_punctuation, lazy_tokenizer, read_tokenizer, token_classes
+from kvjax.models.tokenizer_bound import TextBound, text_bound
+from kvjax.models.tokenizer_files import MOST_GROWTH, growth_of
 from kvjax.tiny import WEIGHTS
 from tests.paths import ROOT
 
@@ -143,3 +151,165 @@ def test_real_tokenizers(name):
         ids = tokenizer.encode(before + "[INST] Hi! [/INST]", add_special_tokens=False)
         matched = [m for m in found.markers if any(tuple(ids[i : i + len(m)]) == m for i in range(len(ids)))]
         assert {str(tokenizer.decode(list(m))).strip() for m in matched} == {"[INST]", "[/INST]"}, (before, ids)
+
+
+def replace(text: str, content: str, kind: str = "String") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {kind: text}, "content": content}
+
+
+DOUBLED = [replace("a", "aa")] * 40
+BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+BACKTRACKS = "(a+)+$"
+SPLITS = {"type": "Split", "pattern": {"Regex": BACKTRACKS}, "behavior": "Isolated", "invert": False}
+
+
+def spoiled(directory: Path, settings: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """The embedded model's tokenizer with other rules and settings."""
+    content = json.loads((WEIGHTS / "tokenizer.json").read_text()) | changes
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    given = json.loads((WEIGHTS / "tokenizer_config.json").read_text()) | (settings or {})
+    (directory / "tokenizer_config.json").write_text(json.dumps(given))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "much"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": DOUBLED}}, r"up to 2\.2e\+12 times"),
+        ({"normalizer": {"normalizers": DOUBLED}}, r"up to 2\.2e\+12 times"),  # which is read, too
+        ({"normalizer": replace("", "x")}, "without bounds"),
+        ({"normalizer": replace(".", "x" * 1000, "Regex")}, r"up to 2e\+03 times"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 1000}}, r"up to 2e\+03 times"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAAA"}}, "without bounds"),
+        ({"decoder": {"type": "Sequence", "decoders": DOUBLED}}, r"up to 1\.1e\+12 times"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 12}}, r"up to 4\.1e\+03 times"),
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000,
+                    "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+                    "special_tokens": {},
+                }
+            },
+            r"up to 2e\+03 times",
+        ),
+    ],
+)
+def test_rules_that_could_take_all_memory_are_refused(tmp_path: Path, changes: dict[str, Any], much: str) -> None:
+    with pytest.raises(ValueError, match=rf"tokenizer\.json lengthens texts {much}, more than {MOST_GROWTH} times"):
+        read_tokenizer(spoiled(tmp_path, **changes))
+
+
+def test_rules_of_real_tokenizers_lengthen_texts_little() -> None:
+    assert growth_of(json.loads((WEIGHTS / "tokenizer.json").read_text())) == 2
+    llama = [{"type": "Prepend", "prepend": "\u2581"}, replace(" ", "\u2581")]
+    assert growth_of({"normalizer": {"type": "Sequence", "normalizers": llama}}) == 2
+    content = (3).to_bytes(4, "little") + b"abc" + b"longest\0a\0"
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode()}
+    assert growth_of({"normalizer": charsmap}) == len("longest")
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"pre_tokenizer": SPLITS}, "Regex search error: retry-limit"),
+        ({"normalizer": replace(BACKTRACKS, "x", "Regex")}, "Regex search error: retry-limit"),
+        ({"normalizer": replace("", "x", "Regex")}, "index out of bounds"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "CAAAAAAAAAAAAAAA"}}, "index out of bounds"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}}, "Missing .*UNK.* token"),
+    ],
+)
+def test_a_tokenizer_that_fails_on_a_text_is_named(
+    tmp_path: Path, changes: dict[str, Any], reason: str, eager: bool
+) -> None:
+    settings = {"bos_token": None, "eos_token": None} | ({"clean_up_tokenization_spaces": True} if eager else {})
+    tokenizer = read_tokenizer(spoiled(tmp_path, settings, added_tokens=[], post_processor=None, **changes))
+    for encode in (tokenizer.encode, tokenizer):
+        with pytest.raises(ValueError, match=rf"the tokenizer in {tmp_path} fails on a text \(.*{reason}"):
+            encode("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!")
+
+
+def test_a_decoder_that_fails_is_named(tmp_path: Path) -> None:
+    strip = {"type": "Strip", "content": "a", "start": 10**12, "stop": 10**12}
+    tokenizer = read_tokenizer(spoiled(tmp_path, decoder=strip))
+    for decode in (tokenizer.decode, lambda ids: tokenizer.batch_decode([ids])):
+        with pytest.raises(ValueError, match=r"fails on a text .*index out of bounds"):
+            decode(tokenizer.encode("a"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chat_template", [{"name": "default"}]),
+        ("chat_template", ["{{ a }}"]),
+        ("chat_template", 3),
+        ("eos_token", 3),
+        ("eos_token", {"content": None}),
+        ("additional_special_tokens", 3),
+        ("extra_special_tokens", "<a>"),
+        ("added_tokens_decoder", {"x": {"content": "a"}}),
+        ("added_tokens_decoder", []),
+        ("tokenizer_class", []),
+        ("model_max_length", "x"),
+    ],
+)
+def test_settings_of_another_kind_are_named(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {name} is .*, not "):
+        read_tokenizer(spoiled(tmp_path, {name: value}))
+
+
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json"])
+def test_other_files_of_a_tokenizer_are_named(tmp_path: Path, name: str) -> None:
+    (spoiled(tmp_path) / name).write_text("[]")
+    with pytest.raises(ValueError, match=rf"{name} must hold a JSON object, not list"):
+        read_tokenizer(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8 text"):
+        read_tokenizer(tmp_path)
+
+
+def of_bytes(normalizer: Any = None, **added: Any) -> Tokenizer:
+    """Like SentencePiece's: bytes as a last resort."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257, "\u2581a": 258}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("\u2581", "a")], byte_fallback=True, fuse_unk=True))
+    rules = [normalizers.Replace(" ", "\u2581"), *([normalizer] if normalizer else [])]
+    tokenizer.normalizer = normalizers.Sequence(rules)  # type: ignore[assignment]
+    tokenizer.add_special_tokens([AddedToken("<end>", **added)])
+    return tokenizer
+
+
+LETTERS = st.sampled_from("a e\u0301\u1100\u1161\u11a8\x04\n\U0001f600\uffff\U00050000")
+
+
+@given(st.text(LETTERS | st.characters(exclude_categories=["Cs"])))
+@hypothesis.settings(max_examples=60)
+def test_no_text_has_fewer_tokens_than_its_bound(text: str) -> None:
+    for tokenizer, bound in bounds():
+        assert bound is not None
+        assert bound.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False))
+
+
+BOUNDED = (of_bytes(), of_bytes(normalizers.NFC()), of_bytes(normalizers.Strip()), of_bytes(rstrip=True))
+
+
+@functools.cache
+def bounds() -> list[tuple[Any, TextBound | None]]:
+    tokenizers = kvjax.load("tiny").tokenizer, *(lazy_tokenizer(each, {}) for each in BOUNDED)
+    return [(tokenizer, text_bound(tokenizer)) for tokenizer in tokenizers]
+
+
+def test_bounds_come_from_the_longest_token() -> None:
+    assert [bound for _, bound in bounds()[1:]] == [
+        TextBound(6, True),
+        TextBound(24, True),
+        TextBound(6, False),
+        TextBound(6, False),
+    ]
+    assert text_bound(lazy_tokenizer(of_bytes(normalizers.StripAccents()), {})) is None
+    assert text_bound(lazy_tokenizer(of_bytes(normalizers.Replace("b", "")), {})) is None
+    assert text_bound(lazy_tokenizer(of_bytes(normalizers.Replace(Regex("b+"), "b")), {})) is None
+    assert text_bound(sentencepiece()) is None  # a word of any length may be one unknown token
+    assert kvjax.load("tiny").least_tokens("a" * 1300) == 100

@@ -808,3 +808,63 @@ def test_no_bytes_break_the_server(address: str, sent: bytes) -> None:
         while part := client.recv(4096):
             answer += part
     assert b"Traceback" not in answer and b" 500 " not in answer
+    if answer.startswith(b"HTTP/1.1 400"):
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"content-type: application/json" in head and f"content-length: {len(body)}".encode() in head
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\0\x01\0\r\n\r\n",  # TLS
+        b"GET / HTTP/1.1\r\n\r\n",  # no host
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        HEAD + b"Content-Length: -1\r\n\r\n",
+        HEAD + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+        HEAD + b"Transfer-Encoding: gzip\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n{}\r\n",
+        b"GET /" + b"a" * 100_000,  # more than the server keeps of a request that has not ended
+    ],
+)
+def test_what_is_no_http_gets_an_error_as_all_others(address: str, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), 5) as client:
+        client.sendall(sent)
+        client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := client.recv(4096):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request") and b"connection: close" in head
+    assert json.loads(body) == {
+        "error": {
+            "message": "the request is not valid HTTP/1.1; check its first line, headers and length.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": None,
+        }
+    }
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_encoded(
+    web: httpx.Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr(engine.tokenizer, "encode", encode)
+    text = "a" * engine.context
+    for path, param, asked in (
+        ("/v1/completions", "prompt", text),
+        ("/v1/completions", "prompt", ["a" * 300, text]),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": text}]),
+    ):
+        answer = web.post(path, json={param: asked})
+        said = check_refusal(answer, 400, param)
+        assert re.fullmatch(
+            r"a prompt of at least \d+ tokens \(\d+ characters\) does not fit the context of 256; .*", said
+        )
+        assert answer.json()["error"]["code"] == "context_length_exceeded"

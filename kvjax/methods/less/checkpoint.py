@@ -20,11 +20,17 @@ from kvjax.models.integers import signed
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import leaf_name, require_weights
 from kvjax.rope import Rope
-from kvjax.utils.files import expanded
+from kvjax.utils.files import damage_named, expanded, read_json
+from kvjax.utils.restore import restore_arrays
+from kvjax.utils.settings import whole_number
 
 _SETTINGS, _KERNELS = "settings.json", "kernels"
 SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 """Directory of the embedded model's kernels, with one subdirectory for each base policy and budget."""
+_MOST_FEATURES = 2**16
+"""Maximal sizes of feature maps in a file of settings, which arrays are allocated for."""
+_TYPES = {"model": str, "fingerprint": str, "policy": str, "policy_settings": dict, "training": dict}
+_TYPES |= {"budget": int | float, "literal": bool, "dtype": str}
 _ALWAYS = {
     *("norm", "norm_eps", "norm_bias", "shared_norm", "activation", "gated_mlp", "parallel", "tied", "sliding_window"),
     *("qkv_bias", "output_bias", "mlp_bias", "unembedding_bias", "renormalised", "dense_layers", "offset", "unrotated"),
@@ -98,10 +104,17 @@ def read_settings(directory: str | Path) -> Settings:
     file = Path(directory) / _SETTINGS
     if not file.exists():
         raise ValueError(f"{directory} holds no kernels; give a directory of kvjax train_less.")
-    try:
-        return Settings(**json.loads(file.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged: {error}.") from error
+    stored = read_json(file)
+    with damage_named(f"{file} is damaged ({{reason}}); copy it again or train other kernels with kvjax train_less."):
+        settings = Settings(**stored)
+        for name, kind in _TYPES.items():
+            if not isinstance(value := getattr(settings, name), kind):
+                raise TypeError(f"{name} is {value!r}")
+        for name in ("features", "hidden"):
+            whole_number(name, getattr(settings, name), 1, _MOST_FEATURES)
+        if settings.dtype not in ("float32", "bfloat16", "float16", "float64"):
+            raise ValueError(f"dtype is {settings.dtype!r}")
+        return settings
 
 
 def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Params, Settings]:
@@ -113,8 +126,6 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
     Raises:
         ValueError: there are no kernels, they are damaged, or they were trained for another model, policy or shape.
     """
-    import orbax.checkpoint as ocp
-
     settings, mine = read_settings(directory), fingerprint(model)
     if settings.fingerprint != mine:
         raise ValueError(
@@ -130,12 +141,9 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
     # uncommitted arrays would be compiled again.
     sizes: dict[str, Any] = dict(features=settings.features, hidden=settings.hidden, literal=settings.literal)
     shapes = jax.eval_shape(lambda key: init_kernels(key, model.config, **sizes), jax.random.key(0))
-    wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, settings.dtype), shapes)
-    with ocp.StandardCheckpointer() as checkpointer:
-        try:
-            params = checkpointer.restore(Path(directory).absolute() / _KERNELS, wanted)
-        except (ValueError, OSError, KeyError) as error:
-            raise ValueError(f"the kernels in {directory} are damaged: {str(error).splitlines()[0]}") from error
+    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(settings.dtype)), shapes)
+    damage = f"the kernels in {directory} are damaged ({{reason}})."
+    params = restore_arrays(Path(directory) / _KERNELS, wanted, damage)
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params), settings
 
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Array, Header, Restore, Settings
+from kvjax.models.checkpoints.gguf_kinds import check_kinds
 from kvjax.models.checkpoints.gguf_parts import merge_parts, part_files
 from kvjax.models.checkpoints.gguf_settings import config_settings
 from kvjax.models.checkpoints.gguf_tokenizer import check_split
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.families import LoadError
 from kvjax.models.weights import empty_buffer
+from kvjax.utils.files import check_regular, damage_named
 
 if TYPE_CHECKING:
     from kvjax.models.checkpoints.gguf_reader import Reader
@@ -33,17 +35,19 @@ _PLAIN: Mapping[str, np.dtype] = {
 def _open(file: Path) -> tuple[Reader, dict[str, Any]]:
     from kvjax.models.checkpoints.gguf_reader import Reader
 
-    try:
+    check_regular(file, LoadError)
+    with damage_named(f"{file} is truncated or not a GGUF file ({{reason}}); copy or download it again.", LoadError):
         reader = Reader(file)
         metadata = reader.metadata()
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
-        # At the end of a truncated file the reader fails with errors of many types.
-        raise LoadError(
-            f"{file} is truncated or not a GGUF file ({type(error).__name__}: {str(error).rstrip('.')}); copy or "
-            "download it again."
-        ) from None
     if reader.byte_order == "S":
         raise LoadError(f"{file} is of the other byte order: convert it with gguf-convert-endian.")
+    try:
+        check_kinds(metadata)
+    except ValueError as error:
+        raise LoadError(f"{file}: {error}") from None
+    for tensor in reader.tensors:
+        if tensor.data_offset < reader.data_offset:
+            raise LoadError(f"{file}: tensor {tensor.name} begins inside the header: the file is damaged.")
     return reader, metadata
 
 

@@ -15,6 +15,8 @@ from kvjax.rope import Rope, rope_frequencies
 Settings = dict[str, Any]
 Array = Shaped[np.ndarray, "*shape"]
 Restore = Callable[[Array, Settings], Array]
+_BY_LAYER = ("attention.sliding_window_pattern",)
+"""Metadata that may differ from layer to layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,10 @@ class Header:
         value = self.metadata.get(f"{self.name}.{key}", usual)
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]  # one value for each layer
+        if isinstance(value, list) and key not in _BY_LAYER:
+            raise LoadError(
+                f"metadata {self.name}.{key} differs from layer to layer ({value}), which is not supported."
+            )
         return value
 
 
@@ -107,6 +113,8 @@ def _llama3_rope(settings: Settings, header: Header) -> Settings:
 def _phi3(settings: Settings, header: Header) -> Settings:
     original = header.get("rope.scaling.original_context_length", settings["max_position_embeddings"])
     rope = {**settings["rope_parameters"], "original_max_position_embeddings": original}
+    if original <= 0:
+        raise LoadError(f"metadata {header.name}.rope.scaling.original_context_length must be above 0, not {original}.")
     if header.factors and (factor := header.get("rope.scaling.attn_factor")) is not None:
         rope["attention_factor"] = factor
     if header.factors:

@@ -9,6 +9,8 @@ import numpy as np
 from gguf import GGUFReader, GGUFValueType
 from jax.typing import DTypeLike
 
+_DEEPEST = 4
+"""Maximal number of lists around a list; no known metadata has any."""
 _TRUNCATED = "it ends before the data that its header describes"
 
 
@@ -37,8 +39,10 @@ class Reader(GGUFReader):
         values, end = self._values(orig_offs)
         return end - orig_offs, [values], [0], [GGUFValueType.ARRAY]
 
-    def _values(self, start: int) -> tuple[list[Any], int]:
+    def _values(self, start: int, depth: int = 0) -> tuple[list[Any], int]:
         """Return the values of a list, those of lists in it one after the other, and their end in the file."""
+        if depth > _DEEPEST:
+            raise ValueError("it has lists that are nested too deeply")
         kind, count = GGUFValueType(self._get(start, np.uint32)[0]), int(self._get(start + 4, np.uint64)[0])
         start += 12
         if kind == GGUFValueType.STRING:
@@ -48,7 +52,7 @@ class Reader(GGUFReader):
             return numbers.tolist(), start + numbers.nbytes
         found: list[Any] = []
         for _ in range(count):
-            values, start = self._values(start)
+            values, start = self._values(start, depth + 1)
             found += values
         return found, start
 

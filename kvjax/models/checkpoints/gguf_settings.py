@@ -77,10 +77,6 @@ def config_settings(header: Header) -> Settings:
         value = header.get(key)
         if value is None and key in _NEEDED:
             raise LoadError(f"metadata {header.name}.{key} is missing.")
-        if isinstance(value, list):
-            raise LoadError(
-                f"metadata {header.name}.{key} differs from layer to layer ({value}), which is not supported."
-            )
         if key in _NEEDED and (not isinstance(value, int) or value <= 0):
             raise LoadError(f"metadata {header.name}.{key} must be an integer above 0, not {value!r}.")
         if value is not None:
@@ -93,7 +89,9 @@ def config_settings(header: Header) -> Settings:
     heads = settings["num_attention_heads"]
     settings.setdefault("num_key_value_heads", heads)
     queries = header.shapes.get("blk.0.attn_q.weight")
-    width = settings["hidden_size"] // heads if queries is None else queries[0] // heads
+    width = (settings["hidden_size"] if not queries else queries[0]) // heads
+    if width < 1 or not header.shapes["token_embd.weight"]:
+        raise LoadError(f"the shapes of token_embd.weight or blk.0.attn_q.weight do not fit {heads} heads.")
     known = architecture.factors
     if header.factors and sorted(header.factors) != sorted(known):
         supported = f"supported are {' and '.join(known)}" if known else "give the model's safetensors"
@@ -134,7 +132,7 @@ def _rope(header: Header, head_width: int) -> Settings:
         rope |= {"rope_type": kind, "factor": factor}
         rope |= {} if original is None else {"original_max_position_embeddings": original}
     multiplier = header.get("rope.scaling.attn_factor", 1.0)
-    if kind == "yarn":
+    if kind == "yarn" and rope["factor"] > 0:
         rope |= {name: value for name, value in betas.items() if value is not None}
         if multiplier != 1:
             rope["attention_factor"] = multiplier * (1 + 0.1 * math.log(rope["factor"]))

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from kvjax.models.families import LoadError
-from kvjax.utils.files import expanded
+from kvjax.utils.files import check_regular, expanded
 from kvjax.utils.suggest import meant
 
 _TINY = Path(__file__).resolve().parents[2] / "tiny" / "weights"
@@ -24,6 +24,8 @@ def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
     if not isinstance(path_or_hub_id, (str, Path)) or not str(path_or_hub_id).strip():
         raise LoadError(f"{path_or_hub_id!r} names no model: give tiny, smollm2, {_GIVE}.")
     place = expanded(path_or_hub_id)
+    if place.suffix == ".gguf" and place.exists() and not place.is_dir():
+        check_regular(place, LoadError)
     if path_or_hub_id == "tiny":
         found = _TINY
     elif path_or_hub_id == "smollm2":

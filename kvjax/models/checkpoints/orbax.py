@@ -14,7 +14,9 @@ from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.decoder import Weights
 from kvjax.models.families import LoadError
 from kvjax.models.weights import leaf_name
+from kvjax.utils.files import check_tree, damage_named
 
+_DAMAGED = "{} is damaged or not an Orbax checkpoint ({{reason}})."
 _DENSE = re.compile(r"(layers\.\d+\.)(?=(gate|up|down)\.)")
 """Names of MLPs in checkpoints of kvjax 0.2, which end after the layer's number."""
 
@@ -32,7 +34,8 @@ def read_orbax(directory: Path) -> Stored:
     """Find the tensors in a directory that `write_orbax` wrote."""
     import orbax.checkpoint as ocp
 
-    try:
+    check_tree(directory, LoadError)
+    with damage_named(_DAMAGED.format(directory), LoadError):
         with ocp.PyTreeCheckpointer() as checkpointer:
             held: dict[str, Any] = dict(checkpointer.metadata(directory.absolute()).item_metadata.tree)
         tensors = {
@@ -45,8 +48,6 @@ def read_orbax(directory: Path) -> Stored:
             )
             for name, array in held.items()
         }
-    except Exception as error:  # Orbax, TensorStore and the system raise errors of many types
-        raise _damaged(directory, error) from None
     return Stored(directory, "config.json", tensors, ours=True)
 
 
@@ -56,13 +57,5 @@ def _read(directory: Path, name: str, dtype: np.dtype, sharding: jax.sharding.Sh
     placed = ocp.ArrayRestoreArgs(sharding=sharding, dtype=dtype)
     how = ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else placed
     arguments = ocp.args.PyTreeRestore(item={name: 0}, restore_args={name: how}, partial_restore=True)
-    try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
-            return checkpointer.restore(directory.absolute(), args=arguments)[name]
-    except Exception as error:
-        raise _damaged(directory, error) from None
-
-
-def _damaged(directory: Path, error: Exception) -> LoadError:
-    reason = " ".join(str(error).split())[:200].rstrip(".")
-    return LoadError(f"{directory} is damaged or not an Orbax checkpoint ({type(error).__name__}: {reason}).")
+    with damage_named(_DAMAGED.format(directory), LoadError), ocp.PyTreeCheckpointer() as checkpointer:
+        return checkpointer.restore(directory.absolute(), args=arguments)[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from kvjax.models.families import LoadError
+from kvjax.utils import files
+from kvjax.utils.files import check_regular, damage_named
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -90,17 +93,12 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         LoadError: if the file is missing, cannot be read, or contains no JSON object.
     """
+    if not file.exists():
+        raise LoadError(f"{file} is missing: a model directory needs it.")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LoadError(f"{file} is missing: a model directory needs it.") from None
-    except OSError as error:
-        raise LoadError(f"{file} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:  # also bytes that are no text, and numbers of thousands of digits
-        raise LoadError(f"{file} is not valid JSON: {error}; copy or download it again.") from None
-    if not isinstance(content, dict):
-        raise LoadError(f"{file} must hold a JSON object, not {type(content).__name__}.")
-    return content
+        return files.read_json(file)
+    except ValueError as error:
+        raise LoadError(str(error)) from None
 
 
 def read_safetensors(directory: Path) -> Stored:
@@ -169,12 +167,11 @@ def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
 
 
 def _open(file: Path) -> Any:
-    try:
+    check_regular(file, LoadError)
+    with damage_named(
+        f"{file} is truncated or not a safetensors file ({{reason}}); copy or download it again.", LoadError
+    ):
         return safe_open(file, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise LoadError(
-            f"{file} is truncated or not a safetensors file ({error}); copy or download it again."
-        ) from None
 
 
 def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
@@ -191,6 +188,6 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     for shard in shards:
         if Path(shard).name != shard:
             raise LoadError(f"{index} names the shard {shard!r}, which is not a file name in its directory.")
-        if not (directory / shard).is_file():
+        if not os.path.isfile(directory / shard):  # False also for names that the system refuses
             raise LoadError(f"{index} names the shard {shard}, which is missing from {directory}.")
     return [directory / shard for shard in shards], names

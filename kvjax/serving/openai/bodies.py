@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from kvjax.generation.prompts import chat_ids, check_settings, render, token_ids
 from kvjax.generation.sampling import sampling_of
+from kvjax.model import Model
 from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, Refused, checked, invalid, shown
 from kvjax.serving.requests import Request, Serving
 from kvjax.utils.files import parse_json
@@ -82,7 +83,7 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
     settings = given.get("chat_template_kwargs", {})
     _call("chat_template_kwargs", lambda: check_settings(model, settings))
     text = _call("messages", lambda: render(model, conversation(messages), settings=settings))
-    ids = tuple(_call("messages", lambda: chat_ids(model, text)))
+    ids = _encoded(serving, "messages", text, chat_ids)
     n = given.get("n", 1)
     requests = _requests(serving, given, ids, usual_tokens, n, chat=True)
     return Asked(tuple(requests), n, True, given.get("stream", False), given.get("stream_options", False))
@@ -104,7 +105,7 @@ def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for each in several:
         if isinstance(each, str):
-            ids = tuple(_call("prompt", lambda text=each: token_ids(serving.model, text)))
+            ids = _encoded(serving, "prompt", each, token_ids)
         elif isinstance(each, list) and all(type(token) is int and 0 <= token < vocabulary for token in each):
             ids = tuple(each)
         else:
@@ -116,12 +117,25 @@ def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
     return found
 
 
+def _encoded(serving: Serving, param: str, text: str, encode: Callable[[Model, str], Sequence[int]]) -> tuple[int, ...]:
+    """Return the ids of a text; one that cannot fit the context is refused without encoding, which takes seconds."""
+    least = serving.model.least_tokens(text)
+    if least >= serving.context:
+        raise _too_long(serving, f"of at least {least} tokens ({len(text)} characters)", param)
+    return tuple(_call(param, lambda: encode(serving.model, text)))
+
+
 def _call(param: str, function: Callable[[], Value]) -> Value:
     """Call a function, and return its errors to the client as those of a field."""
     try:
         return function()
     except ValueError as error:
         raise Refused(" ".join(str(error).split()), param) from None
+
+
+def _too_long(serving: Serving, what: str, param: str) -> Refused:
+    text = f"a prompt {what} does not fit the context of {serving.context}; ask for less."
+    return Refused(text, param, code="context_length_exceeded")
 
 
 def _message(number: int, given: Any) -> dict[str, Any]:
@@ -155,11 +169,7 @@ def _requests(
     left = serving.context - len(ids)
     if left < given.get("max_tokens", 1):
         wanted = f" and max_tokens={given['max_tokens']}" if "max_tokens" in given else ""
-        raise Refused(
-            f"a prompt of {len(ids)} tokens{wanted} does not fit the context of {serving.context}; ask for less.",
-            "messages" if chat else "prompt",
-            code="context_length_exceeded",
-        )
+        raise _too_long(serving, f"of {len(ids)} tokens{wanted}", "messages" if chat else "prompt")
     if given.get("kv_budget", 1) > serving.budget:
         raise Refused(f"kv_budget={given['kv_budget']} is more than the server's {serving.budget}.", "kv_budget")
     if any(not 0 <= each < serving.model.config.vocab_size for each in given.get("stop_token_ids", ())):

@@ -18,7 +18,7 @@ from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies import Plan, Policy
 from kvjax.training.less.record import Features, check_mask, record
-from kvjax.utils.files import read_text, written_aside
+from kvjax.utils.files import read_json, read_text, written_aside
 
 ROWS = 8
 """Most texts that are read together."""
@@ -75,7 +75,7 @@ def collect(
     shapes = jax.eval_shape(lambda: of(0))
     directory.mkdir(parents=True, exist_ok=True)
     progress = directory / "collected.json"
-    done = json.loads(progress.read_text())["texts"] if progress.exists() else 0
+    done = _texts_done(progress) if progress.exists() else 0
 
     def open_array(path: Any, leaf: Any) -> np.ndarray:
         file = directory / f"{jax.tree_util.keystr(path, simple=True)}.npy"
@@ -93,6 +93,13 @@ def collect(
             aside.write_text(json.dumps({"texts": first + rows}))
         show(first + rows)
     return arrays
+
+
+def _texts_done(file: Path) -> int:
+    texts = read_json(file).get("texts")
+    if type(texts) is not int or texts < 0:
+        raise ValueError(f"{file} must have a number of texts, not {texts!r}; delete its directory to begin again.")
+    return texts
 
 
 def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed: int = 0) -> Int[np.ndarray, "s n"]:

@@ -9,6 +9,7 @@ import math
 import os
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -825,6 +826,54 @@ def test_damage_is_named(tmp_path: Path) -> None:
     )
     write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_string("llama.rope.scaling.type", "spiral"))
     refused(file, r"model\.gguf: rope_type 'spiral' is not supported")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("llama.rope.freq_base", "500", r"metadata llama\.rope\.freq_base is '500', not a number nor a list of them"),
+        ("llama.rope.scaling.type", 3, r"metadata llama\.rope\.scaling\.type is 3, not a text"),
+        ("llama.rope.freq_base", [1.0, 2.0], r"metadata llama\.rope\.freq_base differs from layer to layer \(\[1"),
+        ("split.count", "3", r"metadata split\.count is '3', not an integer"),
+        ("tokenizer.ggml.tokens", [1, 2], r"metadata tokenizer\.ggml\.tokens is \[1, 2\], not a list of texts"),
+        ("tokenizer.ggml.merges", "a b", r"metadata tokenizer\.ggml\.merges is 'a b', not a list of texts"),
+        ("tokenizer.ggml.scores", ["a"], r"metadata tokenizer\.ggml\.scores is \['a'\], not a list of numbers"),
+        (
+            "tokenizer.ggml.unknown_token_id",
+            "<s>",
+            r"metadata tokenizer\.ggml\.unknown_token_id is '<s>', not an integer",
+        ),
+        ("tokenizer.ggml.add_bos_token", 1, r"metadata tokenizer\.ggml\.add_bos_token is 1, not true or false"),
+        ("tokenizer.chat_template", 3, r"metadata tokenizer\.chat_template is 3, not a text"),
+        ("general.architecture", 3, r"metadata general\.architecture is 3, not a text"),
+    ],
+)
+def test_metadata_of_another_kind_is_named(key: str, value: Any, sentence: str, tmp_path: Path) -> None:
+    kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
+
+    def change(writer: Any) -> None:
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, kind)
+
+    file = tmp_path / "m.gguf"
+    write_gguf(file, SETTINGS, tensors_of(SETTINGS), extra=change)
+    refused(file, rf"m\.gguf: .*{sentence}")
+
+
+def test_headers_that_would_take_long_are_refused(tmp_path: Path) -> None:
+    file, tensors = tmp_path / "m.gguf", tensors_of(SETTINGS)
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_array("numbers", [1, 2, 3]))
+    content, kind = file.read_bytes(), struct.pack("<II", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32)
+    start = content.index(b"numbers" + kind) + len(b"numbers") + 4
+    nested = struct.pack("<IQ", gguf.GGUFValueType.ARRAY, 1) * 2000
+    file.write_bytes(content[:start] + nested + content[start:])
+    refused(file, r"m\.gguf is truncated or not a GGUF file \(ValueError: it has lists that are nested too deeply\)")
+    # The sum of an offset and the beginning of all tensors wraps around.
+    start = content.index(b"blk.1.ffn_gate.weight") + len(b"blk.1.ffn_gate.weight") + 4 + 2 * 8 + 4
+    file.write_bytes(content[:start] + struct.pack("<Q", 2**64 - 64) + content[start + 8 :])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        refused(file, r"m\.gguf(: tensor blk\.1\.ffn_gate\.weight begins inside the header| is truncated)")
 
 
 def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
