@@ -87,12 +87,14 @@ def forward(
 ) -> Float[Array, "b t vocab"]:
     """Return logits of every position, in float32 for any dtype of weights."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        q, k = rotate(config.rope, q, positions[:, None, None]), rotate(config.rope, k, positions[:, None])
+        return causal(q, k, v), None
+
     x = decoder.embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        normed, q, k, v = decoder.project(layer, config, shape, x, positions)
-        turned = rotate(config.rope, q, positions[:, None, None])
-        attended = causal(turned, rotate(config.rope, k, positions[:, None]), v)
-        x = decoder.finish_block(layer, config, shape, x, normed, attended)
+        x, _ = decoder.block(layer, config, shape, x, positions, attend)
     return decoder.unembed(weights, config, x)
 
 

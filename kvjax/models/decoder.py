@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,8 @@ from kvjax.models.matmul import BLOCK, in_blocks, product, product_with_codes
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide, with_sink
+
+Result = TypeVar("Result")
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -199,12 +201,48 @@ def _rows(table: Linear, tokens: Int[Array, "b t"], config: ModelConfig) -> Arra
 
 
 class Projected(NamedTuple):
-    """A block's input, normalized unless only outputs are, and its queries, keys and values before RoPE."""
+    """Input of a block, normalized unless only outputs are, and its queries, keys and values before RoPE."""
 
     normed: Float[Array, "b t width"]
     q: Float[Array, "b h g t d"]
     k: Float[Array, "b h t d"]
     v: Float[Array, "b h t e"]
+
+
+def block(
+    layer: LayerWeights,
+    config: ModelConfig,
+    shape: LayerConfig,
+    x: Float[Array, "b t width"],
+    positions: Int[Array, "b t"],
+    mix: Callable[[Array, Array, Array], tuple[Float[Array, "b h g t e"], Result]],
+    total: Callable[[Float[Array, "b t width"], Result], tuple[Float[Array, "b t width"], Result]] | None = None,
+) -> tuple[Float[Array, "b t width"], Result]:
+    """Run tokens through a block: projections, `mix`, the output projection and the MLP.
+
+    Args:
+        x: hidden states before the block.
+        positions: in the row's text; -1 marks padding.
+        mix: takes queries [b h g t d], keys [b h t d] and values [b h t e] before RoPE; returns attention, and any
+            pytree.
+        total: sums the output projections of all devices, and may change the pytree; None stands for `over_attention`
+            of the layer's `spread`.
+
+    Returns:
+        Hidden states after the block, and the pytree of `mix`.
+    """
+    normed, q, k, v = project(layer, config, shape, x, positions)
+    attended, result = mix(q, k, v)
+    b, t, _ = x.shape
+    attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
+    attended = dataclasses.replace(layer.output, bias=None)(shape.spread.own_features(attended))
+    if total is None:
+        attended = shape.spread.over_attention(attended)
+    else:
+        attended, result = total(attended, result)
+    if layer.output.bias is not None:
+        attended = attended + layer.output.bias
+    return _add_mlp(layer, config, x, normed, attended), result
 
 
 def project(
@@ -255,22 +293,14 @@ def _normalise_heads(
     return q, k
 
 
-def finish_block(
+def _add_mlp(
     layer: LayerWeights,
     config: ModelConfig,
-    shape: LayerConfig,
     x: Float[Array, "b t width"],
     normed: Float[Array, "b t width"],
-    attended: Float[Array, "b h g t e"],
-    total: Callable[[Float[Array, "b t width"]], Float[Array, "b t width"]] | None = None,
+    attended: Float[Array, "b t width"],
 ) -> Float[Array, "b t width"]:
-    """Run a block of input `x` from its attention on.
-
-    `total` sums the output projections of all devices; None stands for `over_attention` of the layer's `spread`.
-    """
-    b, t, _ = x.shape
-    attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
-    attended = layer.output.over(total or shape.spread.over_attention, shape.spread.own_features(attended))
+    """Add attention and the MLP to the input of a block."""
     if layer.attention_post_norm is not None:
         attended = normalise(layer.attention_post_norm, attended, config)
 
@@ -312,9 +342,8 @@ def forward(
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        normed, q, k, v = project(layer, config, shape, x, positions)
-        attended = _causal(shape, sink_logits_of(layer, shape), positions, lengths, q, k, v)
-        x = finish_block(layer, config, shape, x, normed, attended)
+        mix = functools.partial(_causal, shape, sink_logits_of(layer, shape), positions, lengths)
+        x, _ = block(layer, config, shape, x, positions, mix)
     return unembed(weights, config, x)
 
 
@@ -326,7 +355,7 @@ def _causal(
     q: Float[Array, "b h g t d"],
     k: Float[Array, "b h t d"],
     v: Float[Array, "b h t e"],
-) -> Float[Array, "b h g t e"]:
+) -> tuple[Float[Array, "b h g t e"], None]:
     """Compute causal attention in blocks of queries, which avoids an n x n matrix."""
     q = rotate(shape.rope, q, positions[:, None, None], lengths)
     k = rotate(shape.rope, k, positions[:, None], lengths)
@@ -341,9 +370,9 @@ def _causal(
     rows, t = positions.shape
     size = query_block(QUERY_BLOCK, rows)
     if t <= size:
-        return attend_block((q, positions))
+        return attend_block((q, positions)), None
     padding = -t % size
     q = jnp.pad(q, [(0, 0)] * 3 + [(0, padding), (0, 0)])
     at = jnp.pad(positions, [(0, 0), (0, padding)])
     blocks = jax.lax.map(attend_block, (split_queries(q, -2, size), split_queries(at, -1, size)))
-    return join_queries(blocks, -2)[..., :t, :]
+    return join_queries(blocks, -2)[..., :t, :], None
