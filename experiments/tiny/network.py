@@ -13,8 +13,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import decoder
+from kvjax.models.attention import Attention
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
+from kvjax.models.decoder import LayerWeights, Weights
+from kvjax.models.linear import Linear, Norm
+from kvjax.models.mlp import DenseMlp
 from kvjax.rope import rotate
 
 Causal = Callable[..., Float[Array, "b h g t d"]]
@@ -42,10 +45,12 @@ def initial_weights(config: ModelConfig, key: jax.Array) -> Weights:
     layers = tuple(
         LayerWeights(
             attention_norm=Norm(jnp.ones(config.width)),
-            query=matrix(queries, config.width),
-            key=matrix(keys, config.width),
-            value=matrix(keys, config.width),
-            output=matrix(config.width, queries, zero=True),
+            mixer=Attention(
+                query=matrix(queries, config.width),
+                key=matrix(keys, config.width),
+                value=matrix(keys, config.width),
+                output=matrix(config.width, queries, zero=True),
+            ),
             mlp_norm=Norm(jnp.ones(config.width)),
             mlp=DenseMlp(
                 gate=matrix(config.mlp_width, config.width),

@@ -19,7 +19,7 @@ from kvjax.evaluation.perplexity import begin, judge
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
-from kvjax.models.decoder import block, embed, sink_logits_of, unembed
+from kvjax.models.decoder import block, embed, unembed
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
 from kvjax.types import New, View, wide
@@ -151,7 +151,7 @@ def replayed(
 
     def read_layer(index: int, x: Float[Array, "b n width"]) -> Float[Array, "b n width"]:
         layer, shape, own = weights.layers[index], config.layer_configs[index], policy.layer(index)
-        sink_logits = sink_logits_of(layer, shape)
+        sink_logits = layer.mixer.sinks(shape)
 
         def one(carry: tuple[Dense, Any], inputs: tuple[Array, ...]) -> tuple[tuple[Dense, Any], Array]:
             storage, sums = carry

@@ -15,7 +15,7 @@ from kvjax.cache.paged.build import Selected
 from kvjax.cache.step import Pending, Storage, share_of_residual, step, steps, sum_over_layers, update_score
 from kvjax.inference.cache import Bound, Layer
 from kvjax.inference.keep import Kept, keep_after
-from kvjax.models.decoder import block, embed, sink_logits_of
+from kvjax.models.decoder import block, embed
 from kvjax.policies.stats import questions, sums_over
 from kvjax.rope import Rope, Turns
 from kvjax.types import Reading, Spread
@@ -109,7 +109,7 @@ def _through_layer(
     weights, policy, shape = layer.weights, layer.policy, layer.shape
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Storage, list[Pending]]]:
-        new = reading.of_layer(shape, layer.number, x, q, k, v, sink_logits_of(weights, shape)).rotated(turns)
+        new = reading.of_layer(shape, layer.number, x, q, k, v, weights.mixer.sinks(shape)).rotated(turns)
         if x.shape[1] > 1:
             after, out = steps(policy, storage, place, new)
             return out, (after, [])
@@ -231,7 +231,7 @@ def append_and_attend(
     weights, policy, shape = layer.weights, layer.policy, layer.shape
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Dense, Pending]]:
-        new = reading.of_layer(shape, layer.number, x, q, k, v, sink_logits_of(weights, shape)).rotated()
+        new = reading.of_layer(shape, layer.number, x, q, k, v, weights.mixer.sinks(shape)).rotated()
         after = storage.moved(index, jax.memory.Space.Device) if policy.score.requires.host_memory else storage
         after = after.append(policy, index, new)
         heads = after.layers[index]

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.methods.ends import EndsOrAll, ends_policy
 from kvjax.methods.register import register_score
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, block, embed, sink_logits_of
+from kvjax.models.decoder import LayerWeights, block, embed
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import require_weights
 from kvjax.rope import rotate
@@ -106,6 +106,6 @@ def _read(
         spec, at = shape.spec, positions[:, None]
         partial, probs = attend(q, k, v, spec.mask(positions, at), spec, spec.bias(at, at))
         after = jnp.diagonal(probs[:, :, :, lag:-1, 1:], axis1=3, axis2=4)
-        return with_sink(partial, sink_logits_of(layer, shape)).out, after.mean((0, 2, 3))
+        return with_sink(partial, layer.mixer.sinks(shape)).out, after.mean((0, 2, 3))
 
     return block(layer, config, shape, x, positions, mix)

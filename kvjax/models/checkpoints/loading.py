@@ -28,10 +28,11 @@ from kvjax.models.checkpoints.origins import Origin, find_origins, shared, spell
 from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Linear, Weights
+from kvjax.models.decoder import Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.quantization import read_quantization
 from kvjax.models.integers import code_dtype
+from kvjax.models.linear import Linear
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 

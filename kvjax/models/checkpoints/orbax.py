@@ -15,8 +15,11 @@ from kvjax.models.decoder import Weights
 from kvjax.models.families import LoadError
 from kvjax.models.weights import leaf_name
 
-_DENSE = re.compile(r"(layers\.\d+\.)(?=(gate|up|down)\.)")
-"""Names of MLPs in checkpoints of kvjax 0.2, which end after the layer's number."""
+_FORMER = (
+    (re.compile(r"(layers\.\d+\.)(?=(gate|up|down)\.)"), r"\1mlp."),
+    (re.compile(r"(layers\.\d+\.)(?=(query|key|value|output|query_norm|key_norm|sink_logits)\b)"), r"\1mixer."),
+)
+"""Patterns of the names of MLPs and of attention in checkpoints of kvjax 0.2, and their replacements."""
 
 
 def write_orbax(weights: Weights, directory: Path) -> None:
@@ -36,7 +39,7 @@ def read_orbax(directory: Path) -> Stored:
         with ocp.PyTreeCheckpointer() as checkpointer:
             held: dict[str, Any] = dict(checkpointer.metadata(directory.absolute()).item_metadata.tree)
         tensors = {
-            _DENSE.sub(r"\1mlp.", name): Tensor(
+            _current(name): Tensor(
                 directory,
                 tuple(array.shape),
                 int(np.prod(array.shape)) * array.dtype.itemsize,
@@ -48,6 +51,13 @@ def read_orbax(directory: Path) -> Stored:
     except Exception as error:  # Orbax, TensorStore and the system raise errors of many types
         raise _damaged(directory, error) from None
     return Stored(directory, "config.json", tensors, ours=True)
+
+
+def _current(name: str) -> str:
+    """Return today's name of a leaf."""
+    for pattern, replacement in _FORMER:
+        name = pattern.sub(replacement, name)
+    return name
 
 
 def _read(directory: Path, name: str, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> Any:

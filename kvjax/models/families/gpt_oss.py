@@ -47,7 +47,7 @@ FAMILIES: Mapping[str, Family] = {
         _config,
         {
             **LLAMA_SOURCES,
-            "layers.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
+            "layers.mixer.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
             "layers.mlp.router": Source(f"{_MLP}.router.weight"),
             "layers.mlp.router_bias": Source(f"{_MLP}.router.bias"),
             **_experts(),

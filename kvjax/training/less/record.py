@@ -19,7 +19,7 @@ from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed, sink_logits_of
+from kvjax.models.decoder import Weights, block, embed
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, Reading, wide
@@ -187,7 +187,7 @@ def read_full(weights: Weights, config: ModelConfig, reading: Reading) -> tuple[
     attended: list[Partial] = []
     x = embed(weights, config, reading.token, reading.position)
     for number, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
-        attend = functools.partial(_attend_text, reading, shape, number, x, sink_logits_of(layer, shape))
+        attend = functools.partial(_attend_text, reading, shape, number, x, layer.mixer.sinks(shape))
         x, (text, partial) = block(layer, config, shape, x, reading.position, attend)
         texts.append(text)
         attended.append(partial)
