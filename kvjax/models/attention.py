@@ -85,9 +85,8 @@ class Attention:
         growth = config.query_growth
         if growth is not None and not (growth.unrotated and shape.rope is not None):
             stretch = (jnp.maximum(positions, 0) + growth.offset) // growth.length
-            q = q * (1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype))))[:, :, None, None, None].astype(
-                q.dtype
-            )
+            factor = 1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype)))
+            q = q * factor[:, :, None, None, None].astype(q.dtype)
         return q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def sinks(self, shape: LayerConfig) -> Float[Array, "h g"] | None:
