@@ -28,7 +28,8 @@ class Sampling:
         temperature: divides the logits, at least 0; 0 takes the likeliest token and ignores the filters.
         top_k: sample from this many likeliest tokens, at least 1; None for all of them.
         top_p: sample from the fewest likeliest tokens that have this fraction of the probability left by `top_k`,
-            in (0, 1]; None or 1 for all of them (nucleus sampling, Holtzman et al., 2020, equations 2 and 3).
+            in [0, 1]; 0 for the likeliest token, None or 1 for all of them (nucleus sampling, Holtzman et al., 2020,
+            equations 2 and 3).
         min_p: sample from the tokens whose probability is at least this fraction of the likeliest one's, in [0, 1];
             None or 0 for all of them (Nguyen et al., 2024, equations 1 and 2).
         repetition_penalty: divides the positive logits of tokens in the text and multiplies their negative ones,
@@ -49,8 +50,8 @@ class Sampling:
             raise ValueError(f"The temperature is {self.temperature}: give 0 for greedy decoding or a positive number.")
         if self.top_k is not None and not (self.top_k >= 1 and self.top_k % 1 == 0):
             raise ValueError(f"top_k is {self.top_k}: give a whole number of tokens, at least 1, or None.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: give a share of the probability above 0 and at most 1, or None.")
+        if self.top_p is not None and not 0 <= self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: give a share of the probability, 0 to 1, or None.")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(
                 f"min_p is {self.min_p}: give a share of the likeliest token's probability, 0 to 1, or None."
@@ -63,7 +64,8 @@ class Sampling:
             object.__setattr__(self, "top_k", min(int(self.top_k), ALL))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, float(min(max(given, LEAST), MOST)) if given else 0.0)
+                none = LEAST if name == "top_p" else 0.0  # a share of the probability that the likeliest token exceeds
+                object.__setattr__(self, name, float(min(max(given, LEAST), MOST)) if given else none)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
         """Return the numbers, whose types are the same for all settings."""

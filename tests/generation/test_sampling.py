@@ -156,7 +156,7 @@ def test_double_precision_stays() -> None:
         ({"top_k": 0}, r"^top_k is 0: give a whole number of tokens, at least 1, or None\.$"),
         ({"top_k": 2.5}, r"^top_k is 2\.5"),
         ({"top_k": float("inf")}, r"^top_k is inf"),
-        ({"top_p": 0.0}, r"^top_p is 0\.0: give a share of the probability above 0 and at most 1, or None\.$"),
+        ({"top_p": -0.1}, r"^top_p is -0\.1: give a share of the probability, 0 to 1, or None\.$"),
         ({"top_p": 1.1}, r"^top_p is 1\.1"),
         ({"top_p": float("nan")}, r"^top_p is nan"),
         ({"min_p": 1.5}, r"^min_p is 1\.5: give a share of the likeliest token's probability, 0 to 1, or None\.$"),
@@ -174,6 +174,7 @@ def test_bad_settings_are_refused_in_one_sentence(settings: dict, sentence: str)
     ("sampling", "tokens"),
     [
         (Sampling(1.0, top_p=1e-300), {1}),
+        (Sampling(1e30, top_p=0), {1}),
         (Sampling(1e-300), {1}),
         (Sampling(10**400), {0, 1, 2, 3, 4, 5}),
         (Sampling(1.0, min_p=1e-300), {0, 1, 2, 3, 4, 5}),

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cli import serve
+from kvjax.generation.sampling import Sampling
 from kvjax.serving.app import Service, is_loopback
 from kvjax.serving.http import Server
 from kvjax.serving.openai.answer import Answer
@@ -91,6 +92,11 @@ def test_every_setting_reaches_the_engine(client: openai.OpenAI, engine: FakeEng
     assert (drawn.repetition_penalty, asked.presence_penalty, asked.frequency_penalty) == (1.5, 1.0, -1.0)
     assert (asked.stop, asked.stop_ids, asked.ignore_eos, asked.budget) == (("c",), (7,), True, 32)
     assert (asked.logprobs, asked.seed, asked.prompt) == (2, 2**32 - 1, (1, 2))
+
+
+def test_a_share_of_zero_is_that_of_the_likeliest_token(client: openai.OpenAI, engine: FakeEngine) -> None:
+    client.completions.create(model="letters", prompt="a", max_tokens=1, top_p=0)
+    assert engine.requests[-1].sampling == Sampling(1.0, top_p=0)
 
 
 def test_choices_of_several_prompts(client: openai.OpenAI, engine: FakeEngine) -> None:
@@ -204,7 +210,7 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"prompt": "a", "model": 7}, 400, "model"),
     ({"prompt": "a", "temperature": 2.5}, 400, "temperature"),
     ({"prompt": "a", "temperature": 10**400}, 400, "temperature"),
-    ({"prompt": "a", "top_p": 0}, 400, "top_p"),
+    ({"prompt": "a", "top_p": -0.1}, 400, "top_p"),
     ({"prompt": "a", "n": 129}, 400, "n"),
     ({"prompt": ["a", "b"], "n": 65}, 400, "n"),
     ({"prompt": "a", "stop": ""}, 400, "stop"),

@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Array, Header, Restore, Settings
+from kvjax.models.checkpoints.gguf_parts import merge_parts, part_files
 from kvjax.models.checkpoints.gguf_settings import config_settings
 from kvjax.models.checkpoints.gguf_tokenizer import check_split
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.families import LoadError
 from kvjax.models.weights import empty_buffer
+
+if TYPE_CHECKING:
+    from kvjax.models.checkpoints.gguf_reader import Reader
 
 _AT_ONCE = 1 << 16
 """Numbers dequantized per block, few enough for its temporary arrays to stay in a processor's caches."""
@@ -26,16 +30,7 @@ _PLAIN: Mapping[str, np.dtype] = {
 """Kinds of numbers that are stored as they are."""
 
 
-def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
-    """Read a GGUF file, except for the values of its tensors.
-
-    Returns:
-        The settings of a Hugging Face config.json, the metadata of its tokenizer, and the tensors.
-    """
-    try:
-        import gguf
-    except ImportError:
-        raise LoadError(f"reading {file} needs the package gguf: pip install 'kvjax[gguf]'.") from None
+def _open(file: Path) -> tuple[Reader, dict[str, Any]]:
     from kvjax.models.checkpoints.gguf_reader import Reader
 
     try:
@@ -47,22 +42,37 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
             f"{file} is truncated or not a GGUF file ({type(error).__name__}: {str(error).rstrip('.')}); copy or "
             "download it again."
         ) from None
+    if reader.byte_order == "S":
+        raise LoadError(f"{file} is of the other byte order: convert it with gguf-convert-endian.")
+    return reader, metadata
+
+
+def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
+    """Read a GGUF file, or all of those that the model of one of them is split into, but not the values of tensors.
+
+    Returns:
+        The settings of a Hugging Face config.json, the metadata of its tokenizer, and the tensors.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise LoadError(f"reading {file} needs the package gguf: pip install 'kvjax[gguf]'.") from None
+
+    header = _open(file)
+    parts = {part: header if part == file else _open(part) for part in part_files(file, header[1])}
+    file, (_, metadata) = next(iter(parts.items()))
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise LoadError(
             f"{file}: architecture (general.architecture) {name!r} is not supported; supported are {known}."
         )
-    if metadata.get("split.count", 1) > 1:
-        raise LoadError(f"{file} is one of {metadata['split.count']} parts: merge them with llama-gguf-split --merge.")
-    if reader.byte_order == "S":
-        raise LoadError(f"{file} is of the other byte order: convert it with gguf-convert-endian.")
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = merge_parts({part: (part_metadata, reader.tensors) for part, (reader, part_metadata) in parts.items()})
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{file}: tensor token_embd.weight is missing.")
-    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
+    shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, (_, tensor) in tensors.items()}
     ropes = [name for name in tensors if name.startswith("rope_f")]
-    factors = {name.removesuffix(".weight"): np.array(tensors.pop(name).data, np.float32) for name in ropes}
+    factors = {name.removesuffix(".weight"): np.array(tensors.pop(name)[1].data, np.float32) for name in ropes}
     try:
         settings = config_settings(Header(name, metadata, shapes, factors))
         check_split(metadata)
@@ -72,11 +82,11 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     names = gguf.get_tensor_name_map(architecture, settings["num_hidden_layers"])
     stored = {
         tensor.name: _tensor(
-            *(file, tensor.name, shapes[tensor.name], tensor.tensor_type.name, tensor.data_offset, int(tensor.n_bytes)),
+            *(part, tensor.name, shapes[tensor.name], tensor.tensor_type.name, tensor.data_offset, int(tensor.n_bytes)),
             restore=ARCHITECTURES[name].restore.get(tensor.name.rpartition(".")[0].rpartition(".")[2]),
             settings=settings,
         )
-        for tensor in tensors.values()
+        for part, tensor in tensors.values()
     }
 
     def rename(wanted: str) -> str:

@@ -156,7 +156,7 @@ def _gpt_oss(settings: Settings, header: Header) -> Settings:
 
 
 def _olmo2(settings: Settings, header: Header) -> Settings:
-    if "sliding_window" in settings:
+    if settings.get("sliding_window") is not None:
         raise LoadError("a file of OLMo 3 (attention.sliding_window) is not supported; give its safetensors.")
     return {}
 

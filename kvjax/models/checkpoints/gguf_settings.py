@@ -30,13 +30,22 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.max_alibi_bias": (0,),
     "attn_logit_softcapping": (0,),
     "embedding_scale": (1,),
+    "expert_chunk_feed_forward_length": (0,),
     "expert_count": (0,),
+    "expert_feed_forward_length": (0,),
     "expert_gating_func": (1,),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
     "expert_shared_count": (0,),
+    "expert_shared_feed_forward_length": (0,),
     "expert_used_count": (0,),
     "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
+    "interleave_moe_layer_step": (0, 1),
+    "leading_dense_block_count": (0,),
     "logit_scale": (0, 1),
+    "moe_every_n_layers": (0, 1),
+    "nextn_predict_layers": (0,),
     "pooling_type": (0,),
     "residual_scale": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
@@ -75,7 +84,7 @@ def config_settings(header: Header) -> Settings:
         if key in _NEEDED and (not isinstance(value, int) or value <= 0):
             raise LoadError(f"metadata {header.name}.{key} must be an integer above 0, not {value!r}.")
         if value is not None:
-            settings[setting] = value
+            settings[setting] = None if (setting, value) == ("sliding_window", 0) else value
     if settings["num_hidden_layers"] > len(header.shapes):
         raise LoadError(
             f"metadata {header.name}.block_count is {settings['num_hidden_layers']}, but the file has only "
@@ -92,8 +101,10 @@ def config_settings(header: Header) -> Settings:
             f"the factors of RoPE in {' and '.join(header.factors)} are not supported for {header.name}; {supported}."
         )
     ids = {role: header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
+    vocabulary = header.shapes["token_embd.weight"][0]
+    ids = {role: token for role, token in ids.items() if role in ("bos", "eos") or 0 <= (token or 0) < vocabulary}
     settings |= {
-        "vocab_size": header.shapes["token_embd.weight"][0],
+        "vocab_size": vocabulary,
         "head_dim": width,
         "rope_parameters": _rope(header, width),
         "tie_word_embeddings": "output.weight" not in header.shapes,

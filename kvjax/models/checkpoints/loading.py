@@ -27,6 +27,7 @@ from kvjax.models.checkpoints.orbax import read_orbax
 from kvjax.models.checkpoints.origins import Origin, find_origins, shared, spellings
 from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
+from kvjax.models.checkpoints.undeclared import check_tensors, check_weight_files
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
@@ -87,7 +88,7 @@ def read_checkpoint(
     else:
         settings, family, config = _read_config(place)
         metadata = None
-        stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
+        stored = read_orbax(place / "weights") if (place / "weights").is_dir() else _read_safetensors(place, settings)
         if (quantization := read_quantization(settings)) is not None:
             stored = decoded(stored, quantization)
             settings = {name: value for name, value in settings.items() if name != "quantization_config"}
@@ -96,6 +97,14 @@ def read_checkpoint(
     if found.tied != config.tied:
         settings = {**settings, "tie_word_embeddings": found.tied}
     return Checkpoint(made, found, str(path_or_hub_id), settings, place, metadata)
+
+
+def _read_safetensors(directory: Path, settings: Settings) -> Stored:
+    check_weight_files(directory, settings)
+    stored = read_safetensors(directory)
+    if not settings.get("quantization_config"):
+        check_tensors(stored, directory)
+    return stored
 
 
 def _read_config(directory: Path) -> tuple[Settings, Family, ModelConfig]:
@@ -191,6 +200,8 @@ def _read_weights(
     if config.tied:  # some checkpoints store a tied table twice
         known.update(spellings(stored.rename(family.sources["unembedding.weight"].name), family.base))
     for name in sorted(tensors.keys() - known):
+        if name in stored.spare and tensors[name].is_zero():
+            continue
         if not any(re.fullmatch(pattern, name) for pattern in (*family.ignored, TOWERS)):
             shape = list(tensors[name].shape)
             raise LoadError(

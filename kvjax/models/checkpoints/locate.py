@@ -43,6 +43,9 @@ _OTHER_KINDS = {
     "adapter_config.json": "a LoRA adapter, which is no model: merge it into its base (PEFT's merge_and_unload), save "
     "that with save_pretrained, and load its directory",
     "model_index.json": "a diffusion pipeline, not a language model: give a decoder-only language model",
+    "quantize_config.json": "a quantised model without its config.json: copy that of the model that was quantised, and "
+    "add what quantize_config.json has to it as quantization_config",
+    "hf_quant_config.json": "a quantised model without its config.json: copy that of the model that was quantised",
     "tokenizer.json": "a tokenizer without a model: give the directory that has config.json and the weights, too",
 }
 """Files of directories that contain something other than a model, with a description and a remedy."""

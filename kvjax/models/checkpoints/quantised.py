@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt8
@@ -24,6 +25,10 @@ _POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np
 """The factor of each scale E8M0."""
 _SCALES = ("_scale_inv", "_scale")
 _CODES = ("F8_E4M3", "I8")
+_OF_ACTIVATIONS = re.compile(
+    r"(.*\.)?((activation|act|input|output|prob|prob_output|[qkv]|kv)_scale|(input|output|[qkv])_zero_point)"
+)
+"""Names of scales of activations and of cached keys and values, which have their own dtype here."""
 _PACKED = ("qweight", "qzeros", "scales", "g_idx")
 """Tensors of a linear map whose integers share words."""
 
@@ -31,23 +36,33 @@ _PACKED = ("qweight", "qzeros", "scales", "g_idx")
 def decoded(stored: Stored, quantization: Quantization) -> Stored:
     """Return the tensors of a checkpoint with each quantized one in place of its codes, scales and zero points.
 
-    Scales of activations are dropped: kvjax computes products with them in floating point.
+    Scales of activations and of the cache are dropped: kvjax computes with them in floating point. Zero points of
+    weights whose config declares none, and biases of packed weights, count only if they are not zero.
     """
-    tensors = dict(stored.tensors)
+    tensors = {name: tensor for name, tensor in stored.tensors.items() if not _OF_ACTIVATIONS.fullmatch(name)}
+    spare: set[str] = {name for name in tensors if name.endswith(".weight_zero_point")}
+
+    def put(name: str, tensor: Tensor) -> None:
+        if name in tensors:
+            raise LoadError(f"{tensor.file}: tensor {name} is stored twice, quantised and as it is.")
+        tensors[name] = tensor
+
     for name, tensor in stored.tensors.items():
         scale = next((name + end for end in _SCALES if name + end in stored.tensors), None)
         if name.endswith("_blocks") and (of_blocks := f"{name.removesuffix('_blocks')}_scales") in tensors:
-            del tensors[name]
-            tensors[name.removesuffix("_blocks")] = _of_blocks(name, tensor, tensors.pop(of_blocks))
+            put(name.removesuffix("_blocks"), _of_blocks(name, tensors.pop(name), tensors.pop(of_blocks)))
         elif scale is not None and tensor.kind in _CODES:
             tensors[name] = _of_codes(name, tensor, tensors.pop(scale), quantization.block)
-            for other in ("activation_scale", "input_scale"):
-                tensors.pop(f"{name.removesuffix('weight')}{other}", None)
         elif quantization.packing is not None and name.endswith(".qweight"):
             module = name.removesuffix("qweight")
             parts = {part: tensors.pop(module + part) for part in _PACKED if module + part in tensors}
-            tensors[f"{module}weight"] = _of_words(module, parts, quantization.packing)
-    return dataclasses.replace(stored, tensors=tensors)
+            put(f"{module}weight", _of_words(module, parts, quantization.packing))
+            spare.add(f"{module}bias")  # AutoGPTQ writes one for every module
+        elif tensor.kind == "F8_E4M3":
+            raise LoadError(
+                f"{tensor.file}: tensor {name} is stored as {tensor.kind}, but has no {name}_scale beside it."
+            )
+    return dataclasses.replace(stored, tensors=tensors, spare=frozenset(spare))
 
 
 def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
@@ -57,11 +72,13 @@ def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
             f"{blocks.file}: tensor {name} has shape {list(blocks.shape)}, which does not fit scales of shape "
             f"{list(scales.shape)}."
         )
+    if blocks.kind != "U8" or scales.kind not in ("U8", "F8_E8M0"):
+        raise LoadError(f"{blocks.file}: tensor {name} and its scales are stored as {blocks.kind} and {scales.kind}.")
     experts, out, count = scales.shape
 
     def read(dtype: np.dtype) -> np.ndarray:
         assert blocks.codes is not None and scales.codes is not None
-        codes, exponents = blocks.codes(), scales.codes()
+        codes, exponents = blocks.codes(), scales.codes().view(np.uint8)
         whole = np.empty((experts, out, count * _PER_BLOCK), dtype)
         for expert in range(experts):
             whole[expert] = of_mxfp4(codes[expert], exponents[expert])
@@ -92,7 +109,8 @@ def _of_codes(name: str, codes: Tensor, scales: Tensor, block: tuple[int, int] |
 
     def read(dtype: np.dtype) -> np.ndarray:
         assert codes.codes is not None
-        of_blocks = scales.read(np.dtype(np.float32)).astype(np.float32)
+        numbers = scales.codes() if scales.kind == "F8_E8M0" and scales.codes is not None else None
+        of_blocks = (scales.read(np.dtype(np.float32)) if numbers is None else numbers).astype(np.float32)
         of_blocks = of_blocks.reshape(-(-codes.shape[0] // sizes[0]), -1)
         return of_scales(codes.codes(), of_blocks, sizes, dtype)
 
@@ -140,18 +158,33 @@ def _of_words(module: str, parts: dict[str, Tensor], packing: Packing) -> Tensor
     count, (groups, out) = len(packing.order), _matrix(module, parts["scales"])
     rows, columns = _matrix(module, codes)
     into, width = (rows * count, columns) if packing.along_inputs else (rows, columns * count)
-    wanted = {"qzeros": (groups, out // count), "g_idx": (into,)}
-    fits = all(parts[part].shape == shape for part, shape in wanted.items() if part in parts)
-    if not fits or width != out or out % count or ("g_idx" not in parts and into % groups):
+    size = into if packing.group_size == -1 else packing.group_size
+    expected = {"qzeros": (groups, out // count), "g_idx": (into,)}
+    fits = all(parts[part].shape == shape for part, shape in expected.items() if part in parts)
+    if (
+        not fits
+        or width != out
+        or out % count
+        or not groups
+        or (size is None and "g_idx" not in parts and into % groups)
+    ):
         shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
         raise LoadError(f"{codes.file}: shapes of {module.removesuffix('.')} do not fit {packing.bits} bits: {shapes}.")
+    if size is not None and groups != -(-into // size):
+        raise LoadError(
+            f"{codes.file}: {module}scales has {groups} groups, but group_size {packing.group_size} makes "
+            f"{-(-into // size)} of {into} inputs."
+        )
 
     def read(dtype: np.dtype) -> np.ndarray:
         integers = {name: part.codes() for name, part in parts.items() if part.codes is not None}
-        group = integers.get("g_idx", np.arange(into) // (into // groups))
+        sequence = np.arange(into) // (size or -(-into // groups))
+        group = sequence
+        if "g_idx" in integers:
+            group = _groups(f"{codes.file}: {module}g_idx", integers["g_idx"], sequence, groups, packing)
         numbers = unpack(integers["qweight"], packing, axis=0 if packing.along_inputs else 1)
-        zeros = unpack(integers["qzeros"], packing, axis=1).astype(np.int32) + packing.zero_offset
-        zeros %= 2**packing.bits
+        zeros = unpack(integers["qzeros"], packing, axis=1).astype(np.int32)
+        zeros = _zero_points(f"{codes.file}: {module}qzeros", zeros, packing)
         factors = parts["scales"].read(np.dtype(np.float32)).astype(np.float32)
         whole, step = np.empty((out, into), dtype), 256
         for start in range(0, into, step):
@@ -160,6 +193,44 @@ def _of_words(module: str, parts: dict[str, Tensor], packing: Packing) -> Tensor
         return whole
 
     return Tensor(codes.file, (out, into), sum(part.size for part in parts.values()), read)
+
+
+def _groups(
+    name: str, index: Int[np.ndarray, " in"], sequence: Int[np.ndarray, " in"], groups: int, packing: Packing
+) -> Int[np.ndarray, " in"]:
+    """Return the group of each input, given the index of groups in the file.
+
+    An index is followed even without `desc_act`, as AutoGPTQ, GPTQModel and ExLlamaV2 do. Only an index of zeros is
+    none, as in ExLlamaV2 and vLLM: some tools leave it so where groups are in sequence.
+    """
+    if not ((index >= 0) & (index < groups)).all():
+        raise LoadError(f"{name} has groups from {index.min()} to {index.max()}, but there are {groups}, from 0.")
+    if groups == 1 or index.any():
+        return index
+    if packing.by_activation or (packing.group_size is None and len(index) % groups):
+        raise LoadError(
+            f"{name} puts all inputs into the first of {groups} groups: if these are in sequence, set desc_act to "
+            "false in config.json, else the file is damaged."
+        )
+    return sequence
+
+
+def _zero_points(name: str, stored: Int[np.ndarray, "n out"], packing: Packing) -> Int[np.ndarray, "n out"]:
+    """Return the zero points, given the integers in the file.
+
+    That of symmetric weights is 2^(bits - 1) in all formats and for all bits. Some tools store it as it is where the
+    format asks for one less, or the reverse.
+    """
+    middle = 2 ** (packing.bits - 1)
+    least, largest = int(stored.min()), int(stored.max())
+    if packing.symmetric is not False and least == largest and middle - least in (0, 1):
+        return np.full_like(stored, middle)
+    if packing.symmetric:
+        raise LoadError(
+            f"{name} has integers from {least} to {largest}, but sym is true, with {middle - 1} or {middle} for all: "
+            "set sym to false in config.json if these are the zero points, else the file is damaged."
+        )
+    return (stored + packing.zero_offset) % 2**packing.bits
 
 
 def _matrix(module: str, tensor: Tensor) -> tuple[int, int]:

@@ -16,12 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from kvjax.models.families import LoadError
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _CODES: Mapping[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "I8": np.dtype(np.int8),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
     "I32": np.dtype(np.int32),
 }
 
@@ -57,6 +58,10 @@ class Tensor:
         """Return blocks of rows, or `read(dtype)` for formats without such reads."""
         return iter([self.read(dtype)]) if self.blocks is None else self.blocks()
 
+    def is_zero(self) -> bool:
+        """Return whether all of its numbers are 0."""
+        return not (self.read(np.dtype(np.float32)) if self.codes is None else self.codes()).any()
+
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -68,6 +73,7 @@ class Stored:
         tensors: the tensors by their names in the files.
         ours: True if the tensors are leaves of `Weights` under the leaves' names.
         rename: function from a tensor's name in a Hugging Face checkpoint to its name here.
+        spare: names of tensors that a model need not have a place for if they are zero.
     """
 
     place: Path
@@ -75,6 +81,7 @@ class Stored:
     tensors: Mapping[str, Tensor]
     ours: bool = False
     rename: Callable[[str], str] = str
+    spare: frozenset[str] = frozenset()
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -103,21 +110,23 @@ def read_safetensors(directory: Path) -> Stored:
     for file in files:
         with _open(file) as opened:
             for name in opened.keys():  # noqa: SIM118 (the file is no dictionary and not iterable)
-                if name in tensors:
+                if name in tensors and name not in indexed:
                     raise LoadError(
-                        f"{directory}: tensor {name} is in two shards, {tensors[name].file.name} and {file.name}; save "
-                        "the checkpoint anew."
+                        f"{directory}: tensor {name} is in two shards, {tensors[name].file.name} and {file.name}, and "
+                        f"{INDEX} names neither; save the checkpoint anew."
                     )
+                if name in tensors and indexed[name] != file.name:
+                    continue
                 header = opened.get_slice(name)
                 tensors[name] = _tensor(file, name, tuple(header.get_shape()), header.get_dtype())
     for name, shard in indexed.items():
         if name not in tensors or tensors[name].file.name != shard:
             where = f", but {tensors[name].file.name} does" if name in tensors else ""
             raise LoadError(
-                f"{directory / _INDEX} places tensor {name} in {shard}, which does not hold it{where}; save the "
+                f"{directory / INDEX} places tensor {name} in {shard}, which does not hold it{where}; save the "
                 "checkpoint anew."
             )
-    return Stored(files[0] if len(files) == 1 else directory / _INDEX, "config.json", tensors)
+    return Stored(files[0] if len(files) == 1 else directory / INDEX, "config.json", tensors)
 
 
 def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
@@ -170,13 +179,11 @@ def _open(file: Path) -> Any:
 
 def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     """Return the checkpoint's safetensors files, and the file of each tensor in its index."""
-    index = directory / _INDEX
+    index = directory / INDEX
     if not index.exists():
-        if not (directory / _SINGLE).exists():
-            raise LoadError(
-                f"{directory} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read."
-            )
-        return [directory / _SINGLE], {}
+        if not (directory / SINGLE).exists():
+            raise LoadError(f"{directory} has neither {SINGLE} nor {INDEX}: only safetensors checkpoints can be read.")
+        return [directory / SINGLE], {}
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise LoadError(f"{index} has no weight_map from tensor names to file names.")

@@ -9,7 +9,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.families.family import EXPERTS, SIZES, Family, Settings, Source
 from kvjax.models.families.llama import LLAMA_SOURCES, llama_config
 from kvjax.models.families.settings import periodic_windows, positive_number, read_mixture, with_default_rope
-from kvjax.models.families.sources import fused_experts, transposed
+from kvjax.models.families.sources import fused_experts, gates_and_ups, transposed
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
@@ -26,17 +26,26 @@ def _config(settings: Settings) -> ModelConfig:
     )
 
 
-def _or(source: Source, name: str) -> Source:
-    """Return a source that is also found under another name, in the layout of the leaf (GGUF)."""
-    return dataclasses.replace(source, others=(Source(name),))
+def _or(source: Source, *names: str) -> Source:
+    """Return a source that is also found under other names, in the layout of the leaf (GGUF)."""
+    return dataclasses.replace(source, others=tuple(map(Source, names)))
 
 
 def _experts() -> Mapping[str, Source]:
+    """Return the sources of experts: in one tensor, one for each map (GGUF), and one or two for each expert.
+
+    Tools that quantize or train the linear maps of experts store them one by one: llm-compressor and GPTQModel with a
+    gate and an up projection for each, Unsloth with both in one map.
+    """
     sources: dict[str, Source] = {}
     for part, end in (("weight", ""), ("bias", "_bias")):
+        of_each = gates_and_ups(f"{_MLP}.experts.gate_up_projs.{{expert}}.{part}", axis=0, alternating=True)
+        of_each["down"] = Source(f"{_MLP}.experts.down_projs.{{expert}}.{part}")
         for leaf, fused in fused_experts(_MLP, end, alternating=True).items():
             stored = transposed(fused) if part == "weight" else fused
-            sources[f"layers.mlp.experts.{leaf}.{part}"] = _or(stored, f"{_MLP}.experts.{leaf}_proj.{part}")
+            source = _or(stored, f"{_MLP}.experts.{{expert}}.{leaf}_proj.{part}", f"{_MLP}.experts.{leaf}_proj.{part}")
+            others = (of_each[leaf], *source.others)
+            sources[f"layers.mlp.experts.{leaf}.{part}"] = dataclasses.replace(source, others=others)
     return sources
 
 
@@ -48,8 +57,8 @@ FAMILIES: Mapping[str, Family] = {
         {
             **LLAMA_SOURCES,
             "layers.mixer.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
-            "layers.mlp.router": Source(f"{_MLP}.router.weight"),
-            "layers.mlp.router_bias": Source(f"{_MLP}.router.bias"),
+            "layers.mlp.router": _or(Source(f"{_MLP}.router.weight"), f"{_MLP}.router.linear.weight"),
+            "layers.mlp.router_bias": _or(Source(f"{_MLP}.router.bias"), f"{_MLP}.router.linear.bias"),
             **_experts(),
         },
         {

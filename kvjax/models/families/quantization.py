@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.models.families.family import LoadError, Settings
+from kvjax.models.families.quantization_keys import check_keys
+from kvjax.models.families.settings import flag
 
 READ = "fp8, mxfp4, gptq, awq and compressed-tensors of 8 bits"
-_FORMATS = ("int-quantized", "float-quantized", "naive-quantized")
+_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "dense")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +23,19 @@ class Packing:
         along_inputs: True if a word holds consecutive inputs of a linear map, False if it holds consecutive outputs.
         order: place in the word, from the lowest bits, of each of its integers.
         zero_offset: number to add to a stored zero point, modulo 2^bits.
+        group_size: consecutive inputs that share a scale, -1 for all of them; None if only the tensors' shapes tell.
+        symmetric: True if every zero point is 2^(bits - 1), False if they are as stored; None if the config does not
+            tell, and zero points that are all the same may be either.
+        by_activation: True if groups are not of consecutive inputs, which `g_idx` must then assign.
     """
 
     bits: int
     along_inputs: bool
     order: tuple[int, ...]
     zero_offset: int
+    group_size: int | None = None
+    symmetric: bool | None = False
+    by_activation: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,18 +58,12 @@ def read_quantization(settings: Settings) -> Quantization | None:
     if not given:
         return None
     method = given.get("quant_method") if isinstance(given, dict) else None
-    if method == "mxfp4":
-        return Quantization()
-    if method == "fp8":
-        return Quantization(_block(given.get("weight_block_size")))
-    if method == "compressed-tensors":
-        return Quantization(_block_of_groups(given))
-    if method == "gptq":
-        return Quantization(packing=_packing_of_gptq(given))
-    if method == "awq":
-        return Quantization(packing=_packing_of_awq(given))
-    bits = f" ({given['bits']} bits)" if isinstance(given, dict) and "bits" in given else ""
-    raise _refused(f"quant_method {method!r}{bits}")
+    method = method.lower() if isinstance(method, str) else method
+    if not isinstance(method, str) or method not in _METHODS:
+        bits = f" ({given['bits']} bits)" if isinstance(given, dict) and "bits" in given else ""
+        raise _refused(f"quant_method {method!r}{bits}")
+    check_keys(given, method)
+    return _METHODS[method](given)
 
 
 def _refused(what: str) -> LoadError:
@@ -69,25 +73,58 @@ def _refused(what: str) -> LoadError:
     )
 
 
-def _packing_of_gptq(given: dict[str, Any]) -> Packing:
-    bits, form = given.get("bits"), given.get("checkpoint_format") or "gptq"
+def _of_gptq(given: dict[str, Any]) -> Quantization:
+    bits, form = given.get("bits"), given.get("checkpoint_format") or given.get("format") or "gptq"
     if bits not in (2, 4, 8):
         raise _refused(f"gptq of {bits!r} bits")
-    if form not in ("gptq", "gptq_v2") or given.get("pack_dtype", "int32") != "int32":
-        raise _refused(f"gptq in checkpoint_format {form!r} and pack_dtype {given.get('pack_dtype', 'int32')!r}")
-    # "-:MODULE" names modules that are not quantised; anything else has bits of its own.
-    if own := [module for module in given.get("dynamic") or () if not module.startswith("-:")]:
-        raise _refused(f"gptq in which modules differ (dynamic {own[0]!r})")
-    return Packing(bits, along_inputs=True, order=tuple(range(32 // bits)), zero_offset=1 if form == "gptq" else 0)
+    if form not in ("gptq", "gptq_v2"):
+        raise _refused(f"gptq in checkpoint_format {form!r}")
+    if given.get("format") not in (None, form):
+        raise _refused(
+            f"gptq in checkpoint_format {form!r} and format {given['format']!r}, which contradict each other"
+        )
+    _check_uniform(given, "gptq")
+    packing = Packing(
+        bits,
+        along_inputs=True,
+        order=tuple(range(32 // bits)),
+        zero_offset=1 if form == "gptq" else 0,
+        group_size=_group_size(given, "group_size"),
+        symmetric=None if given.get("sym") is None else flag(given, "sym"),
+        by_activation=flag(given, "desc_act"),
+    )
+    return Quantization(packing=packing)
 
 
-def _packing_of_awq(given: dict[str, Any]) -> Packing:
-    if given.get("bits") != 4:
-        raise _refused(f"awq of {given.get('bits')!r} bits")
-    version = str(given.get("version", "gemm")).lower()
+def _of_awq(given: dict[str, Any]) -> Quantization:
+    bits = given.get("bits", given.get("w_bit"))
+    if bits != 4:
+        raise _refused(f"awq of {bits!r} bits")
+    version = str(given.get("version") or given.get("format") or "gemm").lower()
+    version = "llm-awq" if given.get("backend") == "llm-awq" else version
     if version != "gemm" or not given.get("zero_point", True):
         raise _refused(f"awq of version {version!r} and zero_point {given.get('zero_point', True)!r}")
-    return Packing(4, along_inputs=False, order=(0, 4, 1, 5, 2, 6, 3, 7), zero_offset=0)
+    _check_uniform(given, "awq")
+    size = _group_size(given, "group_size" if "group_size" in given else "q_group_size")
+    return Quantization(packing=Packing(4, False, (0, 4, 1, 5, 2, 6, 3, 7), zero_offset=0, group_size=size))
+
+
+def _check_uniform(given: dict[str, Any], method: str) -> None:
+    """Refuse words of other sizes, and modules that are quantized in different ways."""
+    words, modules = given.get("pack_dtype") or "int32", given.get("dynamic") or {}
+    if words != "int32":
+        raise _refused(f"{method} in pack_dtype {words!r}")
+    # "-:MODULE" names modules that are not quantised; anything else has bits of its own.
+    for module in modules if isinstance(modules, dict) else [modules]:
+        if not isinstance(module, str) or not module.startswith("-:"):
+            raise _refused(f"{method} in which modules differ (dynamic {module!r})")
+
+
+def _group_size(given: dict[str, Any], key: str) -> int | None:
+    size = given.get(key)
+    if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
+        raise _refused(f"{key} {size!r}")
+    return size
 
 
 def _block(given: Any) -> tuple[int, int] | None:
@@ -98,21 +135,43 @@ def _block(given: Any) -> tuple[int, int] | None:
     return given[0], given[1]
 
 
-def _block_of_groups(given: Any) -> tuple[int, int] | None:
-    """Return the block size of a config of compressed-tensors, which all groups of linear maps must share."""
-    groups = given.get("config_groups")
-    if given.get("format") not in _FORMATS or not isinstance(groups, dict) or not groups:
-        raise _refused(f"compressed-tensors format {given.get('format')!r}")
-    blocks = {_block_of_weights(group.get("weights") if isinstance(group, dict) else None) for group in groups.values()}
+def _of_compressed_tensors(given: dict[str, Any]) -> Quantization:
+    """Return the quantization of a config of compressed-tensors, in which all groups of linear maps share a block."""
+    groups, form = given.get("config_groups"), given.get("format")
+    if form not in _FORMATS or not isinstance(groups, dict) or not (groups or given.get("kv_cache_scheme")):
+        raise _refused(f"compressed-tensors format {form!r}")
+    blocks = {_block_of_group(group) for group in groups.values() if not _is_unquantized(group)}
+    if form == "dense" and blocks:
+        raise _refused("compressed-tensors format 'dense', in which weights stand for others,")
     if len(blocks) > 1:
         raise _refused("groups of different blocks")
-    return blocks.pop()
+    return Quantization(blocks.pop() if blocks else None)
 
 
-def _block_of_weights(weights: Any) -> tuple[int, int] | None:
+def _is_unquantized(group: Any) -> bool:
+    """Return whether a group quantizes only activations."""
+    return isinstance(group, dict) and group.get("weights", ...) is None
+
+
+def _block_of_group(group: Any) -> tuple[int, int] | None:
+    weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict) or weights.get("num_bits") != 8 or not weights.get("symmetric", True):
         raise _refused(f"compressed-tensors weights {weights!r}")
+    if group.get("format") not in (None, *_FORMATS):
+        raise _refused(f"compressed-tensors format {group['format']!r}")
+    check_keys(group, "a group of compressed-tensors")
+    check_keys(weights, "weights of compressed-tensors")
     strategy = weights.get("strategy")
     if strategy not in ("tensor", "channel", "block"):
         raise _refused(f"compressed-tensors strategy {strategy!r}")
     return _block(weights.get("block_structure")) if strategy == "block" else None
+
+
+_METHODS: Mapping[str, Callable[[dict[str, Any]], Quantization]] = {
+    "mxfp4": lambda given: Quantization(),
+    "fp8": lambda given: Quantization(_block(given.get("weight_block_size"))),
+    "compressed-tensors": _of_compressed_tensors,
+    "gptq": _of_gptq,
+    "awq": _of_awq,
+}
+"""Reader of the config of each `quant_method`."""

@@ -128,7 +128,7 @@ COMMON: Mapping[str, Check] = {
     "model": _text,
     "max_tokens": _whole(1, 2**31 - 1),
     "temperature": _real(0, 2),
-    "top_p": _real(0, 1, above=True),
+    "top_p": _real(0, 1),
     "n": _whole(1, MOST_CHOICES),
     "stop": _stops,
     "seed": _whole(-(2**63), 2**64 - 1),

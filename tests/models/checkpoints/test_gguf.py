@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 import kvjax
+from kvjax.cli.main import main
 from kvjax.models import FAMILIES, LoadError
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
@@ -63,7 +64,8 @@ def tensors_of(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
     draw, tensors = np.random.default_rng(0), {}
     for path, leaf in jax.tree.leaves_with_path(weight_shapes(config)):
         source = family.source(leaf_name(path))
-        source = source.others[-1] if source.others else source  # GGUF has one tensor for all experts
+        if source.others and "router" not in source.name:
+            source = source.others[-1]  # GGUF has one tensor for all experts
         shape = leaf.shape if source.shape is None else source.shape(leaf.shape, config)
         tensors[source.name] = draw.standard_normal(shape, np.float32)
     return tensors
@@ -101,6 +103,7 @@ def write_gguf(
     packed: Mapping[str, tuple[np.ndarray, Any]] = {},
     extra: Callable[[Any], Any] = lambda writer: None,
     architecture: str | None = None,
+    split: int = 0,
 ) -> None:
     """A GGUF file.
 
@@ -111,6 +114,7 @@ def write_gguf(
         packed: bytes and kind of those that are quantised.
         extra: adds whatever else the file is to hold.
         architecture: as the file names it, if not as it is.
+        split: tensors in each of several files; 0 for one file.
     """
     model_type = str(described["model_type"])
     renamed = {
@@ -121,7 +125,7 @@ def write_gguf(
         "gpt_oss": "gpt-oss",
     }
     name = renamed.get(model_type, model_type)
-    writer = gguf.GGUFWriter(file, architecture or name)
+    writer = gguf.GGUFWriter(file, architecture or name, split_max_tensors=split)
     kind = next(kind for kind, named in gguf.MODEL_ARCH_NAMES.items() if named == name)
     names = gguf.get_tensor_name_map(kind, described["num_hidden_layers"])
     writer.arch = name
@@ -219,7 +223,12 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
     ),
     "what means nothing": (
         settings(),
-        lambda w: (w.add_causal_attention(True), w.add_expert_count(0), w.add_logit_scale(1.0), w.add_vocab_size(48)),
+        lambda w: (
+            *(w.add_causal_attention(True), w.add_expert_count(0), w.add_logit_scale(1.0), w.add_vocab_size(48)),
+            *(w.add_leading_dense_block_count(0), w.add_nextn_predict_layers(0), w.add_expert_group_count(0)),
+            *(w.add_expert_group_used_count(0), w.add_expert_shared_feed_forward_length(0), w.add_sliding_window(0)),
+            *(w.add_interleave_moe_layer_step(0), w.add_uint32("tokenizer.ggml.eom_token_id", 2**32 - 1)),
+        ),
     ),
     "head width": (settings(head_dim=32), lambda w: w.add_key_length(32)),
     "qwen2": (settings(model_type="qwen2"), lambda w: None),
@@ -271,7 +280,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
             w.add_rope_scaling_orig_ctx_len(32),
         ),
     ),
-    "olmo2": (settings(model_type="olmo2"), lambda w: None),
+    "olmo2": (settings(model_type="olmo2"), lambda w: w.add_sliding_window(0)),
     "smollm3": (settings(model_type="smollm3", num_hidden_layers=4), lambda w: None),
     "granite": (
         settings(
@@ -609,6 +618,12 @@ def test_pieces(changes: dict, text: str, ids: list[int]) -> None:
     assert roles == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
+def test_other_roles_without_a_token_are_left_out() -> None:
+    absent = {"padding_token_id": 11, "seperator_token_id": -1, "mask_token_id": 2**32 - 1, "unknown_token_id": 11}
+    tokenizer, roles = gguf_tokenizer(pieces(**absent))
+    assert roles == {"bos_token": "<s>", "eos_token": "</s>"} and tokenizer.encode("ab").ids == [1, 9]
+
+
 @pytest.mark.parametrize(
     ("general", "strips"),
     [
@@ -639,6 +654,7 @@ def test_special_tokens_of_phi_4_include_no_whitespace() -> None:
         (pieces(model="bert"), "tokenizer.ggml.model is 'bert'; supported are gpt2, llama"),
         (pieces(model="gpt2", pre="martian"), "tokenizer.ggml.pre is 'martian'; supported are default, gpt-2"),
         (pieces(scores=[1.0]), "tokenizer.ggml.scores must have a score for each of the 11 tokens"),
+        (pieces(eos_token_id=2**32 - 1), "tokenizer.ggml.eos_token_id is 4294967295, and there are 11 tokens"),
         (pieces(bos_token_id=11), "tokenizer.ggml.bos_token_id is 11, and there are 11 tokens"),
     ],
 )
@@ -667,6 +683,77 @@ def test_a_tokenizer_that_does_not_fit() -> None:
     small = read_model_config(settings(vocab_size=8))[1]
     with pytest.raises(ValueError, match=r"in m\.gguf has 11 tokens, the model 8: they do not belong together"):
         _ = kvjax.Model(None, small, "m.gguf", metadata=pieces()).tokenizer  # type: ignore[arg-type]
+
+
+def split_gguf(directory: Path, most: int = 7) -> list[Path]:
+    """Write the model in `directory` in parts of at most so many tensors."""
+    described = settings(eos_token_id=[2])
+    tensors = tensors_of(described)
+    write_safetensors(directory, described, tensors)
+    write_gguf(directory / "model.gguf", described, tensors, extra=lambda writer: add(writer, pieces()), split=most)
+    return sorted(directory.glob("model-*-of-*.gguf"))
+
+
+def test_a_model_in_several_files(tmp_path: Path) -> None:
+    files = split_gguf(tmp_path)
+    assert len(files) == 3 and files[0].name == "model-00001-of-00003.gguf"
+    expected = kvjax.load(tmp_path)
+    for file in files:
+        assert_same(kvjax.load(file), expected)
+    assert main(["convert", "--model", str(files[0]), "--out", str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    assert_same(kvjax.load(tmp_path / "out"), expected)
+
+
+def add_part(writer: Any, number: int, count: int = 3) -> None:
+    writer.add_uint16("split.no", number)
+    writer.add_uint16("split.count", count)
+
+
+def rewrite(file: Path, key: str, kind: Any, before: bytes, after: bytes) -> None:
+    """Change the value of a file's metadata."""
+    start = key.encode() + struct.pack("<I", kind)
+    content = file.read_bytes()
+    assert start + before in content
+    file.write_bytes(content.replace(start + before, start + after))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (
+            lambda files: files[1].unlink(),
+            "00002-of-00003.gguf is missing: model-00001-of-00003.gguf is one of 3 files, which",
+        ),
+        (
+            lambda files: files[2].write_bytes(files[1].read_bytes()),
+            "00003-of-00003.gguf is part 2 of 3 by its metadata, which contradicts its name: download the parts again",
+        ),
+        (
+            lambda files: files[2].write_bytes(files[2].read_bytes()[:-1]),
+            "00003-of-00003.gguf is truncated or not a GGUF file",
+        ),
+        (
+            lambda files: rewrite(
+                files[0], "split.tensors.count", gguf.GGUFValueType.INT32, struct.pack("<i", 20), struct.pack("<i", 21)
+            ),
+            "is the first of 3 parts with 21 tensors, but they have 20: download them again",
+        ),
+        (
+            lambda files: write_gguf(
+                files[2],
+                SETTINGS,
+                {"model.embed_tokens.weight": np.ones((48, 256), np.float32)},
+                extra=lambda writer: add_part(writer, 2),
+            ),
+            "00003-of-00003.gguf: tensor token_embd.weight is also in model-00001-of-00003.gguf",
+        ),
+    ],
+    ids=["missing", "another", "truncated", "counted", "twice"],
+)
+def test_parts_that_do_not_fit_are_named(damage: Callable[[list[Path]], Any], sentence: str, tmp_path: Path) -> None:
+    files = split_gguf(tmp_path)
+    damage(files)
+    refused(files[0], sentence)
 
 
 def test_damage_is_named(tmp_path: Path) -> None:
@@ -720,7 +807,9 @@ def test_damage_is_named(tmp_path: Path) -> None:
     write_gguf(file, settings(num_key_value_heads=[2, 1]), embedding)
     refused(file, r"llama\.attention\.head_count_kv differs from layer to layer \(\[2, 1\]\), which is not supported")
     write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_uint16("split.count", 3))
-    refused(file, r"model\.gguf is one of 3 parts: merge them with llama-gguf-split --merge")
+    refused(
+        file, r"model\.gguf is part 1 of 3: its name must end in -00001-of-00003\.gguf, and those of the other parts"
+    )
     write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_string("llama.rope.scaling.type", "spiral"))
     refused(file, r"model\.gguf: rope_type 'spiral' is not supported")
 

@@ -38,14 +38,14 @@ def quantise(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndar
     save_file(tensors, directory / "model.safetensors")
 
 
-def float8(directory: Path, names: set[str]) -> None:
+def float8(directory: Path, kinds: dict[str, str]) -> None:
     """Rename the type of some bytes in a file to floats of 8 bits, which NumPy's writer does not know."""
     file = directory / "model.safetensors"
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
-    for name in names:
-        header[name]["dtype"] = "F8_E4M3"
+    for name, kind in kinds.items():
+        header[name]["dtype"] = kind
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
 
@@ -136,7 +136,7 @@ def test_weights_of_8_bits(kind: str, tmp_path: Path) -> None:
     config = {"int8": INT8, "fp8": {"quant_method": "fp8"}}.get(kind, FP8)
     quantise(tmp_path, config, compact)
     if kind != "int8":
-        float8(tmp_path, codes)
+        float8(tmp_path, dict.fromkeys(codes, "F8_E4M3"))
     jax.tree.map(np.testing.assert_array_equal, kvjax.load(tmp_path).weights, whole.weights)
     assert main(["convert", "--model", str(tmp_path), "--out", str(tmp_path / "out"), "--dtype", "float32"]) == 0
     jax.tree.map(np.testing.assert_array_equal, kvjax.load(tmp_path / "out").weights, whole.weights)
@@ -209,7 +209,7 @@ def test_packed_weights(config: dict[str, Any], offset: int | None, ordered: boo
     ("config", "sentence"),
     [
         (GPTQ | {"bits": 3}, "gptq of 3 bits is not supported; kvjax reads fp8"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "gptq in checkpoint_format 'marlin' and pack_dtype 'int32' is not"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "gptq in checkpoint_format 'marlin' is not"),
         (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16' is not supported"),
         (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, r"modules differ \(dynamic '\+:\.\*down'\) is not supported"),
         (AWQ | {"bits": 3}, "awq of 3 bits is not supported"),
