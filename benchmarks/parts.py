@@ -24,7 +24,7 @@ from kvjax.inference.decode import decode_step_in_place
 from kvjax.inference.extend import prefill
 from kvjax.model import Model
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, embed, finish_block, project, unembed
+from kvjax.models.decoder import Weights, block, embed, unembed
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import parse_budget, whole_number
@@ -110,14 +110,15 @@ def parts(
 def _layers(
     weights: Weights, config: ModelConfig, token: Int[Array, " b"], x: Float[Array, "b 1 width"], *, steps: int
 ) -> Float[Array, "b 1 width"]:
+    def newest(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        return jnp.broadcast_to(v[:, :, None], (*q.shape[:4], v.shape[-1])), None
+
     # Every step depends on the one before it, as in a text.
     def one(_: Any, x: Array) -> Array:
         positions = jnp.zeros((len(token), 1), jnp.int32)
         x = embed(weights, config, token[:, None], positions) + 1e-6 * x
         for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-            normed, q, _, v = project(layer, config, shape, x, positions)
-            newest = jnp.broadcast_to(v[:, :, None], (*q.shape[:4], v.shape[-1]))
-            x = finish_block(layer, config, shape, x, normed, newest)
+            x, _ = block(layer, config, shape, x, positions, newest)
         return x
 
     return jax.lax.fori_loop(0, steps, one, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, embed, finish_block, project, unembed
+from kvjax.models.decoder import Weights, block, embed, unembed
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig
 from pallas_kernels.attention import attend
@@ -91,11 +92,16 @@ def read(
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x = embed(weights, config, tokens, position)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        normed, q, k, v = project(layer, config, shape, x, position)
-        q = rotate(shape.rope, q, position[:, None, None], tokens.shape[1])
-        k = rotate(shape.rope, k, position[:, None], tokens.shape[1])
-        x = finish_block(layer, config, shape, x, normed, attention(q, k, v, position, shape))
+        x, _ = block(layer, config, shape, x, position, functools.partial(_attend, attention, position, shape))
     return x
+
+
+def _attend(
+    attention: Attention, position: Int[Array, "b t"], shape: LayerConfig, q: Array, k: Array, v: Array
+) -> tuple[Array, None]:
+    q = rotate(shape.rope, q, position[:, None, None], position.shape[1])
+    k = rotate(shape.rope, k, position[:, None], position.shape[1])
+    return attention(q, k, v, position, shape), None
 
 
 def logits(

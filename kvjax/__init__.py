@@ -10,6 +10,7 @@ from kvjax.utils.moved import keep_old_names
 if TYPE_CHECKING:
     from kvjax import methods as methods
     from kvjax import policies as policies
+    from kvjax import testing as testing
     from kvjax.inference.cache import Cache as Cache
     from kvjax.inference.compress import compress as compress
     from kvjax.inference.decode import decode_step as decode_step
@@ -84,7 +85,7 @@ _HOMES = {
     ),
 }
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}
-_PACKAGES = ("methods", "policies")
+_PACKAGES = ("methods", "policies", "testing")
 __all__ = [*_PACKAGES, *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
-from pallas_kernels.common import IMPLEMENTATIONS, Task, bucket, choose, platform_of
+from pallas_kernels.common import IMPLEMENTATIONS, Survey, Task, Tuned, bucket, choose, platform_of
 
 Result = TypeVar("Result")
 
@@ -87,11 +87,10 @@ class Op(abc.ABC, Generic[Result]):
 
     def choose(self, options: Options) -> str:
         """Return the implementation to run: `xla`, `pallas`, `triton` or `mosaic`; see `common.choose`."""
-        written = [name for name in IMPLEMENTATIONS if any(kernel.startswith(name) for kernel in self.backends)]
-        limits = {name: self.unsupported(name, options.platform) for name in written}
-        workload = self.workload()
-        task = None if workload is None else Task(bucket(self.name, *workload), self)
         implementation, interpret, platform = options
+        limits, task = _Limits(self, platform), None
+        if isinstance(implementation, Survey | Tuned) and (workload := self.workload()) is not None:
+            task = Task(bucket(self.name, *workload), self)
         return choose(self.name, implementation, limits, platform=platform, interpret=interpret, task=task)
 
     def run(self, implementation: str, options: Options) -> Result:
@@ -110,6 +109,28 @@ class Op(abc.ABC, Generic[Result]):
     def module(self, name: str) -> Any:
         """Import a module beside the subclass's when it runs: Pallas imports slowly, and jax-triton may be missing."""
         return importlib.import_module(f"{type(self).__module__.rpartition('.')[0]}.{name}")
+
+
+class _Limits(Mapping[str, str | None]):
+    """Limits that a call exceeds, by the implementations that the operation has; computed when they are looked up."""
+
+    def __init__(self, call: Op[Any], platform: str) -> None:
+        self._call, self._platform = call, platform
+        self._names = [name for name in IMPLEMENTATIONS if any(kernel.startswith(name) for kernel in call.backends)]
+
+    def __getitem__(self, implementation: str) -> str | None:
+        if implementation not in self._names:
+            raise KeyError(implementation)
+        return self._call.unsupported(implementation, self._platform)
+
+    def __contains__(self, implementation: object) -> bool:
+        return implementation in self._names  # Mapping's own would compute the limit
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def backend_of(implementation: str, platform: str) -> str:

@@ -9,11 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from kvjax.model import Model
-from kvjax.models import ModelConfig, Rope, random_weights
+from kvjax.models import ModelConfig, Rope, Weights, random_weights
+from kvjax.models.attention import Attention
 from kvjax.models.config import Mixture, QueryGrowth
+from kvjax.models.decoder import LayerWeights
 
 
 def small_config(heads: int, kv_heads: int, **changes: Any) -> ModelConfig:
@@ -59,11 +62,20 @@ def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.floa
 def sharp_model(config: ModelConfig, dtype: DTypeLike = jnp.float64, longer: float = 30) -> Model:
     """Random weights, with queries so many times longer that attention is far from even."""
     model = random_model(config, dtype=dtype)
-    layers = tuple(
-        dataclasses.replace(layer, query=dataclasses.replace(layer.query, weight=longer * layer.query.weight))
-        for layer in model.weights.layers
-    )
-    return Model(dataclasses.replace(model.weights, layers=layers), config)
+    return Model(with_attention(model.weights, lambda mixer: {"query": longer * mixer.query.weight}), config)
+
+
+def with_attention(weights: Weights, change: Callable[[Attention], dict[str, Array]]) -> Weights:
+    """The same weights, in which some projections of each layer's attention have other weights."""
+
+    def changed(layer: LayerWeights) -> LayerWeights:
+        projections = {
+            name: dataclasses.replace(getattr(layer.mixer, name), weight=weight)
+            for name, weight in change(layer.mixer).items()
+        }
+        return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, **projections))
+
+    return dataclasses.replace(weights, layers=tuple(map(changed, weights.layers)))
 
 
 def _huggingface(name: str, **changes: Any) -> Any:

@@ -13,8 +13,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.models import decoder
+from kvjax.models.attention import Attention
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
+from kvjax.models.decoder import LayerWeights, Weights
+from kvjax.models.linear import Linear, Norm
+from kvjax.models.mlp import DenseMlp
 from kvjax.rope import rotate
 
 Causal = Callable[..., Float[Array, "b h g t d"]]
@@ -42,10 +45,12 @@ def initial_weights(config: ModelConfig, key: jax.Array) -> Weights:
     layers = tuple(
         LayerWeights(
             attention_norm=Norm(jnp.ones(config.width)),
-            query=matrix(queries, config.width),
-            key=matrix(keys, config.width),
-            value=matrix(keys, config.width),
-            output=matrix(config.width, queries, zero=True),
+            mixer=Attention(
+                query=matrix(queries, config.width),
+                key=matrix(keys, config.width),
+                value=matrix(keys, config.width),
+                output=matrix(config.width, queries, zero=True),
+            ),
             mlp_norm=Norm(jnp.ones(config.width)),
             mlp=DenseMlp(
                 gate=matrix(config.mlp_width, config.width),
@@ -87,12 +92,14 @@ def forward(
 ) -> Float[Array, "b t vocab"]:
     """Return logits of every position, in float32 for any dtype of weights."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        q, k = rotate(config.rope, q, positions[:, None, None]), rotate(config.rope, k, positions[:, None])
+        return causal(q, k, v), None
+
     x = decoder.embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        normed, q, k, v = decoder.project(layer, config, shape, x, positions)
-        turned = rotate(config.rope, q, positions[:, None, None])
-        attended = causal(turned, rotate(config.rope, k, positions[:, None]), v)
-        x = decoder.finish_block(layer, config, shape, x, normed, attended)
+        x, _ = decoder.block(layer, config, shape, x, positions, attend)
     return decoder.unembed(weights, config, x)
 
 

@@ -19,7 +19,7 @@ from kvjax.evaluation.perplexity import begin, judge
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
-from kvjax.models.decoder import embed, finish_block, project, sink_logits_of, unembed
+from kvjax.models.decoder import block, embed, unembed
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
 from kvjax.types import New, View, wide
@@ -151,10 +151,7 @@ def replayed(
 
     def read_layer(index: int, x: Float[Array, "b n width"]) -> Float[Array, "b n width"]:
         layer, shape, own = weights.layers[index], config.layer_configs[index], policy.layer(index)
-        normed, q, k, v = project(layer, config, shape, x, positions)
-        sink_logits, lse = sink_logits_of(layer, shape), jnp.zeros(q.shape[:-1], wide(q.dtype))
-        if mask == "full-softmax":
-            lse = attend_fully(shape, q, k, v, positions).lse
+        sink_logits = layer.mixer.sinks(shape)
 
         def one(carry: tuple[Dense, Any], inputs: tuple[Array, ...]) -> tuple[tuple[Dense, Any], Array]:
             storage, sums = carry
@@ -166,11 +163,18 @@ def replayed(
             storage = update_score(own, storage, index, told.asks, told.answers, new)
             return (storage, look(sums, storage.layers[index], new, own, found)), found.partial.out
 
-        steps = (by_steps(each, axis) for each, axis in ((x, 1), (q, 3), (k, 2), (v, 2), (lse, 3)))
-        begun = empty, start(empty.layers[index])
-        (storage, sums), out = jax.lax.scan(one, begun, (jnp.arange(n), tokens.T, *steps))
-        looked.append((storage.layers[index], sums))
-        return finish_block(layer, config, shape, x, normed, join_steps(out, 3))
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[View, Any]]:
+            lse = jnp.zeros(q.shape[:-1], wide(q.dtype))
+            if mask == "full-softmax":
+                lse = attend_fully(shape, q, k, v, positions).lse
+            steps = (by_steps(each, axis) for each, axis in ((x, 1), (q, 3), (k, 2), (v, 2), (lse, 3)))
+            first = empty, start(empty.layers[index])
+            (storage, sums), out = jax.lax.scan(one, first, (jnp.arange(n), tokens.T, *steps))
+            return join_steps(out, 3), (storage.layers[index], sums)
+
+        x, result = block(layer, config, shape, x, positions, attend)
+        looked.append(result)
+        return x
 
     x = embed(weights, config, tokens, positions)
     for index in range(config.layers):

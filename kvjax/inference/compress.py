@@ -174,7 +174,9 @@ def _renew_slots(decoder: Bound, cache: Cache, limits: Limits) -> Dense:
     def here(decoder: Bound, cache: Cache, limits: Limits) -> Dense:
         return shared(Dense(tuple(_renewed_layers(decoder, cache, limits)[0])), decoder.mesh)
 
-    return run_on_mesh(here, decoder, cache, limits, given=OF_HEADS, made=Dense((OF_VIEW,) * len(limits)))
+    return run_on_mesh(
+        here, decoder, cache, limits, argument_specs=OF_HEADS, out_specs=lambda: Dense((OF_VIEW,) * len(limits))
+    )
 
 
 def _renewed_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:

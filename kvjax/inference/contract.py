@@ -98,7 +98,7 @@ def _check_layers(policy: Policy, *, config: ModelConfig, mesh: Mesh | None, dty
             check_layer(policy.layer(index), *read)
         return ()
 
-    return on_mesh(here, mesh, (policy_specs(policy),), WHOLE)(policy)
+    return on_mesh(here, mesh, lambda: ((policy_specs(policy),), WHOLE))(policy)
 
 
 def _reading(rows: int, start: int, count: int, prompt: int) -> Reading:

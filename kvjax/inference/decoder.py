@@ -146,8 +146,10 @@ class Decoder(Bound):
             >>> cache.position.tolist(), logits.shape
             ([6], (1, 3, 2048))
         """
-        made = cache_specs(cache), _after_each(logits_spec(self.config, self.mesh))
-        return run_on_mesh(_steps_on_device, self.replace(asked=None), cache, tokens, made=made)
+        decoder = self.replace(asked=None)
+        return run_on_mesh(
+            _steps_on_device, decoder, cache, tokens, out_specs=lambda: _step_specs(decoder, cache, every=True)
+        )
 
     def extend(
         self,
@@ -246,8 +248,10 @@ def decoder(
 _any_nan = jax.jit(lambda logits: jnp.isnan(logits).any())
 
 
-def _after_each(logits: PartitionSpec) -> PartitionSpec:
-    return PartitionSpec(logits[0], None, *logits[1:])
+def _step_specs(decoder: Decoder, cache: Cache, *, every: bool) -> tuple[Cache, PartitionSpec]:
+    """Return the specs of a cache, and of logits [b vocab], or [b n vocab] if `every` token has some."""
+    logits = logits_spec(decoder.config, decoder.mesh)
+    return cache_specs(cache), PartitionSpec(logits[0], None, *logits[1:]) if every else logits
 
 
 compiled_step = jax.jit(Decoder.step)
@@ -312,10 +316,15 @@ def read_more(
         every: True for logits after every token, False for those after the last token of each row.
         chunk: number of tokens after each of which the cache is compressed, 1 for decode steps; None for the policy's.
     """
-    logits = logits_spec(decoder.config, decoder.mesh)
-    made = cache_specs(cache), _after_each(logits) if every else logits
     here = functools.partial(_extend_on_device, every=every, chunk=chunk)
-    return run_on_mesh(here, decoder.replace(asked=None), cache, tokens, lengths, made=made)
+    return run_on_mesh(
+        here,
+        decoder.replace(asked=None),
+        cache,
+        tokens,
+        lengths,
+        out_specs=lambda: _step_specs(decoder, cache, every=every),
+    )
 
 
 def _extend_on_device(

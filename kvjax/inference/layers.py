@@ -14,10 +14,10 @@ from kvjax.cache.paged.build import Selected
 from kvjax.cache.step import Pending, Storage, share_of_residual, step, steps, sum_over_layers, update_score
 from kvjax.inference.cache import Bound, Layer
 from kvjax.inference.keep import Kept, keep_after
-from kvjax.models.decoder import embed, finish_block, project, sink_logits_of
+from kvjax.models.decoder import block, embed
 from kvjax.policies.stats import questions, sums_over
 from kvjax.rope import Rope, Turns
-from kvjax.types import Reading
+from kvjax.types import Reading, Spread
 from pallas_kernels.attention import with_sink
 
 STEPS = 512
@@ -86,36 +86,41 @@ def _through_layer(
     x: Float[Array, "b t width"],
 ) -> tuple[Storage, Float[Array, "b t width"], list[Pending]]:
     """Run tokens through a layer by decode steps; `place` is the layer's index in the storage."""
-    weights, policy, config, shape = layer.weights, layer.policy, layer.config, layer.shape
-    pending, of_heads = list[Pending](), list[Pending]()
+    weights, policy, shape = layer.weights, layer.policy, layer.shape
 
-    def total(parts: Array) -> Array:
-        # Means over a layer's heads share a collective with the sum that attention needs anyway.
-        if not of_heads:
-            return shape.spread.over_attention(parts)
-        told = of_heads.pop()
-        asks, tree = questions(told.asks)
-        answers = tree.flatten_up_to(told.answers)
-        waiting = [place for place, ask in enumerate(asks) if sums_over(ask, "device")]
-        summed, means = shape.spread.over_attention_and_heads(parts, [answers[place] for place in waiting])
-        for place, mean in zip(waiting, means, strict=True):
-            answers[place] = mean
-        of_heads.append(told._replace(answers=tree.unflatten(answers)))
-        return summed
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Storage, list[Pending]]]:
+        new = reading.of_layer(shape, layer.number, x, q, k, v, weights.mixer.sinks(shape)).rotated(turns)
+        if x.shape[1] > 1:
+            after, out = steps(policy, storage, place, new)
+            return out, (after, [])
+        after, out, pending = step(policy, storage, place, new)
+        return out, (after, pending)
 
-    normed, q, k, v = project(weights, config, shape, x, reading.position)
-    new = reading.of_layer(shape, layer.number, x, q, k, v, sink_logits_of(weights, shape)).rotated(turns)
-    if x.shape[1] == 1:
-        storage, out, told = step(policy, storage, place, new)
-    else:
-        storage, out = steps(policy, storage, place, new)
-        told = []
-    for each in told:
-        (of_heads if sums_over(each.asks, "device") else pending).append(each)
-    after = finish_block(weights, config, shape, x, normed, out, total)
-    for told in of_heads:
-        storage = update_score(policy, storage, place, told.asks, told.answers, told.new)
-    return storage, after, pending
+    def total(outputs: Array, result: tuple[Storage, list[Pending]]) -> tuple[Array, tuple[Storage, list[Pending]]]:
+        outputs, pending = _sum_outputs(shape.spread, outputs, result[1])
+        return outputs, (result[0], pending)
+
+    y, (after, pending) = block(weights, layer.config, shape, x, reading.position, attend, total)
+    for stats in pending:
+        if sums_over(stats.asks, "device"):
+            after = update_score(policy, after, place, stats.asks, stats.answers, stats.new)
+    return after, y, [stats for stats in pending if not sums_over(stats.asks, "device")]
+
+
+def _sum_outputs(
+    spread: Spread, outputs: Float[Array, "b t width"], pending: list[Pending]
+) -> tuple[Float[Array, "b t width"], list[Pending]]:
+    """Sum output projections over devices; means over the heads of a layer, if requested, share the collective."""
+    if not any(sums_over(stats.asks, "device") for stats in pending):
+        return spread.over_attention(outputs), pending
+    (stats,) = pending
+    asks, tree = questions(stats.asks)
+    answers = tree.flatten_up_to(stats.answers)
+    shared = [place for place, ask in enumerate(asks) if sums_over(ask, "device")]
+    outputs, means = spread.over_attention_and_heads(outputs, [answers[place] for place in shared])
+    for place, mean in zip(shared, means, strict=True):
+        answers[place] = mean
+    return outputs, [stats._replace(answers=tree.unflatten(answers))]
 
 
 # The compiler inlines it; sharing saves tracing and lowering.
@@ -201,15 +206,17 @@ def append_and_attend(
     Return the cache, the statistics that the score requested, and for a `first` text the plan, and hidden states.
     `index` is that of the layer in the storage.
     """
-    weights, policy, config, shape = layer.weights, layer.policy, layer.config, layer.shape
-    normed, q, k, v = project(weights, config, shape, x, reading.position)
-    new = reading.of_layer(shape, layer.number, x, q, k, v, sink_logits_of(weights, shape)).rotated()
-    if policy.score.requires.host_memory:
-        storage = storage.moved(index, jax.memory.Space.Device)
-    storage = storage.append(policy, index, new)
-    heads = storage.layers[index]
-    asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
-    remembered = share_of_residual(policy, storage, index, new)
-    storage, found = storage.attend(policy, index, new, asks, remembered, block=True)
-    x = finish_block(weights, config, shape, x, normed, with_sink(found.partial, new.sink_logits).out)
-    return storage, Pending(asks, found.answers, new), x
+    weights, policy, shape = layer.weights, layer.policy, layer.shape
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Dense, Pending]]:
+        new = reading.of_layer(shape, layer.number, x, q, k, v, weights.mixer.sinks(shape)).rotated()
+        after = storage.moved(index, jax.memory.Space.Device) if policy.score.requires.host_memory else storage
+        after = after.append(policy, index, new)
+        heads = after.layers[index]
+        asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
+        remembered = share_of_residual(policy, after, index, new)
+        after, attended = after.attend(policy, index, new, asks, remembered, block=True)
+        return with_sink(attended.partial, new.sink_logits).out, (after, Pending(asks, attended.answers, new))
+
+    y, (after, pending) = block(weights, layer.config, shape, x, reading.position, attend)
+    return after, pending, y

@@ -33,7 +33,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, embed, unembed
 from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import on_device, weight_specs
-from kvjax.types import Kernels, Reading
+from kvjax.types import Kernels, PyTree, Reading
 from kvjax.utils.dependence import depends_on
 
 DEEP = 12
@@ -124,8 +124,10 @@ def _begin(
         reading = _reading(kernels, *texts)
         return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
 
-    given = weight_specs(weights, config, mesh), *(OF_ROWS,) * len(texts)
-    return on_mesh(here, mesh, given, OF_ROWS)(weights, *texts)
+    def specs() -> tuple[PyTree, PyTree]:
+        return (weight_specs(weights, config, mesh), *(OF_ROWS,) * len(texts)), OF_ROWS
+
+    return on_mesh(here, mesh, specs)(weights, *texts)
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "mesh"), donate_argnames="x")
@@ -148,8 +150,10 @@ def read_one_layer(
         after, x = read_layers((here,), Dense((made,)), reading, (capacity,), x, first=True)
         return shared(after, mesh), x
 
-    given = layer_specs(layer, mesh), OF_HEADS, OF_ROWS, OF_ROWS
-    return on_mesh(read, mesh, given, (read_specs(layer.policy, 1), OF_ROWS))(layer, limit, reading, x)
+    def specs() -> tuple[PyTree, PyTree]:
+        return (layer_specs(layer, mesh), OF_HEADS, OF_ROWS, OF_ROWS), (read_specs(layer.policy, 1), OF_ROWS)
+
+    return on_mesh(read, mesh, specs)(layer, limit, reading, x)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
@@ -160,22 +164,22 @@ def _end(
         logits = unembed(weights, on_device(config, mesh), reading.at_last(x, otherwise=x[:, 0]))
         return jnp.copy(reading.prompt_length), logits
 
-    of_weights = weight_specs(weights, config, mesh)
-    made = OF_ROWS, logits_spec(config, mesh)
-    return on_mesh(end, mesh, (of_weights, OF_ROWS, OF_ROWS), made)(weights, reading, x)
+    def specs() -> tuple[PyTree, PyTree]:
+        return (weight_specs(weights, config, mesh), OF_ROWS, OF_ROWS), (OF_ROWS, logits_spec(config, mesh))
+
+    return on_mesh(end, mesh, specs)(weights, reading, x)
 
 
 @functools.partial(jax.jit, static_argnames=("capacities", "lines", "chunk"))
 def read_together(decoder: Bound, *texts: Any, **settings: Any) -> Read:
     """Read whole prompts through all layers in one program."""
-    given = bound_specs(decoder), *(OF_ROWS,) * 4, OF_HEADS
-    made = (
-        read_specs(decoder.policy, decoder.config.layers),
-        OF_ROWS,
-        OF_ROWS,
-        logits_spec(decoder.config, decoder.mesh),
-    )
-    return on_mesh(functools.partial(_read_on_device, **settings), decoder.mesh, given, made)(decoder, *texts)
+
+    def specs() -> tuple[PyTree, PyTree]:
+        in_specs = bound_specs(decoder), *(OF_ROWS,) * 4, OF_HEADS
+        storage = read_specs(decoder.policy, decoder.config.layers)
+        return in_specs, (storage, OF_ROWS, OF_ROWS, logits_spec(decoder.config, decoder.mesh))
+
+    return on_mesh(functools.partial(_read_on_device, **settings), decoder.mesh, specs)(decoder, *texts)
 
 
 def _read_on_device(

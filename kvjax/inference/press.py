@@ -39,7 +39,7 @@ from kvjax.policies.allocation import Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Queries, SlotResidual
 from kvjax.policies.stats import questions
-from kvjax.types import HEADS, ROWS, New, View
+from kvjax.types import HEADS, ROWS, New, PyTree, View
 from kvjax.utils.dependence import depends_on
 from kvjax.utils.processes import on_host
 
@@ -102,9 +102,15 @@ def press(
         layers_of: function that returns the slots of one device's cache, in the form of the policy.
     """
     here = functools.partial(_press_on_device, capacities=capacities, layers_of=layers_of)
-    given = OF_HEADS, None if asking is None else (OF_HEADS, OF_ROWS)
-    made = read_specs(decoder.policy, len(limits)), OF_ROWS
-    return run_on_mesh(here, decoder, cache, limits, asking, given=given, made=made)
+    return run_on_mesh(
+        here,
+        decoder,
+        cache,
+        limits,
+        asking,
+        argument_specs=(OF_HEADS, None if asking is None else (OF_HEADS, OF_ROWS)),
+        out_specs=lambda: (read_specs(decoder.policy, len(limits)), OF_ROWS),
+    )
 
 
 def _press_on_device(
@@ -180,6 +186,8 @@ def on_pages(selected: tuple[Selected, ...], policy: Policy, page_size: int, mes
 
 @functools.partial(jax.jit, static_argnames=("page_size", "most", "spare", "devices", "mesh"))
 def pack_pages(selected: tuple[Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
-    given = (OF_SELECTED,) * len(selected), *(OF_POOL,) * 3
-    made = pool_specs(len(selected), sizes["most"], sizes["spare"], sizes["devices"])
-    return on_mesh(functools.partial(pack, **sizes), mesh, given, made)(selected, *tables)
+    def specs() -> tuple[PyTree, PyTree]:
+        out_specs = pool_specs(len(selected), sizes["most"], sizes["spare"], sizes["devices"])
+        return ((OF_SELECTED,) * len(selected), *(OF_POOL,) * 3), out_specs
+
+    return on_mesh(functools.partial(pack, **sizes), mesh, specs)(selected, *tables)

@@ -79,7 +79,7 @@ def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[
             storage = update_score(decoder.policy.layer(index), storage, index, *told)
         return shared(storage, decoder.mesh)
 
-    return run_on_mesh(here, decoder, cache, tokens, lengths, made=storage_specs(cache.storage))
+    return run_on_mesh(here, decoder, cache, tokens, lengths, out_specs=lambda: storage_specs(cache.storage))
 
 
 @jax.jit
@@ -94,7 +94,7 @@ def replayed_queries(
         storage: Dense = joined(cache.storage, decoder.mesh).unpack()
         return tuple(told.new.q for told in _told(decoder.here(), storage, reading))
 
-    return run_on_mesh(here, decoder, cache, tokens, lengths, made=OF_HEADS)
+    return run_on_mesh(here, decoder, cache, tokens, lengths, out_specs=lambda: OF_HEADS)
 
 
 def _told(decoder: Bound, storage: Dense, reading: Reading) -> list[Pending]:

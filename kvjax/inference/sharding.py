@@ -41,13 +41,16 @@ OF_POOL: Any = PartitionSpec((ROWS, HEADS))
 """Spec of arrays [P ...]: each device has its own pool of pages."""
 
 
-def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made: PyTree) -> Callable[..., Any]:
+def on_mesh(
+    function: Callable[..., Any], mesh: Mesh | None, specs: Callable[[], tuple[PyTree, PyTree]]
+) -> Callable[..., Any]:
     """Turn a function of one device's shards into a function of sharded arrays; without a mesh, return it unchanged.
 
-    `given` and `made` are trees of `PartitionSpec` for its arguments and its results; one may stand for a whole tree.
+    `specs` returns trees of `PartitionSpec` for the arguments and for the results; one spec may stand for a whole tree.
     """
     if mesh is None:
         return function
+    in_specs, out_specs = specs()
 
     def run(*arguments: Any) -> Any:
         # Flat, because shard_map would make policies of placeholders that are not numbers.
@@ -56,29 +59,45 @@ def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made
         def here(*flat: Any) -> Any:
             return function(*jax.tree.unflatten(tree, flat))
 
-        return jax.shard_map(here, mesh=mesh, in_specs=_each(given, arguments), out_specs=made, check_vma=False)(*flat)
+        flat_specs = _each(in_specs, arguments)
+        return jax.shard_map(here, mesh=mesh, in_specs=flat_specs, out_specs=out_specs, check_vma=False)(*flat)
 
     return run
 
 
 def run_on_mesh(
-    function: Callable[..., Any], decoder: Bound, cache: Cache, *arguments: Any, given: PyTree = OF_ROWS, made: PyTree
+    function: Callable[..., Any],
+    decoder: Bound,
+    cache: Cache,
+    *arguments: Any,
+    argument_specs: PyTree = OF_ROWS,
+    out_specs: Callable[[], PyTree],
 ) -> Any:
-    """Call a function of one device's decoder, cache and other arguments, whose specs are `given`, on each device."""
+    """Call a function of one device's decoder, cache and other arguments on each device.
+
+    `argument_specs` are the specs of the other arguments; `out_specs` returns those of the results.
+    """
 
     def here(decoder: Bound, cache: Cache, arguments: tuple[Any, ...]) -> Any:
         return function(decoder, cache, *arguments)
 
-    specs = bound_specs(decoder), cache_specs(cache), given
-    return on_mesh(here, decoder.mesh, specs, made)(decoder, cache, arguments)
+    def specs() -> tuple[PyTree, PyTree]:
+        return (bound_specs(decoder), cache_specs(cache), argument_specs), out_specs()
+
+    return on_mesh(here, decoder.mesh, specs)(decoder, cache, arguments)
 
 
-def constrain(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
+def constrain(tree: PyTree, specs: Callable[[], PyTree], mesh: Mesh | None) -> Any:
     """Constrain arrays to the sharding of their specs, in a program whose results are arguments of another one.
 
     With another sharding, the other program would transfer them and compile again.
     """
-    return on_mesh(lambda same: same, mesh, (specs,), specs)(tree)
+
+    def both() -> tuple[PyTree, PyTree]:
+        tree_specs = specs()
+        return (tree_specs,), tree_specs
+
+    return on_mesh(lambda same: same, mesh, both)(tree)
 
 
 def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
@@ -97,7 +116,7 @@ def placed_policy(policy: Policy, mesh: Mesh | None) -> Policy:
 
 @functools.partial(jax.jit, static_argnames=("specs", "mesh"))
 def _placed(leaves: list[Array], *, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> list[Array]:
-    return constrain(leaves, list(specs), mesh)
+    return constrain(leaves, lambda: list(specs), mesh)
 
 
 def copying(mesh: Mesh) -> Mesh:
@@ -204,8 +223,10 @@ def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
     def unpack(storage: Dense | Paged) -> Any:
         return shared(storage.unpack(), mesh)
 
-    made = Dense((OF_VIEW,) * len(cache.storage.layers))
-    return cache.replace(storage=on_mesh(unpack, mesh, (storage_specs(cache.storage),), made)(cache.storage))
+    def specs() -> tuple[PyTree, PyTree]:
+        return (storage_specs(cache.storage),), Dense((OF_VIEW,) * len(cache.storage.layers))
+
+    return cache.replace(storage=on_mesh(unpack, mesh, specs)(cache.storage))
 
 
 def _head_specs(part: Any, specs: Any) -> Any:

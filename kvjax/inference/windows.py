@@ -25,6 +25,7 @@ from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
 from kvjax.policies.policy import Policy
+from kvjax.types import PyTree
 from kvjax.utils.processes import on_host
 
 
@@ -82,5 +83,8 @@ def _grown(
             return shared(Dense(tuple(views)), mesh)
         return tuple(Selected(view, text_order(view.position), view.live.sum(-1, dtype=jnp.int32)) for view in views)
 
-    made = (OF_SELECTED,) * len(limits) if paged else Dense((OF_VIEW,) * len(limits))
-    return on_mesh(here, mesh, (storage_specs(storage), (OF_HEADS,) * len(limits)), made)(storage, limits)
+    def specs() -> tuple[PyTree, PyTree]:
+        out_specs = (OF_SELECTED,) * len(limits) if paged else Dense((OF_VIEW,) * len(limits))
+        return (storage_specs(storage), (OF_HEADS,) * len(limits)), out_specs
+
+    return on_mesh(here, mesh, specs)(storage, limits)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.methods.ends import EndsOrAll, ends_policy
 from kvjax.methods.register import register_score
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, embed, finish_block, project, sink_logits_of
+from kvjax.models.decoder import LayerWeights, block, embed
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import require_weights
 from kvjax.rope import rotate
@@ -99,11 +99,13 @@ def _read(
     lag: int,
 ) -> tuple[Float[Array, "1 t width"], Float[Array, " h"]]:
     """Run a layer over a repeated text, and return its output and F of its heads."""
-    normed, q, k, v = project(layer, config, shape, x, positions)
-    q = rotate(shape.rope, q, positions[:, None, None], positions.shape[1])
-    k = rotate(shape.rope, k, positions[:, None], positions.shape[1])
-    spec, at = shape.spec, positions[:, None]
-    partial, probs = attend(q, k, v, spec.mask(positions, at), spec, spec.bias(at, at))
-    out = with_sink(partial, sink_logits_of(layer, shape)).out
-    after = jnp.diagonal(probs[:, :, :, lag:-1, 1:], axis1=3, axis2=4)
-    return finish_block(layer, config, shape, x, normed, out), after.mean((0, 2, 3))
+
+    def mix(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        q = rotate(shape.rope, q, positions[:, None, None], positions.shape[1])
+        k = rotate(shape.rope, k, positions[:, None], positions.shape[1])
+        spec, at = shape.spec, positions[:, None]
+        partial, probs = attend(q, k, v, spec.mask(positions, at), spec, spec.bias(at, at))
+        after = jnp.diagonal(probs[:, :, :, lag:-1, 1:], axis1=3, axis2=4)
+        return with_sink(partial, layer.mixer.sinks(shape)).out, after.mean((0, 2, 3))
+
+    return block(layer, config, shape, x, positions, mix)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jaxtyping import Array
 
-from kvjax.models.decoder import Linear
+from kvjax.models.linear import Linear
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import is_shape
 from kvjax.types import wide
@@ -22,5 +22,6 @@ def output_weights(model: LanguageModel, change: Callable[[Array], Array] = lamb
         def split(output: Linear, heads: tuple[int, ...] = heads) -> Array:
             return change(output.matrix.astype(dtype).T.reshape(heads))
 
-        found.append(jax.eval_shape(split, layer.output) if is_shape(layer.output.weight) else split(layer.output))
+        output = layer.mixer.output
+        found.append(jax.eval_shape(split, output) if is_shape(output.weight) else split(output))
     return tuple(found)

@@ -2,114 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.models.attention import Attention, Mix, Result, Total
 from kvjax.models.config import ModelConfig
-from kvjax.models.integers import Codes, signed
-from kvjax.models.matmul import BLOCK, in_blocks, product, product_with_codes
+from kvjax.models.linear import Linear, Norm, normalise
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide, with_sink
-
-ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
-"""Activation functions of MLPs, by their names in a config."""
-
-
-@struct.dataclass
-class Linear:
-    """Linear map in the layout of checkpoints: weight [out, in], bias [out] or None.
-
-    A weight of 8-bit integers, signed or unsigned, has a scale [out] in float32 that multiplies the product.
-    """
-
-    weight: Float[Array, "out in"] | Codes
-    bias: Float[Array, " out"] | None = None
-    scale: Float[Array, " out"] | None = None
-
-    def __call__(self, x: Float[Array, "*b in"]) -> Float[Array, "*b out"]:
-        y = self.product(x, x.dtype) if self.scale is not None else product(x, self.weight)
-        return y if self.bias is None else y + self.bias
-
-    def over(
-        self, total: Callable[[Float[Array, "*b out"]], Float[Array, "*b out"]], x: Float[Array, "*b in"]
-    ) -> Float[Array, "*b out"]:
-        """Apply the map to this device's shard of the inputs; `total` sums over devices."""
-        y = total(dataclasses.replace(self, bias=None)(x))
-        return y if self.bias is None else y + self.bias
-
-    def product(self, x: Float[Array, "*b in"], dtype: DTypeLike) -> Float[Array, "*b out"]:
-        """Apply the map without its bias and return the result in `dtype`."""
-        if self.scale is not None:
-            return product_with_codes(x, self.weight, self.scale, dtype)
-        return product(x, self.weight.astype(x.dtype), jnp.promote_types(dtype, wide(x.dtype))).astype(dtype)
-
-    def rows(self, outputs: Int[Array, "*b"]) -> Float[Array, "*b in"]:
-        """Return rows of the weight in floating point."""
-        rows = signed(self.weight[outputs])
-        return rows if self.scale is None else rows * self.scale[outputs][..., None]
-
-    @property
-    def matrix(self) -> Float[Array, "out in"]:
-        """Weight in floating point."""
-        return self.weight if self.scale is None else signed(self.weight) * self.scale[..., None]
-
-
-@struct.dataclass
-class Norm:
-    """Scale and, for layer normalization, offset; both [width]."""
-
-    scale: Float[Array, " width"]
-    bias: Float[Array, " width"] | None = None
-
-
-@struct.dataclass
-class DenseMlp:
-    """MLP that every token runs through; `gate` is None if it has no gate."""
-
-    gate: Linear | None
-    up: Linear
-    down: Linear
-
-    def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
-        if config.spread.mlp:
-            return self.down.over(config.spread.over_devices, self.inner(x, config))
-        return self.in_blocks(x, config)
-
-    def in_blocks(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
-        """Apply the MLP to one block of rows after the other, with the weights that are here."""
-        # 8-bit weights multiply two digits of each number.
-        block = BLOCK if self.up.scale is None else BLOCK // 2
-        return in_blocks(functools.partial(self.whole, config=config), x, block)
-
-    def whole(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
-        """Apply the MLP to all rows at once, with the weights that are here."""
-        return self.down(self.inner(x, config))
-
-    def inner(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b inner"]:
-        """Return the activations between the two products."""
-        activation = ACTIVATIONS[config.activation]
-        if self.gate is None:
-            return activation(self.up(x))
-        gate, up = self.gate(x), self.up(x)
-        if config.clamped_swiglu is None:
-            return activation(gate) * up
-        slope, limit = config.clamped_swiglu
-        gate = jnp.minimum(gate, limit)
-        return gate * jax.nn.sigmoid(slope * gate) * (jnp.clip(up, -limit, limit) + 1)
 
 
 @struct.dataclass
@@ -117,22 +23,15 @@ class LayerWeights:
     """Weights of one decoder block.
 
     `attention_norm` is None if only outputs are normalized, and `mlp_norm` also if attention and MLP share one norm.
-    `mlp` is a pytree.
-    The last five are None in models without them.
+    `mixer` and `mlp` are pytrees. The last two are None in models without them.
     """
 
     attention_norm: Norm | None
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
+    mixer: Attention
     mlp_norm: Norm | None
     mlp: Callable[[Float[Array, "b t width"], ModelConfig], Float[Array, "b t width"]]
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
-    sink_logits: Float[Array, " heads"] | None = None
 
 
 @struct.dataclass
@@ -163,20 +62,6 @@ class Weights:
         return self.unembedding
 
 
-def normalise(norm: Norm | None, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
-    """Apply RMS or layer normalization, computed in at least float32; `norm` is None for neither scale nor offset."""
-    precise = x.astype(wide(x.dtype))
-    if config.norm == "layer":
-        precise = precise - precise.mean(-1, keepdims=True)
-    precise = precise * jax.lax.rsqrt(jnp.mean(precise**2, -1, keepdims=True) + config.norm_eps)
-    if norm is None:
-        return precise.astype(x.dtype)
-    if config.norm_offset:
-        return (precise * (1 + norm.scale.astype(precise.dtype))).astype(x.dtype)
-    y = precise.astype(x.dtype) * norm.scale
-    return y if norm.bias is None else y + norm.bias
-
-
 def embed(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], positions: Int[Array, "b t"]
 ) -> Float[Array, "b t width"]:
@@ -198,91 +83,40 @@ def _rows(table: Linear, tokens: Int[Array, "b t"], config: ModelConfig) -> Arra
     return config.spread.over_devices(jnp.where(found[..., None], table.rows(jnp.where(found, here, 0)), 0))
 
 
-class Projected(NamedTuple):
-    """A block's input, normalized unless only outputs are, and its queries, keys and values before RoPE."""
-
-    normed: Float[Array, "b t width"]
-    q: Float[Array, "b h g t d"]
-    k: Float[Array, "b h t d"]
-    v: Float[Array, "b h t e"]
-
-
-def project(
+def block(
     layer: LayerWeights,
     config: ModelConfig,
     shape: LayerConfig,
     x: Float[Array, "b t width"],
     positions: Int[Array, "b t"],
-) -> Projected:
-    """Run a block up to its attention; a position of -1 marks padding.
+    mix: Mix[Result],
+    total: Total[Result] | None = None,
+) -> tuple[Float[Array, "b t width"], Result]:
+    """Run tokens through a layer: its mixer and its MLP, with norms and residual connections.
 
-    Query head i uses KV head i // g: the heads of one group are adjacent.
+    Args:
+        x: hidden states before the layer.
+        positions: in the row's text; -1 marks padding.
+        mix: attention of the layer's queries, keys and values, see `Mix`.
+        total: sum over devices, see `Attention`.
+
+    Returns:
+        Hidden states after the layer, and the pytree that `mix` returned.
     """
-    b, t, _ = x.shape
     normed = x if layer.attention_norm is None else normalise(layer.attention_norm, x, config)
-    q, k, v = layer.query(normed), layer.key(normed), layer.value(normed)
-    if config.query_key_norm_over == "heads":
-        q, k = _normalise_heads(layer, config, q, k)
-    q = q.reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
-    k = k.reshape(b, t, shape.kv_heads, shape.key_width)
-    v = v.reshape(b, t, shape.kv_heads, shape.value_width)
-    if shape.normed and config.query_key_norm_over == "head":
-        q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
-    if config.qkv_clip is not None:
-        q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
-    growth = config.query_growth
-    if growth is not None and not (growth.unrotated and shape.rope is not None):
-        stretch = (jnp.maximum(positions, 0) + growth.offset) // growth.length
-        q = q * (1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype))))[:, :, None, None, None].astype(q.dtype)
-    return Projected(normed, q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
-
-
-def sink_logits_of(layer: LayerWeights, shape: LayerConfig) -> Float[Array, "h g"] | None:
-    """Return the logits of a layer's sinks by KV head; None for a layer without sinks."""
-    return None if layer.sink_logits is None else layer.sink_logits.reshape(shape.kv_heads, shape.groups)
-
-
-def _normalise_heads(
-    layer: LayerWeights, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t f"]
-) -> tuple[Float[Array, "b t f"], Float[Array, "b t f"]]:
-    """Apply RMS normalization to queries and to keys over all heads; one sum over devices serves both."""
-    assert layer.query_norm is not None and layer.key_norm is not None
-    pairs = [(q, layer.query_norm), (k, layer.key_norm)]
-    squares = jnp.stack([jnp.mean(x.astype(wide(x.dtype)) ** 2, -1) for x, _ in pairs])
-    means = config.spread.over_heads(squares) / config.spread.heads
-    factors = jax.lax.rsqrt(means + config.norm_eps)[..., None]
-    q, k = ((x * factor).astype(x.dtype) * norm.scale for (x, norm), factor in zip(pairs, factors, strict=True))
-    return q, k
-
-
-def finish_block(
-    layer: LayerWeights,
-    config: ModelConfig,
-    shape: LayerConfig,
-    x: Float[Array, "b t width"],
-    normed: Float[Array, "b t width"],
-    attended: Float[Array, "b h g t e"],
-    total: Callable[[Float[Array, "b t width"]], Float[Array, "b t width"]] | None = None,
-) -> Float[Array, "b t width"]:
-    """Run a block of input `x` from its attention on.
-
-    `total` sums the output projections of all devices; None stands for `over_attention` of the layer's `spread`.
-    """
-    b, t, _ = x.shape
-    attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
-    attended = layer.output.over(total or shape.spread.over_attention, shape.spread.own_features(attended))
+    mixed, result = layer.mixer(normed, config, shape, positions, mix, total)
     if layer.attention_post_norm is not None:
-        attended = normalise(layer.attention_post_norm, attended, config)
+        mixed = normalise(layer.attention_post_norm, mixed, config)
 
     def scaled(out: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
         return out if config.residual_scale is None else out * config.residual_scale
 
     if config.parallel:
         mlp_input = normed if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config)
-        return x + scaled(attended) + scaled(layer.mlp(mlp_input, config))
-    x = x + scaled(attended)
-    fed = layer.mlp(x if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config), config)
-    return x + scaled(fed if layer.mlp_post_norm is None else normalise(layer.mlp_post_norm, fed, config))
+        return x + scaled(mixed) + scaled(layer.mlp(mlp_input, config)), result
+    x = x + scaled(mixed)
+    y = layer.mlp(x if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config), config)
+    return x + scaled(y if layer.mlp_post_norm is None else normalise(layer.mlp_post_norm, y, config)), result
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
@@ -312,9 +146,8 @@ def forward(
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        normed, q, k, v = project(layer, config, shape, x, positions)
-        attended = _causal(shape, sink_logits_of(layer, shape), positions, lengths, q, k, v)
-        x = finish_block(layer, config, shape, x, normed, attended)
+        mix = functools.partial(_causal, shape, layer.mixer.sinks(shape), positions, lengths)
+        x, _ = block(layer, config, shape, x, positions, mix)
     return unembed(weights, config, x)
 
 
@@ -326,7 +159,7 @@ def _causal(
     q: Float[Array, "b h g t d"],
     k: Float[Array, "b h t d"],
     v: Float[Array, "b h t e"],
-) -> Float[Array, "b h g t e"]:
+) -> tuple[Float[Array, "b h g t e"], None]:
     """Compute causal attention in blocks of queries, which avoids an n x n matrix."""
     q = rotate(shape.rope, q, positions[:, None, None], lengths)
     k = rotate(shape.rope, k, positions[:, None], lengths)
@@ -341,9 +174,9 @@ def _causal(
     rows, t = positions.shape
     size = query_block(QUERY_BLOCK, rows)
     if t <= size:
-        return attend_block((q, positions))
+        return attend_block((q, positions)), None
     padding = -t % size
     q = jnp.pad(q, [(0, 0)] * 3 + [(0, padding), (0, 0)])
     at = jnp.pad(positions, [(0, 0), (0, padding)])
     blocks = jax.lax.map(attend_block, (split_queries(q, -2, size), split_queries(at, -1, size)))
-    return join_queries(blocks, -2)[..., :t, :]
+    return join_queries(blocks, -2)[..., :t, :], None

@@ -10,8 +10,8 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import Mixture, ModelConfig
-from kvjax.models.decoder import DenseMlp
 from kvjax.models.matmul import product
+from kvjax.models.mlp import DenseMlp
 from kvjax.types import HEADS, SLOTS
 from pallas_kernels.attention import wide
 from pallas_kernels.common import platform_of

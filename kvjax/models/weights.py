@@ -14,10 +14,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, PRNGKeyArray, UInt8
 
+from kvjax.models.attention import Attention
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
+from kvjax.models.decoder import LayerWeights, Weights
 from kvjax.models.experts import Experts
 from kvjax.models.integers import OFFSET
+from kvjax.models.linear import Linear, Norm
+from kvjax.models.mlp import DenseMlp
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 16
@@ -69,17 +72,19 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
         scaled = config.query_key_norms and config.query_key_scales
         return LayerWeights(
             attention_norm=norm() if config.pre_norms else None,
-            query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
-            key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
-            value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
-            output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
+            mixer=Attention(
+                query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
+                key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
+                value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
+                output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
+                query_norm=norm(heads * shape.key_width) if scaled else None,
+                key_norm=norm(kv_heads * shape.key_width) if scaled else None,
+                sink_logits=leaf(shape.heads) if config.sinks else None,
+            ),
             mlp_norm=norm() if config.pre_norms and not config.shared_norm else None,
             mlp=mlp(index),
-            query_norm=norm(heads * shape.key_width) if scaled else None,
-            key_norm=norm(kv_heads * shape.key_width) if scaled else None,
             attention_post_norm=norm() if config.post_norms else None,
             mlp_post_norm=norm() if config.post_norms else None,
-            sink_logits=leaf(shape.heads) if config.sinks else None,
         )
 
     learned = config.position == "learned"
@@ -111,7 +116,7 @@ def rounded_shapes(weights: Weights) -> Weights:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """Return the dotted name of a leaf of `Weights`, such as `layers.0.query.weight`, from its tree path."""
+    """Return the dotted name of a leaf of `Weights`, such as `layers.0.mixer.query.weight`, from its tree path."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -21,7 +21,7 @@ from kvjax.inference.decoder import Decoder, read_more
 from kvjax.inference.sharding import OF_ROWS, WHOLE, cache_specs, constrain, copying, logits_spec, on_mesh, whole_rows
 from kvjax.models.config import ModelConfig
 from kvjax.policies.policy import Policy
-from kvjax.types import ROWS, wide
+from kvjax.types import ROWS, PyTree, wide
 
 UNDEFINED = -1
 """Value of `left` for rows whose logits are NaN."""
@@ -105,7 +105,7 @@ class Written(NamedTuple):
 def begin(policy: Policy, planned: Planned, *, sizes: Sizes) -> Text:
     """Create texts with empty caches."""
     text = _begun(policy, planned, sizes)
-    return constrain(text, _text_specs(text), reading_mesh(sizes.mesh))
+    return constrain(text, lambda: _text_specs(text), reading_mesh(sizes.mesh))
 
 
 def reading_mesh(mesh: Mesh | None) -> Mesh | None:
@@ -132,7 +132,7 @@ def empty_rows(policy: Policy, planned: Planned, wishes: Wishes, *, sizes: Sizes
         written=jnp.zeros(text.seen.shape, jnp.int32),
         wishes=wishes,
     )
-    return constrain(made, _rows_specs(made, sizes.config, sizes.mesh), sizes.mesh)
+    return constrain(made, lambda: _rows_specs(made, sizes.config, sizes.mesh), sizes.mesh)
 
 
 def _text_specs(text: Text) -> Any:
@@ -153,7 +153,7 @@ def read(
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     seen = text.seen.at[jnp.arange(len(tokens))[:, None], tokens].max(valid)
     after = Text(cache, seen)
-    return constrain(after, _text_specs(after), decoder.mesh), logits
+    return constrain(after, lambda: _text_specs(after), decoder.mesh), logits
 
 
 @functools.partial(jax.jit, static_argnames="sizes", donate_argnums=0)
@@ -177,8 +177,11 @@ def insert(
 
         return jax.tree.map(changed, rows, one)
 
-    specs = _rows_specs(rows, sizes.config, mesh)
-    return on_mesh(put, mesh, (specs, whole_rows(specs), WHOLE), specs)(rows, one, jnp.asarray(row))
+    def specs() -> tuple[PyTree, PyTree]:
+        row_specs = _rows_specs(rows, sizes.config, mesh)
+        return (row_specs, whole_rows(row_specs), WHOLE), row_specs
+
+    return on_mesh(put, mesh, specs)(rows, one, jnp.asarray(row))
 
 
 @functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=1)
@@ -202,7 +205,7 @@ def generate(
         most: size of the token buffers.
         logprobs: number of likeliest tokens to return; log-probabilities are valid only if a row requests them.
     """
-    active = constrain(rows.cache.active & kept, OF_ROWS, decoder.mesh)
+    active = constrain(rows.cache.active & kept, lambda: OF_ROWS, decoder.mesh)
     rows = rows.replace(cache=rows.cache.replace(active=active))
     began, each = active.sum(), len(rows.logits)
 
@@ -222,14 +225,14 @@ def generate(
     cache, mesh = rows.cache, decoder.mesh
     held = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in cache.storage.stored_positions()]).mean(0)
     written = Written(made.token, count, cache.active, rows.wishes.left, cache.position, held)
-    return constrain(rows, _rows_specs(rows, decoder.config, mesh), mesh), written, made
+    return constrain(rows, lambda: _rows_specs(rows, decoder.config, mesh), mesh), written, made
 
 
 def _written(decoder: Decoder, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
     """Generate one token per active row and a mask of those in their text; rows that continue read their token."""
     storage = rows.cache.storage
     # Each device samples for its own rows, so no logits are transferred between devices.
-    draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), decoder.mesh, (OF_ROWS,), OF_ROWS)
+    draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), decoder.mesh, lambda: ((OF_ROWS,), OF_ROWS))
     rows, drawn, belongs = draw(rows.replace(cache=rows.cache.replace(storage=())))
     cache, logits = decoder.step(rows.cache.replace(storage=storage), drawn.token)
     return rows.replace(cache=cache, logits=logits), drawn, belongs

@@ -18,7 +18,7 @@ from kvjax.generation.generate import generate_ids
 from kvjax.models.checkpoints import orbax, tensors
 from kvjax.models.checkpoints.loading import read_checkpoint
 from kvjax.models.checkpoints.tensors import Tensor
-from kvjax.models.decoder import DenseMlp
+from kvjax.models.mlp import DenseMlp
 from kvjax.models.sharding import weight_shardings
 
 
@@ -49,7 +49,7 @@ def main(directory: str) -> None:
             assert isinstance(layer.mlp, DenseMlp)
             for spread, axis in (
                 (layer.mlp.up.weight, 0),
-                (layer.output.weight, 1),
+                (layer.mixer.output.weight, 1),
             ):  # though there are but two KV heads
                 assert spread.addressable_shards[0].data.shape[axis] * shape[1] == spread.shape[axis]
     mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))

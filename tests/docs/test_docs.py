@@ -240,4 +240,5 @@ def test_what_serving_shows_is_answered(capsys: pytest.CaptureFixture[str]) -> N
         example, _ = re.findall(r"```python\n(.*?)```", shown, flags=re.DOTALL)
         exec(example, {})
     assert "'kept': 64" in capsys.readouterr().out
-    assert (engine.requests[-1].budget, engine.requests[-1].sampling.top_k) == (64, 40)
+    sampling = engine.requests[-1].sampling
+    assert sampling is not None and (engine.requests[-1].budget, sampling.top_k) == (64, 40)

@@ -34,6 +34,7 @@ from tests.small_models import (
     random_model,
     sharp_model,
     small_config,
+    with_attention,
 )
 
 CLASSIC = [name for name in FIRST if name not in RECENT]
@@ -208,11 +209,7 @@ def _uneven(config: ModelConfig) -> Model:
     """Keys of each KV head longer than those of the one before: the first looks everywhere, the last at little."""
     model = _random(config)
     long = np.repeat(np.geomspace(0.1, 20, config.kv_heads), config.head_width)[:, None]
-    layers = tuple(
-        dataclasses.replace(layer, key=dataclasses.replace(layer.key, weight=layer.key.weight * long))
-        for layer in model.weights.layers
-    )
-    return Model(dataclasses.replace(model.weights, layers=layers), config)
+    return Model(with_attention(model.weights, lambda mixer: {"key": mixer.key.weight * long}), config)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 import kvjax
 from kvjax.methods.attention_matching import chosen_first
-from tests.small_models import GQA, random_model
+from kvjax.models.attention import Attention
+from tests.small_models import GQA, random_model, with_attention
 
 MODEL = random_model(GQA)
 TINY = kvjax.load("tiny")
@@ -24,15 +25,11 @@ def held(state: kvjax.State, layer: int = 0) -> list[set[int]]:
 
 def with_larger_keys(factor: float) -> kvjax.Model:
     """The same function, with keys that are so many times larger and queries that are smaller."""
-    changed = [
-        dataclasses.replace(
-            each,
-            key=dataclasses.replace(each.key, weight=each.key.weight * factor),
-            query=dataclasses.replace(each.query, weight=each.query.weight / factor),
-        )
-        for each in MODEL.weights.layers
-    ]
-    return kvjax.Model(dataclasses.replace(MODEL.weights, layers=tuple(changed)), GQA)
+
+    def change(mixer: Attention) -> dict[str, Array]:
+        return {"key": mixer.key.weight * factor, "query": mixer.query.weight / factor}
+
+    return kvjax.Model(with_attention(MODEL.weights, change), GQA)
 
 
 @pytest.mark.parametrize("name", ["leverage", "compactor"])

@@ -292,7 +292,7 @@ class Decoder:
     def __post_init__(self) -> None:
         for oracle in self.oracles:
             oracle.alibi = self.config.position == "alibi"
-            oracle.output = self.weights.layers[oracle.layer].output.weight
+            oracle.output = self.weights.layers[oracle.layer].mixer.output.weight
 
     def prompt(self, tokens: Sequence[int]) -> np.ndarray:
         """Read a prompt and return the logits [vocab] of its last token."""
@@ -463,9 +463,9 @@ class Decoder:
     def _project(self, layer, index: int, x, position: int):
         c, rope = self.config, self.config.layer(index).rope
         normed = self._norm(layer.attention_norm, x)
-        q = linear(layer.query, normed).reshape(c.kv_heads, c.heads // c.kv_heads, c.head_width)
-        k = linear(layer.key, normed).reshape(c.kv_heads, c.head_width)
-        v = linear(layer.value, normed).reshape(c.kv_heads, c.head_width)
+        q = linear(layer.mixer.query, normed).reshape(c.kv_heads, c.heads // c.kv_heads, c.head_width)
+        k = linear(layer.mixer.key, normed).reshape(c.kv_heads, c.head_width)
+        v = linear(layer.mixer.value, normed).reshape(c.kv_heads, c.head_width)
         if c.query_key_norms and rope is not None:
             assert not c.query_key_scales
             q, k = (y / np.sqrt(np.mean(y * y, -1, keepdims=True) + c.norm_eps) for y in (q, k))
@@ -475,7 +475,7 @@ class Decoder:
         return [list(group) for group in q], list(k), list(v)
 
     def _finish(self, layer, x, read) -> np.ndarray:
-        x = x + linear(layer.output, np.concatenate([out for group in read for out in group]))
+        x = x + linear(layer.mixer.output, np.concatenate([out for group in read for out in group]))
         return x + mlp(layer.mlp, self.config, self._norm(layer.mlp_norm, x))
 
     def _unembed(self, x) -> np.ndarray:
@@ -526,7 +526,7 @@ def slope(head: int, heads: int) -> float:
 
 def beside_sink(layer, head: int, total: float) -> float:
     """What a learned sink leaves of a softmax with this denominator: all of it in a layer without sinks."""
-    return 1.0 if layer.sink_logits is None else total / (total + math.exp(layer.sink_logits[head]))
+    return 1.0 if layer.mixer.sink_logits is None else total / (total + math.exp(layer.mixer.sink_logits[head]))
 
 
 def linear(layer, x: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ def forward(weights: Any, config: ModelConfig, tokens: Int[np.ndarray, " t"]) ->
     hidden = [weights.table.rows(token) for token in tokens]
     for index, layer in enumerate(weights.layers):
         read = _attention(layer, config, index, [_norm(layer.attention_norm, config, x) for x in hidden])
-        hidden = [x + linear(layer.output, out) for x, out in zip(hidden, read, strict=True)]
+        hidden = [x + linear(layer.mixer.output, out) for x, out in zip(hidden, read, strict=True)]
         hidden = [x + mlp(layer.mlp, config, _norm(layer.mlp_norm, config, x)) for x in hidden]
     table = weights.embedding if weights.unembedding is None else weights.unembedding.weight
     scale = 1.0 if config.logit_scale is None else config.logit_scale
@@ -42,9 +42,9 @@ def _attention(layer: Any, config: ModelConfig, index: int, normed: list[Vector]
     scale = 1 / math.sqrt(config.head_width) if config.attention_scale is None else config.attention_scale
     scale = scale if config.attention_scales is None else config.attention_scales[index]
     bound = math.inf if config.qkv_clip is None else config.qkv_clip
-    queries = [np.split(np.clip(linear(layer.query, x), -bound, bound), config.heads) for x in normed]
-    keys = [np.split(np.clip(linear(layer.key, x), -bound, bound), config.kv_heads) for x in normed]
-    values = [np.split(np.clip(linear(layer.value, x), -bound, bound), config.kv_heads) for x in normed]
+    queries = [np.split(np.clip(linear(layer.mixer.query, x), -bound, bound), config.heads) for x in normed]
+    keys = [np.split(np.clip(linear(layer.mixer.key, x), -bound, bound), config.kv_heads) for x in normed]
+    values = [np.split(np.clip(linear(layer.mixer.value, x), -bound, bound), config.kv_heads) for x in normed]
     if config.query_key_norms and rope is not None:
         assert not config.query_key_scales
         queries, keys = ([[_normed(config, head) for head in heads] for heads in each] for each in (queries, keys))

@@ -159,7 +159,7 @@ def fingerprint(model: LanguageModel) -> str:
     layers = model.weights.layers
     ups = [leaf for path, leaf in jax.tree.leaves_with_path(layers[-1].mlp) if leaf_name(path).endswith("up.weight")]
     embeddings = model.weights.table.rows(jnp.arange(min(64, model.config.vocab_size)))
-    for sample in (embeddings, layers[0].key.weight, layers[-1].query.weight, *ups):
+    for sample in (embeddings, layers[0].mixer.key.weight, layers[-1].mixer.query.weight, *ups):
         digest.update(np.asarray(signed(sample).astype(jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]
 

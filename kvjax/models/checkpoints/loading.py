@@ -29,10 +29,11 @@ from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.checkpoints.undeclared import check_tensors, check_weight_files
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Linear, Weights
+from kvjax.models.decoder import Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.quantization import read_quantization
 from kvjax.models.integers import code_dtype
+from kvjax.models.linear import Linear
 from kvjax.models.sampling_defaults import SamplingDefaults, gguf_sampling_defaults, sampling_defaults
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes

@@ -17,8 +17,11 @@ from kvjax.models.weights import leaf_name
 from kvjax.utils.files import check_tree, damage_named
 
 _DAMAGED = "{} is damaged or not an Orbax checkpoint ({{reason}})."
-_DENSE = re.compile(r"(layers\.\d+\.)(?=(gate|up|down)\.)")
-"""Names of MLPs in checkpoints of kvjax 0.2, which end after the layer's number."""
+_FORMER = (
+    (re.compile(r"(layers\.\d+\.)(?=(gate|up|down)\.)"), r"\1mlp."),
+    (re.compile(r"(layers\.\d+\.)(?=(query|key|value|output|query_norm|key_norm|sink_logits)\b)"), r"\1mixer."),
+)
+"""Patterns of the names of MLPs and of attention in checkpoints of kvjax 0.2, and their replacements."""
 
 
 def write_orbax(weights: Weights, directory: Path) -> None:
@@ -39,7 +42,7 @@ def read_orbax(directory: Path) -> Stored:
         with ocp.PyTreeCheckpointer() as checkpointer:
             held: dict[str, Any] = dict(checkpointer.metadata(directory.absolute()).item_metadata.tree)
         tensors = {
-            _DENSE.sub(r"\1mlp.", name): Tensor(
+            _current(name): Tensor(
                 directory,
                 tuple(array.shape),
                 int(np.prod(array.shape)) * array.dtype.itemsize,
@@ -49,6 +52,13 @@ def read_orbax(directory: Path) -> Stored:
             for name, array in held.items()
         }
     return Stored(directory, "config.json", tensors, ours=True)
+
+
+def _current(name: str) -> str:
+    """Return today's name of a leaf."""
+    for pattern, replacement in _FORMER:
+        name = pattern.sub(replacement, name)
+    return name
 
 
 def _read(directory: Path, name: str, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> Any:

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Linear, Weights
+from kvjax.models.decoder import Weights
 from kvjax.models.families.llama import LLAMA, LLAMA_NAMES
+from kvjax.models.linear import Linear
 from kvjax.models.weights import leaf_name
 from kvjax.rope import Rope
 

@@ -71,7 +71,7 @@ _MODULES = {
     "norm": "transformer.ln_f",
     "unembedding": "lm_head",
     "layers.attention_norm": "input_layernorm",
-    "layers.output": "self_attention.dense",
+    "layers.mixer.output": "self_attention.dense",
     "layers.mlp_norm": "post_attention_layernorm",
     "layers.mlp.up": "mlp.dense_h_to_4h",
     "layers.mlp.down": "mlp.dense_4h_to_h",

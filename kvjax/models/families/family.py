@@ -100,7 +100,7 @@ class Family:
         return self.sources["embedding"].name.partition(".")[0] + "."
 
     def source(self, leaf: str) -> Source:
-        """Return the source of a leaf such as `layers.3.query.weight`, with the layer's number in the tensor's name."""
+        """Return the source of a leaf such as `layers.3.mixer.query.weight`, which names the layer's tensor."""
         match = re.match(r"layers\.(\d+)\.", leaf)
         source = self.sources[leaf if match is None else "layers." + leaf[match.end() :]]
         return source.in_layer(match and match[1])

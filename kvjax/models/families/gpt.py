@@ -73,7 +73,7 @@ _COMMON = {
     "layers.attention_norm": "ln_1",
 }
 _GPT2 = {**_COMMON, "positions": "transformer.wpe", "layers.mlp_norm": "ln_2"}
-_LINEARS = {"layers.output": "attn.c_proj", "layers.mlp.up": "mlp.c_fc", "layers.mlp.down": "mlp.c_proj"}
+_LINEARS = {"layers.mixer.output": "attn.c_proj", "layers.mlp.up": "mlp.c_fc", "layers.mlp.down": "mlp.c_proj"}
 _TRANSPOSED = fused_in_turn("transformer.h.{layer}.attn.c_attn") | module_sources("transformer.h", _LINEARS)
 
 
@@ -91,10 +91,10 @@ def _gptj(settings: Settings) -> ModelConfig:
 
 _GPTJ = {
     **_COMMON,
-    "layers.query": "attn.q_proj",
-    "layers.key": "attn.k_proj",
-    "layers.value": "attn.v_proj",
-    "layers.output": "attn.out_proj",
+    "layers.mixer.query": "attn.q_proj",
+    "layers.mixer.key": "attn.k_proj",
+    "layers.mixer.value": "attn.v_proj",
+    "layers.mixer.output": "attn.out_proj",
     "layers.mlp.up": "mlp.fc_in",
     "layers.mlp.down": "mlp.fc_out",
 }
@@ -119,7 +119,7 @@ _GPT_NEOX = {
     "norm": "gpt_neox.final_layer_norm",
     "unembedding": "embed_out",
     "layers.attention_norm": "input_layernorm",
-    "layers.output": "attention.dense",
+    "layers.mixer.output": "attention.dense",
     "layers.mlp_norm": "post_attention_layernorm",
     "layers.mlp.up": "mlp.dense_h_to_4h",
     "layers.mlp.down": "mlp.dense_4h_to_h",

@@ -56,7 +56,7 @@ FAMILIES: Mapping[str, Family] = {
         _config,
         {
             **LLAMA_SOURCES,
-            "layers.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
+            "layers.mixer.sink_logits": _or(Source(_SINKS), f"{_SINKS}.weight"),
             "layers.mlp.router": _or(Source(f"{_MLP}.router.weight"), f"{_MLP}.router.linear.weight"),
             "layers.mlp.router_bias": _or(Source(f"{_MLP}.router.bias"), f"{_MLP}.router.linear.bias"),
             **_experts(),

@@ -82,18 +82,18 @@ LLAMA_SOURCES: Mapping[str, Source] = module_sources(
         "unembedding": "lm_head",
         "layers.attention_norm": "input_layernorm",
         "layers.mlp_norm": "post_attention_layernorm",
-        "layers.query": "self_attn.q_proj",
-        "layers.key": "self_attn.k_proj",
-        "layers.value": "self_attn.v_proj",
-        "layers.output": "self_attn.o_proj",
+        "layers.mixer.query": "self_attn.q_proj",
+        "layers.mixer.key": "self_attn.k_proj",
+        "layers.mixer.value": "self_attn.v_proj",
+        "layers.mixer.output": "self_attn.o_proj",
         "layers.mlp.gate": "mlp.gate_proj",
         "layers.mlp.up": "mlp.up_proj",
         "layers.mlp.down": "mlp.down_proj",
     },
 )
 QUERY_KEY_NORMS: Mapping[str, Source] = {
-    "layers.query_norm.scale": Source("model.layers.{layer}.self_attn.q_norm.weight"),
-    "layers.key_norm.scale": Source("model.layers.{layer}.self_attn.k_norm.weight"),
+    "layers.mixer.query_norm.scale": Source("model.layers.{layer}.self_attn.q_norm.weight"),
+    "layers.mixer.key_norm.scale": Source("model.layers.{layer}.self_attn.k_norm.weight"),
 }
 LLAMA_DEFAULTS: Settings = {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = Family(llama_config, LLAMA_SOURCES, LLAMA_DEFAULTS)

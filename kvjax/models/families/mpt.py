@@ -55,7 +55,7 @@ _MODULES = {
     "norm": "transformer.norm_f",
     "unembedding": "lm_head",
     "layers.attention_norm": "norm_1",
-    "layers.output": "attn.out_proj",
+    "layers.mixer.output": "attn.out_proj",
     "layers.mlp_norm": "norm_2",
     "layers.mlp.up": "ffn.up_proj",
     "layers.mlp.down": "ffn.down_proj",

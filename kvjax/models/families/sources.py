@@ -57,7 +57,7 @@ def _fused(name: str, reads: Mapping[str, Callable[[Tensor, ModelConfig], Tensor
         return ((config.heads + 2 * config.kv_heads) * config.head_width, *leaf[1:])
 
     return {
-        f"layers.{leaf}.{part}": Source(f"{name}.{part}", shape, read)
+        f"layers.mixer.{leaf}.{part}": Source(f"{name}.{part}", shape, read)
         for leaf, read in reads.items()
         for part in ("weight", "bias")
     }

@@ -19,7 +19,7 @@ from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, embed, finish_block, project, sink_logits_of
+from kvjax.models.decoder import Weights, block, embed
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, Reading, wide
@@ -187,11 +187,26 @@ def read_full(weights: Weights, config: ModelConfig, reading: Reading) -> tuple[
     attended: list[Partial] = []
     x = embed(weights, config, reading.token, reading.position)
     for number, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
-        normed, q, k, v = project(layer, config, shape, x, reading.position)
-        texts.append(reading.of_layer(shape, number, x, q, k, v, sink_logits_of(layer, shape)))
-        attended.append(attend_fully(shape, q, k, v, reading.position))
-        x = finish_block(layer, config, shape, x, normed, with_sink(attended[-1], texts[-1].sink_logits).out)
+        attend = functools.partial(_attend_text, reading, shape, number, x, layer.mixer.sinks(shape))
+        x, (text, partial) = block(layer, config, shape, x, reading.position, attend)
+        texts.append(text)
+        attended.append(partial)
     return texts, attended
+
+
+def _attend_text(
+    reading: Reading,
+    shape: LayerConfig,
+    number: int,
+    hidden: Float[Array, "b n width"],
+    sink_logits: Float[Array, "h g"] | None,
+    q: Float[Array, "b h g n d"],
+    k: Float[Array, "b h n d"],
+    v: Float[Array, "b h n e"],
+) -> tuple[Float[Array, "b h g n e"], tuple[New, Partial]]:
+    partial = attend_fully(shape, q, k, v, reading.position)
+    text = reading.of_layer(shape, number, hidden, q, k, v, sink_logits)
+    return with_sink(partial, sink_logits).out, (text, partial)
 
 
 def attend_fully(

@@ -176,7 +176,7 @@ def test_biases_of_packed_maps_count_unless_they_are_zero(biased: bool, tmp_path
         if value and not biased:
             refused(tmp_path, rf"tensor {re.escape(bias)} of shape \[32\] has no place in the model")
             continue
-        query = load(tmp_path).weights.layers[1].query
+        query = load(tmp_path).weights.layers[1].mixer.query
         np.testing.assert_array_equal(query.weight, numbers.T - 8)
         assert query.bias is None if not biased else (np.asarray(query.bias) == value).all()
 
@@ -199,7 +199,7 @@ def test_scales_of_activations_and_of_the_cache_are_dropped(kind: str, tmp_path:
     declare(tmp_path, {"quant_method": "fp8", "weight_block_size": [16, 8], "kv_cache_scheme": "static"})
     float8(tmp_path, {QUERY: "F8_E4M3"} | ({f"{QUERY}_scale_inv": kind} if kind == "F8_E8M0" else {}))
     expected = numbers.astype(np.float32) * np.kron(scales, np.ones((16, 8), np.float32))
-    np.testing.assert_array_equal(load(tmp_path).weights.layers[1].query.weight, expected)
+    np.testing.assert_array_equal(load(tmp_path).weights.layers[1].mixer.query.weight, expected)
 
 
 def test_zero_points_of_weights_without_any_must_be_zero(tmp_path: Path) -> None:
@@ -213,4 +213,4 @@ def test_zero_points_of_weights_without_any_must_be_zero(tmp_path: Path) -> None
         if value:
             refused(tmp_path, rf"tensor {re.escape(zero_point)} of shape \[32, 1\] has no place in the model")
         else:
-            np.testing.assert_array_equal(load(tmp_path).weights.layers[1].query.weight, numbers)
+            np.testing.assert_array_equal(load(tmp_path).weights.layers[1].mixer.query.weight, numbers)

@@ -24,9 +24,10 @@ from kvjax.model import Model, load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.checkpoints.origins import check_finite
 from kvjax.models.checkpoints.saving import write_checkpoint
-from kvjax.models.decoder import DenseMlp, Linear
 from kvjax.models.families import read_model_config
 from kvjax.models.integers import code_dtype
+from kvjax.models.linear import Linear
+from kvjax.models.mlp import DenseMlp
 from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
@@ -107,7 +108,7 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, value: float, dtype: 
 def test_every_tensor_arrives_in_its_place(tmp_path: Path) -> None:
     tensors = write(tmp_path)
     model = load(tmp_path)
-    np.testing.assert_array_equal(model.weights.layers[1].query.weight, tensors[QUERY])
+    np.testing.assert_array_equal(model.weights.layers[1].mixer.query.weight, tensors[QUERY])
     np.testing.assert_array_equal(model.weights.embedding, tensors["model.embed_tokens.weight"])
     one = model.logits([[1, 2, 3]])
     split(tmp_path)
@@ -132,7 +133,7 @@ def test_dtypes(stored: Any, dtype: Any, tmp_path: Path) -> None:
     tensors = write(tmp_path, stored)
     weights = load(tmp_path, dtype).weights
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(dtype or "float32")}
-    np.testing.assert_array_equal(weights.layers[1].query.weight, tensors[QUERY].astype(dtype or np.float32))
+    np.testing.assert_array_equal(weights.layers[1].mixer.query.weight, tensors[QUERY].astype(dtype or np.float32))
 
 
 @hypothesis.given(
@@ -160,7 +161,7 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     model, whole = load(tmp_path, weights="int8"), load(tmp_path)
     layer = model.weights.layers[1]
     assert isinstance(layer.mlp, DenseMlp) and layer.attention_norm is not None
-    for made in (layer.query, layer.mlp.up):
+    for made in (layer.mixer.query, layer.mlp.up):
         assert made.weight.dtype == code_dtype("cpu") and made.scale is not None and made.scale.dtype == np.float32
     assert model.weights.dtype == layer.attention_norm.scale.dtype == np.float32
     rounded = jax.tree.map(
@@ -174,7 +175,11 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     distance = np.abs(np.asarray(logits) - whole.logits(tokens)[:, -1]).max()
     assert 1e-3 < distance < 0.2
     half = load(tmp_path, "bfloat16", weights="int8").weights
-    assert half.dtype == half.layers[0].query(half.table.rows(jnp.arange(2)).astype(half.dtype)).dtype == jnp.bfloat16
+    assert (
+        half.dtype
+        == half.layers[0].mixer.query(half.table.rows(jnp.arange(2)).astype(half.dtype)).dtype
+        == jnp.bfloat16
+    )
 
 
 def test_bfloat16_on_a_cpu_brings_advice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,12 +196,12 @@ def test_auto_takes_8_bits_where_they_are_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path)
-    assert load(tmp_path, weights="auto").weights.layers[0].query.weight.dtype == code_dtype("cpu")
+    assert load(tmp_path, weights="auto").weights.layers[0].mixer.query.weight.dtype == code_dtype("cpu")
     assert capsys.readouterr().err == "kvjax: weights in int8, which decode faster than float32 on a CPU.\n"
     with jax.enable_x64(True):
-        assert load(tmp_path, "float64", weights="auto").weights.layers[0].query.weight.dtype == np.float64
+        assert load(tmp_path, "float64", weights="auto").weights.layers[0].mixer.query.weight.dtype == np.float64
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert load(tmp_path, weights="auto").weights.layers[0].query.weight.dtype == np.float32
+    assert load(tmp_path, weights="auto").weights.layers[0].mixer.query.weight.dtype == np.float32
     assert not capsys.readouterr().err
 
 

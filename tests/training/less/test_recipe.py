@@ -58,7 +58,7 @@ def literal_loss(text: int, kernels: Any, dtype: str = "float64") -> np.ndarray:
     made = []
     for layer in range(GQA.layers):
         of_layer = None if kernels is None else layer_of(kernels, layer)
-        output = weights.layers[layer].output.weight
+        output = weights.layers[layer].mixer.output.weight
         total, numbers = less_training.loss(prompts[text][layer], left[text][layer], of_layer, output)
         assert numbers == (N - BUDGET) * GQA.width  # of the first BUDGET tokens nothing is missing
         made.append(total / numbers)

@@ -1,0 +1,106 @@
+"""Grouped-query attention as a layer's mixer: projections before and after attention to the layer's cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.linear import Linear, Norm, normalise
+from kvjax.types import LayerConfig
+from pallas_kernels.attention import wide
+
+Result = TypeVar("Result")
+
+Mix = Callable[[Array, Array, Array], tuple[Array, Result]]
+"""Function of queries [b h g t d], keys [b h t d] and values [b h t e] before RoPE. It returns attention [b h g t e],
+and any pytree."""
+Total = Callable[[Array, Result], tuple[Array, Result]]
+"""Function that sums outputs [b t width] over devices, and may change the pytree of a `Mix`."""
+
+
+@struct.dataclass
+class Attention:
+    """Weights of grouped-query attention; the last three are None in models without them."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    sink_logits: Float[Array, " heads"] | None = None
+
+    def __call__(
+        self,
+        x: Float[Array, "b t width"],
+        config: ModelConfig,
+        shape: LayerConfig,
+        positions: Int[Array, "b t"],
+        mix: Mix[Result],
+        total: Total[Result] | None = None,
+    ) -> tuple[Float[Array, "b t width"], Result]:
+        """Project tokens, attend with `mix`, and project back.
+
+        Args:
+            x: input of the layer, normalized unless the model normalizes outputs only.
+            positions: in the row's text; -1 marks padding.
+            mix: attention, see `Mix`.
+            total: None stands for `over_attention` of the layer's `spread`.
+        """
+        attended, result = mix(*self.project(x, config, shape, positions))
+        b, t, _ = x.shape
+        attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
+        out = dataclasses.replace(self.output, bias=None)(shape.spread.own_features(attended))
+        if total is None:
+            out = shape.spread.over_attention(out)
+        else:
+            out, result = total(out, result)
+        return out if self.output.bias is None else out + self.output.bias, result
+
+    def project(
+        self, x: Float[Array, "b t width"], config: ModelConfig, shape: LayerConfig, positions: Int[Array, "b t"]
+    ) -> tuple[Float[Array, "b h g t d"], Float[Array, "b h t d"], Float[Array, "b h t e"]]:
+        """Return queries, keys and values before RoPE.
+
+        Query head i uses KV head i // g: the heads of one group are adjacent.
+        """
+        b, t, _ = x.shape
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if config.query_key_norm_over == "heads":
+            q, k = self._normalise_heads(config, q, k)
+        q = q.reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
+        k = k.reshape(b, t, shape.kv_heads, shape.key_width)
+        v = v.reshape(b, t, shape.kv_heads, shape.value_width)
+        if shape.normed and config.query_key_norm_over == "head":
+            q, k = normalise(self.query_norm, q, config), normalise(self.key_norm, k, config)
+        if config.qkv_clip is not None:
+            q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
+        growth = config.query_growth
+        if growth is not None and not (growth.unrotated and shape.rope is not None):
+            stretch = (jnp.maximum(positions, 0) + growth.offset) // growth.length
+            factor = 1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype)))
+            q = q * factor[:, :, None, None, None].astype(q.dtype)
+        return q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+    def sinks(self, shape: LayerConfig) -> Float[Array, "h g"] | None:
+        """Return the logits of the layer's learned sinks by KV head; None for a layer without sinks."""
+        return None if self.sink_logits is None else self.sink_logits.reshape(shape.kv_heads, shape.groups)
+
+    def _normalise_heads(
+        self, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t f"]
+    ) -> tuple[Float[Array, "b t f"], Float[Array, "b t f"]]:
+        """Apply RMS normalization to queries and to keys over all heads; one sum over devices serves both."""
+        assert self.query_norm is not None and self.key_norm is not None
+        pairs = [(q, self.query_norm), (k, self.key_norm)]
+        squares = jnp.stack([jnp.mean(x.astype(wide(x.dtype)) ** 2, -1) for x, _ in pairs])
+        means = config.spread.over_heads(squares) / config.spread.heads
+        factors = jax.lax.rsqrt(means + config.norm_eps)[..., None]
+        q, k = ((x * factor).astype(x.dtype) * norm.scale for (x, norm), factor in zip(pairs, factors, strict=True))
+        return q, k
