@@ -26,7 +26,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 
-class Generation(jinja2.ext.Extension):
+class _Generation(jinja2.ext.Extension):
     """The block `{% generation %}`, which marks answers for training and renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
@@ -42,7 +42,7 @@ class Generation(jinja2.ext.Extension):
         return caller()
 
 
-class Namespace(jinja2.utils.Namespace):
+class _Namespace(jinja2.utils.Namespace):
     """A namespace without attributes that begin with an underscore, which the sandbox reserves."""
 
     def __init__(*args: Any, **attributes: Any) -> None:
@@ -85,10 +85,10 @@ def dictionary(*pairs: Any, **items: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """Return an environment like that of transformers' `apply_chat_template`."""
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     made.filters["tojson"] = tojson
     made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
@@ -97,23 +97,23 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 @functools.lru_cache(8)
-def compiled(source: str) -> jinja2.Template:
+def _compiled(source: str) -> jinja2.Template:
     """Compile a template."""
-    return environment().from_string(source)
+    return _environment().from_string(source)
 
 
 @functools.lru_cache(8)
-def names(source: str) -> list[str]:
+def _names(source: str) -> list[str]:
     """Return the names that a template reads without defining them."""
-    return sorted(jinja2.meta.find_undeclared_variables(environment().parse(source)) - set(environment().globals))
+    return sorted(jinja2.meta.find_undeclared_variables(_environment().parse(source)) - set(_environment().globals))
 
 
-def answer(request: dict[str, Any], characters: int) -> dict[str, Any]:
+def _answer(request: dict[str, Any], characters: int) -> dict[str, Any]:
     """Render a template, or list its names; see `kvjax.generation.templates.Renderer`."""
     if "variables" not in request:
-        return {"names": names(request["template"])}
+        return {"names": _names(request["template"])}
     pieces, length = list[str](), 0
-    for piece in compiled(request["template"]).generate(request["variables"]):
+    for piece in _compiled(request["template"]).generate(request["variables"]):
         pieces.append(piece)
         length += len(piece)
         if length > characters:
@@ -124,7 +124,7 @@ def answer(request: dict[str, Any], characters: int) -> dict[str, Any]:
 def answer_line(line: bytes, characters: int) -> str:
     """Answer a request in JSON; errors of the template are answers, too."""
     try:
-        return json.dumps(answer(json.loads(line), characters))
+        return json.dumps(_answer(json.loads(line), characters))
     except MemoryError:
         said = {"excess": "bytes"}
     except RecursionError:

@@ -35,7 +35,7 @@ from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
-from kvjax.models.model import Origin, rows_of
+from kvjax.models.model import ModelOrigin, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import SlotResidual
@@ -95,7 +95,7 @@ def compress(
     check_state(state)
     check_on_host("compress", state.position, budget, text)
     budget, before = checked_budget(budget), state.decoder
-    origin = before.origin or Origin("of this state", None, None, None)
+    origin = before.origin or ModelOrigin("of this state", None, None, None)
     model = origin.model(before.weights, before.config, before.mesh)
     own = jax.tree.map(
         lambda leaf: leaf.item() if isinstance(leaf, jax.Array) and not leaf.ndim else leaf, before.policy

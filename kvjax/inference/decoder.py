@@ -38,7 +38,7 @@ from kvjax.inference.sharding import cache_specs, joined, logits_spec, placed_po
 from kvjax.inference.windows import with_windows
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import unembed
-from kvjax.models.model import LanguageModel, Origin, rows_of
+from kvjax.models.model import LanguageModel, ModelOrigin, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, setting
@@ -63,7 +63,7 @@ class Decoder(Bound):
 
     asked: tuple[Policy, Any] | None = None
     """Policy and budget with concrete numbers, from which slots of prompts are planned; None inside of programs."""
-    origin: Origin | None = setting(None)
+    origin: ModelOrigin | None = setting(None)
     """Name and tokenizer of the model, for policies that another state's policy is replaced by."""
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ _forward = jax.jit(forward, static_argnames="config")
 
 
 @dataclasses.dataclass(frozen=True)
-class Origin:
+class ModelOrigin:
     """Name and tokenizer of a model, which states keep. Programs do not depend on the tokenizer."""
 
     name: str
@@ -85,9 +85,9 @@ class LanguageModel:
         return f"{type(self).__name__}({self.name!r}, {parameters / 1e6:.1f}M parameters, {self.weights.dtype})"
 
     @property
-    def origin(self) -> Origin:
+    def origin(self) -> ModelOrigin:
         """Name and tokenizer of the model, for its states."""
-        return Origin(self.name, self.directory, self.metadata, vars(self).get("tokenizer"))
+        return ModelOrigin(self.name, self.directory, self.metadata, vars(self).get("tokenizer"))
 
     @functools.cached_property
     def tokenizer(self) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.models.tokenizer_files import ROLES, check_files, read_settings
+from kvjax.models.tokenizer_files import ROLES, check_files, read_tokenizer_settings
 from kvjax.utils.files import damage_named, is_panic
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def adds_bos(directory: Path) -> bool | None:
 
     Transformers ignores this setting if there is a tokenizer.json, which has its own rule.
     """
-    said = read_settings(directory).get("add_bos_token")
+    said = read_tokenizer_settings(directory).get("add_bos_token")
     return said if isinstance(said, bool) else None
 
 

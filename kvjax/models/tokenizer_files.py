@@ -37,10 +37,10 @@ def check_files(directory: Path) -> dict[str, Any]:
     if file.exists() and (growth := growth_of(read_json(file))) > MOST_GROWTH:
         much = "without bounds" if growth == math.inf else f"up to {growth:.3g} times"
         raise ValueError(f"{file} lengthens texts {much}, more than {MOST_GROWTH} times, and could take all memory.")
-    return read_settings(directory)
+    return read_tokenizer_settings(directory)
 
 
-def read_settings(directory: Path) -> dict[str, Any]:
+def read_tokenizer_settings(directory: Path) -> dict[str, Any]:
     """Read tokenizer_config.json, and check the types of the settings that are read here or in transformers."""
     file = directory / "tokenizer_config.json"
     settings = read_json(file) if file.exists() else {}

@@ -53,7 +53,7 @@ Steps = tuple[Float[np.ndarray, "steps b vocab"], list[list[np.ndarray]]]
 
 
 @functools.cache
-def small_model(dtype: str = "float32") -> Model:
+def _small_model(dtype: str = "float32") -> Model:
     """Return a model of two layers with random weights."""
     return Model(random_weights(CONFIG, jax.random.key(0), dtype), CONFIG, name="random")
 
@@ -94,7 +94,7 @@ def check_policy(policy: Policy | Score | str, *checks: str) -> None:
             raise AssertionError(f"{name_of(chosen)} fails the check {name!r}, that {rule}. {error}") from error
 
 
-def read(
+def _read(
     policy: Policy, budget: Any = None, *, model: Model | None = None, rows: Any = None, **settings: Any
 ) -> tuple[State, Float[Array, "b vocab"]]:
     """Read the prompts; None as a budget is `BUDGET`, where the policy has one."""
@@ -103,10 +103,10 @@ def read(
         budget = 1.0
     arguments: dict[str, Any] = {"lengths": np.array(LENGTHS)[index], "max_new_tokens": STEPS + 1} | settings
     tokens = TEXT[index, : max(LENGTHS)]
-    return prefill(model or small_model(), policy, tokens, BUDGET if budget is None else budget, **arguments)
+    return prefill(model or _small_model(), policy, tokens, BUDGET if budget is None else budget, **arguments)
 
 
-def follow(state: State, rows: Any = None, steps: int = STEPS) -> Steps:
+def _follow(state: State, rows: Any = None, steps: int = STEPS) -> Steps:
     """Read the same tokens after each prompt by decode steps."""
     index = np.arange(len(LENGTHS)) if rows is None else np.asarray(rows)
     logits, positions = list[np.ndarray](), list[list[np.ndarray]]()
@@ -117,19 +117,19 @@ def follow(state: State, rows: Any = None, steps: int = STEPS) -> Steps:
     return np.stack(logits), positions
 
 
-def with_room() -> list[int]:
+def _with_room() -> list[int]:
     """Return a budget with a slot for each token of the texts."""
     return [max(LENGTHS) + STEPS] * CONFIG.layers
 
 
-def close(actual: Any, expected: Any, what: str) -> None:
+def _close(actual: Any, expected: Any, what: str) -> None:
     """Raise an AssertionError unless arrays are equal up to `TOLERANCE`."""
     np.testing.assert_allclose(
         np.asarray(actual), np.asarray(expected), rtol=TOLERANCE, atol=TOLERANCE, err_msg=what, verbose=False
     )
 
 
-def ranking_inputs(state: State) -> list[tuple[Policy, View, New]]:
+def _ranking_inputs(state: State) -> list[tuple[Policy, View, New]]:
     """Return the policy of each layer, its slots, and the newest token, as far as a ranking may use it."""
     decoder, cache = state.decoder, state.cache
     reading, views = cache.newest.replace(kernels=decoder.kernels), cache.storage.unpack().layers
@@ -139,14 +139,16 @@ def ranking_inputs(state: State) -> list[tuple[Policy, View, New]]:
     ]
 
 
-def ranks_prompts_only(state: State) -> bool:
+def _ranks_prompts_only(state: State) -> bool:
     """Return whether generated tokens leave scores as they are: then the end of a text may rank its tokens."""
-    return any(policy.score.asks(view, new.replace(given=False)) is None for policy, view, new in ranking_inputs(state))
+    return any(
+        policy.score.asks(view, new.replace(given=False)) is None for policy, view, new in _ranking_inputs(state)
+    )
 
 
-def scores_by_position(state: State) -> list[Float[np.ndarray, "b h n"]]:
+def _scores_by_position(state: State) -> list[Float[np.ndarray, "b h n"]]:
     """Return each layer's scores, in the order of positions; none if they depend on the token that needs a slot."""
-    inputs = ranking_inputs(state)
+    inputs = _ranking_inputs(state)
     if not foreseen(*map(list, zip(*inputs, strict=True))):
         return []
     scores = list[np.ndarray]()
@@ -158,64 +160,64 @@ def scores_by_position(state: State) -> list[Float[np.ndarray, "b h n"]]:
     return scores
 
 
-def check_room(policy: Policy) -> None:
+def _check_room(policy: Policy) -> None:
     """Check that logits equal those of the full cache if there is a slot for each token."""
     if policy.selection is not None or policy.plan.sizing.mode != "budget":
         return
-    state, logits = read(policy, with_room(), plan="uniform")
-    full, expected = read(policy_by_name("full"))
-    close(logits, expected, "after the prompts")
-    close(follow(state)[0], follow(full)[0], "after later tokens")
+    state, logits = _read(policy, _with_room(), plan="uniform")
+    full, expected = _read(policy_by_name("full"))
+    _close(logits, expected, "after the prompts")
+    _close(_follow(state)[0], _follow(full)[0], "after later tokens")
 
 
-def check_blocks(policy: Policy) -> None:
+def _check_blocks(policy: Policy) -> None:
     """Check that slots have the same scores whether a prompt is read at once or token by token."""
     requires, sizing = policy.score.requires, policy.plan.sizing
     if requires.whole_prompt or requires.replay is not None or sizing.per_head or sizing.mode != "budget":
         return
-    room = with_room()
-    state, other = (read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
-    if ranks_prompts_only(state):
+    room = _with_room()
+    state, other = (_read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
+    if _ranks_prompts_only(state):
         return
-    for layer, (whole, single) in enumerate(zip(scores_by_position(state), scores_by_position(other), strict=True)):
-        close(
+    for layer, (whole, single) in enumerate(zip(_scores_by_position(state), _scores_by_position(other), strict=True)):
+        _close(
             whole, single, f"layer {layer}: `fold` of a block must return what it returns for one token after another"
         )
 
 
-def check_turns(policy: Policy) -> None:
+def _check_turns(policy: Policy) -> None:
     """Check that logits are the same for a prompt and for two turns if there is a slot for each token."""
     if policy.selection is not None or policy.plan.sizing.mode != "budget" or policy.score.requires.min_prompt > 12:
         return
-    room, tokens = with_room(), TEXT[:, : min(LENGTHS)]
+    room, tokens = _with_room(), TEXT[:, : min(LENGTHS)]
     settings: dict[str, Any] = dict(plan=None if policy.plan.sizing.per_head else "uniform", max_new_tokens=STEPS + 1)
-    _, expected = prefill(small_model(), policy, tokens, room, **settings)
-    state, _ = prefill(small_model(), policy, tokens[:, :12], room, **settings)
-    close(extend(state, tokens[:, 12:])[1], expected, "after the second turn")
+    _, expected = prefill(_small_model(), policy, tokens, room, **settings)
+    state, _ = prefill(_small_model(), policy, tokens[:, :12], room, **settings)
+    _close(extend(state, tokens[:, 12:])[1], expected, "after the second turn")
 
 
-def check_rows(policy: Policy) -> None:
+def _check_rows(policy: Policy) -> None:
     """Check that rows in another order give the same results in that order."""
     order = np.array([2, 0, 1])
-    (state, logits), (other, permuted) = read(policy), read(policy, rows=order)
-    close(permuted, logits[order], "after the prompts")
-    close(follow(other, order)[0], follow(state)[0][:, order], "after later tokens")
+    (state, logits), (other, permuted) = _read(policy), _read(policy, rows=order)
+    _close(permuted, logits[order], "after the prompts")
+    _close(_follow(other, order)[0], _follow(state)[0][:, order], "after later tokens")
 
 
-def check_padding(policy: Policy) -> None:
+def _check_padding(policy: Policy) -> None:
     """Check that a row gives the same results alone and beside longer ones, which it is padded to."""
-    (state, logits), (alone, expected) = read(policy), read(policy, rows=[1])
-    close(logits[1:2], expected, "after the prompt")
-    close(follow(state)[0][:, 1:2], follow(alone, [1])[0], "after later tokens")
+    (state, logits), (alone, expected) = _read(policy), _read(policy, rows=[1])
+    _close(logits[1:2], expected, "after the prompt")
+    _close(_follow(state)[0][:, 1:2], _follow(alone, [1])[0], "after later tokens")
 
 
-def check_limits(policy: Policy) -> None:
+def _check_limits(policy: Policy) -> None:
     """Check that no head holds more tokens than its limit, or a token twice."""
-    state, _ = read(policy)
+    state, _ = _read(policy)
     limits = slot_limits(state)
     if policy.may_shrink:
         limits = [np.full_like(limit, policy.buffer_slots(int(limit.max()), min(LENGTHS))) for limit in limits]
-    for positions in [held_positions(state), *follow(state)[1]]:
+    for positions in [held_positions(state), *_follow(state)[1]]:
         for layer, (position, limit) in enumerate(zip(positions, limits, strict=True)):
             assert ((position >= 0).sum(-1) <= limit).all(), f"layer {layer} holds more than {limit.tolist()} tokens"
             for head in position.reshape(-1, position.shape[-1]):
@@ -223,47 +225,47 @@ def check_limits(policy: Policy) -> None:
                 assert len(np.unique(tokens)) == len(tokens), f"layer {layer} holds a token twice: {sorted(tokens)}"
 
 
-def check_compiled(policy: Policy) -> None:
+def _check_compiled(policy: Policy) -> None:
     """Check that `jit`, `scan` and `vmap` over steps give the results of plain steps."""
-    state, _ = read(policy)
+    state, _ = _read(policy)
     tokens = jnp.asarray(TEXT[:, max(LENGTHS) : max(LENGTHS) + 3].T, jnp.int32)
     branches = jax.jit(jax.vmap(lambda tokens: jax.lax.scan(decode_step, state, tokens)[1]))(tokens[None])
-    close(branches[0], follow(state, steps=3)[0], "after three tokens")
+    _close(branches[0], _follow(state, steps=3)[0], "after three tokens")
 
 
-def check_int8(policy: Policy) -> None:
+def _check_int8(policy: Policy) -> None:
     """Check that logits are finite over 8-bit slots."""
-    state, logits = read(policy_by_name(policy, codec="int8"))
-    assert np.isfinite(logits).all() and np.isfinite(follow(state)[0]).all(), "logits are not finite"
+    state, logits = _read(policy_by_name(policy, codec="int8"))
+    assert np.isfinite(logits).all() and np.isfinite(_follow(state)[0]).all(), "logits are not finite"
 
 
-def check_bfloat16(policy: Policy) -> None:
+def _check_bfloat16(policy: Policy) -> None:
     """Check that logits are finite with a model in bfloat16."""
-    state, logits = read(policy, model=small_model("bfloat16"))
-    assert np.isfinite(logits).all() and np.isfinite(follow(state)[0]).all(), "logits are not finite"
+    state, logits = _read(policy, model=_small_model("bfloat16"))
+    assert np.isfinite(logits).all() and np.isfinite(_follow(state)[0]).all(), "logits are not finite"
 
 
-def check_mesh(policy: Policy) -> None:
+def _check_mesh(policy: Policy) -> None:
     """Check that two devices, which shard the heads, give the results of one; skip this if there is only one."""
     if len(jax.devices()) < 2:
         return
     mesh = mesh_of(jax.devices(), (1, 2))
-    weights = jax.device_put(small_model().weights, weight_shardings(CONFIG, mesh))
-    (state, logits), (sharded, expected) = read(policy), read(policy, model=Model(weights, CONFIG, mesh=mesh))
-    close(logits, expected, "after the prompts")
-    close(follow(state)[0], follow(sharded)[0], "after later tokens")
+    weights = jax.device_put(_small_model().weights, weight_shardings(CONFIG, mesh))
+    (state, logits), (sharded, expected) = _read(policy), _read(policy, model=Model(weights, CONFIG, mesh=mesh))
+    _close(logits, expected, "after the prompts")
+    _close(_follow(state)[0], _follow(sharded)[0], "after later tokens")
 
 
 CHECKS: Mapping[str, Callable[[Policy], None]] = {
-    "room": check_room,
-    "blocks": check_blocks,
-    "turns": check_turns,
-    "order of rows": check_rows,
-    "padding": check_padding,
-    "limits": check_limits,
-    "jit, scan and vmap": check_compiled,
-    "int8": check_int8,
-    "bfloat16": check_bfloat16,
-    "mesh": check_mesh,
+    "room": _check_room,
+    "blocks": _check_blocks,
+    "turns": _check_turns,
+    "order of rows": _check_rows,
+    "padding": _check_padding,
+    "limits": _check_limits,
+    "jit, scan and vmap": _check_compiled,
+    "int8": _check_int8,
+    "bfloat16": _check_bfloat16,
+    "mesh": _check_mesh,
 }
 """Checks by name; each takes a policy and raises an AssertionError."""

@@ -65,16 +65,17 @@ def _check_room(directory: Path) -> None:
 
 def one_line_warnings() -> Callable[..., str]:
     """Return a `warnings.formatwarning` of one line; JAX's warnings of programs that it cannot keep become one."""
-    reported = False
+    reported = set[str]()
 
     def line(message: Warning | str, *_: object, **__: object) -> str:
-        nonlocal reported
         failure = re.match(r"Error writing persistent compilation cache .*?': (.*)", str(message), flags=re.DOTALL)
         if failure is None:
             return f"kvjax: {message}\n"
-        first, reported = not reported, True
-        directory = jax.config.values["jax_compilation_cache_dir"]
-        return f"kvjax: {_UNWRITABLE.format(directory)} ({' '.join(failure[1].split())}); {_REMEDY}\n" if first else ""
+        directory = str(jax.config.values["jax_compilation_cache_dir"])
+        if directory in reported:
+            return ""
+        reported.add(directory)
+        return f"kvjax: {_UNWRITABLE.format(directory)} ({' '.join(failure[1].split())}); {_REMEDY}\n"
 
     return line
 

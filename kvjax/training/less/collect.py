@@ -24,7 +24,7 @@ ROWS = 8
 """Most texts that are read together."""
 
 
-def check_policy(policy: Policy, mask: str) -> None:
+def check_trainable(policy: Policy, mask: str) -> None:
     """Refuse a policy that kernels cannot be trained for."""
     name = name_of(policy)
     check_mask(policy, mask)
@@ -56,7 +56,7 @@ def collect(
         directory: directory of the arrays, about 6 n (heads + KV heads) d floats per text and layer.
         seed: seed of random policies; each text gets its own seed from it.
     """
-    check_policy(policy, mask)
+    check_trainable(policy, mask)
     bound, layers = ready(model, policy, budget, plan), model.config.layer_configs
     if bound.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")

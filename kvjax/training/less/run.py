@@ -23,7 +23,7 @@ from kvjax.methods.less import checkpoint
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.training import checkpoints
-from kvjax.training.less.collect import check_policy, collect, sample_texts
+from kvjax.training.less.collect import check_trainable, collect, sample_texts
 from kvjax.training.less.loss import output_projections
 from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features
@@ -55,7 +55,7 @@ def train_kernels(
         mask: attention that the policy sees, see `record`.
         mesh: devices that train, see `training_mesh`; a run may continue on others. Texts are read on one device.
     """
-    check_policy(policy, mask)
+    check_trainable(policy, mask)
     split_texts(sequences, recipe)
     check_batch(recipe.batch, mesh)
     run, name = out / "training", methods.name_of(policy)
