@@ -92,7 +92,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     )
     made.filters["tojson"] = tojson
     made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    made.globals.update(dict=dictionary, namespace=Namespace)
+    made.globals.update(dict=dictionary, namespace=_Namespace)
     return made
 
 
