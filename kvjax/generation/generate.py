@@ -114,10 +114,12 @@ def begin(
     stop_at_eos: bool = True,
     chat: bool = False,
     logprobs: int | None = None,
+    rope_length: int | None = None,
 ) -> Begun:
     """Prefill prompts for generation; see `generate_texts` for the settings and errors.
 
-    With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer.
+    With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer. `rope_length` is
+    as in `kvjax.prefill`.
     """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
@@ -150,7 +152,8 @@ def begin(
         keys = _keys(np.asarray([seeds[row] for row in index], np.int64))
         compiling.lap()
         batch = [list(prompts[row]) for row in index]
-        state, logits = prefill(model, chosen, batch, budget, key=keys, prefill_chunk=prefill_chunk, **arguments)
+        arguments |= dict(key=keys, prefill_chunk=prefill_chunk, rope_length=rope_length)
+        state, logits = prefill(model, chosen, batch, budget, **arguments)
         jax.block_until_ready(logits)
         seconds = compiling.lap()
     if num_samples > 1:

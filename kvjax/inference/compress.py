@@ -109,7 +109,7 @@ def compress(
             "text with kvjax.prefill and that plan."
         )
     read = on_host(state.position).astype(np.int64)
-    end = planned_ends(state.cache, read, state.config)
+    end = planned_ends(state.cache, read)
     limits, capacities = plan_slots(bound, budget, read, end - read, before.config, int(read.max()), budget_of)
     lines = lines_of(limits)
     renewed = policy is not None

@@ -73,12 +73,14 @@ class Decoder(Bound):
         key: Key[Array, ""] | Key[Array, " b"] | None = None,
         prefill_chunk: int | None = None,
         budget_of: str = "text",
+        rope_length: int | None = None,
     ) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read prompts into a new cache, and return the logits for the first new tokens, too; see `kvjax.prefill`."""
         assert self.asked is not None, "a decoder for prompts comes from kvjax.decoder"
         policy, budget = self.asked
         settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
-        prompts = prepare_bound(self, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
+        settings |= dict(budget_of=budget_of, rope_length=rope_length)
+        prompts = prepare_bound(self, policy, tokens, budget, lengths, **settings)
         late = reads_all_first(prompts.policy)
         first = unevicted(prompts, self.config, self.mesh) if late else prompts
         made = bound_prompts(self, first).replace(kernels=self.kernels)
@@ -98,6 +100,7 @@ class Decoder(Bound):
             key=prompts.keys,
             seed=seed,
             active=jnp.asarray(np.ones(prompts.lengths.shape, bool)),
+            rope_length=None if prompts.rope_length is None else jnp.asarray(prompts.rope_length),
         )
         cache = placed_rows(cache, self.mesh)
         if late:

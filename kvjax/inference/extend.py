@@ -32,6 +32,7 @@ def prefill(
     plan: Plan | str | None = None,
     prefill_chunk: int | None = None,
     budget_of: str = "text",
+    rope_length: int | None = None,
     implementation: str | Kernels = "auto",
 ) -> tuple[State, Float[Array, "b vocab"]]:
     """Read prompts into a cache that holds no more than its budget.
@@ -54,6 +55,8 @@ def prefill(
             chunk; None for the policy's default, mostly the whole prompt; 1 reads it by decode steps.
         budget_of: base of a fractional budget: `text` (prompt + `max_new_tokens`), `prompt`, or `context` (the
             model's positions).
+        rope_length: length of the texts, in tokens, for RoPE whose frequencies depend on it; None for the planned
+            length of each. Set it if texts are much shorter than `max_new_tokens` allows.
         implementation: implementation of every operation: `auto`, `xla`, `pallas`, `triton`, `mosaic`, or a list such
             as `pallas,xla` for the first that can run; see `pallas_kernels.common.choose`.
 
@@ -72,7 +75,9 @@ def prefill(
         ([3], (1, 2048))
     """
     made = decoder(model, policy, budget, plan=plan, implementation=implementation)
-    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk)
+    settings: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk, rope_length=rope_length
+    )
     cache, logits = made.prefill(tokens, lengths, budget_of=budget_of, **settings)
     return State(made.replace(asked=None), cache), logits
 

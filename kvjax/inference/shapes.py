@@ -68,6 +68,7 @@ def state_shapes(
     decoder = Decoder(weights=made.weights, policy=placed, config=made.config, kernels=kernels, mesh=made.mesh)
     lengths: dict[str, Any] = dict.fromkeys(("position", "prompt_length", "horizon", "end"), position)
     active: Any = jax.ShapeDtypeStruct((rows,), np.bool_)
+    lengths["rope_length"] = None if prompts.rope_length is None else position
     cache = Cache(storage=storage, **lengths, key=prompts.keys, seed=seed, active=active)
     if model.mesh is None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), State(decoder, cache))
@@ -85,6 +86,7 @@ def empty_state(
     buffers = among_devices(capacities, model.mesh)
     storage = Dense(empty_layers(policy, config.layer_configs, allowed, buffers, model.weights.dtype))
     keys, end = jax.random.split(jax.random.key(seed), rows), jnp.full(rows, length, jnp.int32)
-    cache = Cache.empty(storage, 1, end - 1, end, policy_seeds(keys), keys)
+    rope = config.rope_length(np.full(rows, length))
+    cache = Cache.empty(storage, 1, end - 1, end, policy_seeds(keys), keys, None if rope is None else jnp.asarray(rope))
     placed = jax.tree.map(jnp.asarray, policy)
     return State(Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh), cache)

@@ -169,7 +169,7 @@ class TriAttention(Score):
         # A cached key is rotated by its position, so that a query at the newest position + delta is at D + delta.
         newest = new.newest - (not new.given)  # a decoded token has no slot yet
         ahead = newest[:, None] + 2 ** jnp.arange(self.distances)
-        mean = Turns(*(turn.mean(1)[:, None, None] for turn in turns_of(rope, ahead, keys.dtype, new.end)))
+        mean = Turns(*(turn.mean(1)[:, None, None] for turn in turns_of(rope, ahead, keys.dtype, new.rope_length)))
         query = rotate_by(rope, jnp.broadcast_to(center, (len(newest), *center.shape)), mean)
         excess = rope.magnitude * (norm - pair_norms(rope, center))
         norms = pair_norms(rope, keys)

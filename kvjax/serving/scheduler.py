@@ -78,7 +78,7 @@ class Device:
         placed = placed_policy(self.policy, model.mesh)
         self.decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh)
         self.reader = self.decoder.replace(mesh=batch.reading_mesh(model.mesh))
-        self._one = _planned(limits[0])
+        self._one = _planned(limits[0], config.rope_length(np.asarray([2])))
         rows_made = self._emptied()
         self.state: Rows | None = rows_made
         """Rows of the batch; None after a failure, until `put` creates new ones."""
@@ -113,12 +113,13 @@ class Device:
             raise ValueError(f"budget={budget} has no effect under policy {name_of(self.policy)}; leave it out.")
         if budget > self.budget:
             raise ValueError(f"budget={budget} is more than the {self.budget} slots that there are; ask for fewer.")
+        rope = config.rope_length(np.asarray([end]))
         # If the slots suffice only for the planned length, all texts are planned for the whole context.
         end = self.context if self.policy.plan.sizing.fixed_length else end
         limits, _ = self._slots(len(prompt), end, budget)
         if any(limit.max() > room for limit, room in zip(limits, self._sizes.capacities, strict=True)):
             raise ValueError(f"budget={budget} gives a layer more slots than there are; leave it out.")
-        return _planned(limits, seed_number(request.seed), end - len(prompt), end)
+        return _planned(limits, rope, seed_number(request.seed), end - len(prompt), end)
 
     def beginnings(self, request: Request, planned: Planned) -> list[Key]:
         """Return the keys of a request's prefixes in the prefix cache, see `prefix_cache.beginnings`."""
@@ -224,9 +225,11 @@ class Device:
         )
 
 
-def _planned(limits: Sequence[Int[np.ndarray, "1 h"]], seed: int = 0, horizon: int = 1, end: int = 2) -> Planned:
+def _planned(
+    limits: Sequence[Int[np.ndarray, "1 h"]], rope_length: Any, seed: int = 0, horizon: int = 1, end: int = 2
+) -> Planned:
     slots: Any = tuple(limit.astype(np.int32) for limit in limits)
-    return Planned(slots, _row(seed, np.uint32), _row(horizon), _row(end))
+    return Planned(slots, _row(seed, np.uint32), _row(horizon), _row(end), rope_length)
 
 
 def _row(value: Any, dtype: Any = None) -> Any:
