@@ -30,6 +30,7 @@ from kvjax.methods.registry import policy as policy_by_name
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import Compiling
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.settings import Messages, seed_number, whole_number
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def check_room(longest: int, max_new_tokens: int, policy: Policy, model: Languag
         )
 
 
+@on_the_host
 def begin(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
@@ -180,6 +182,7 @@ def begin(
     )
 
 
+@on_the_host
 def lower_begin(
     model: LanguageModel, prompts: Sequence[Sequence[int]], *, policy: str | Policy, **reading: Any
 ) -> list[jax.stages.Lowered]:
@@ -227,6 +230,7 @@ def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) 
             raise ValueError(f"{name}={settings[name]} has no effect on a beam search; leave it out.")
 
 
+@on_the_host
 def go_on(
     begun: Begun,
     beams: int = 1,

@@ -42,6 +42,7 @@ from kvjax.policies.residual import SlotResidual
 from kvjax.policies.stats import questions
 from kvjax.types import New, Reading, View
 from kvjax.utils.dependence import depends_on
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
 
 UNKNOWN = {
@@ -54,6 +55,7 @@ UNKNOWN = {
 """Data of tokens that a cache does not hold."""
 
 
+@on_the_host
 def compress(
     state: State,
     policy: Policy | str | None = None,

@@ -43,6 +43,7 @@ from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
 from kvjax.utils.autotune import settle_before
+from kvjax.utils.modes import on_the_host, with_promotion
 from kvjax.utils.processes import on_host
 from kvjax.utils.settings import whole_number
 
@@ -64,6 +65,7 @@ class Decoder(Bound):
     asked: tuple[Policy, Any] | None = None
     """Policy and budget with concrete numbers, from which slots of prompts are planned; None inside of programs."""
 
+    @on_the_host
     def prefill(
         self,
         tokens: Tokens,
@@ -123,11 +125,13 @@ class Decoder(Bound):
         pressed = press(decoder, held, tuple(map(jnp.asarray, prompts.limits)), prompts.capacities)
         return cache.replace(storage=stored(pressed, decoder, int((prompts.lengths + prompts.horizon).max())))
 
+    @with_promotion
     def step(self, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read one token per row; call it under `jit` or `scan`. See `kvjax.decode_step`, which compiles it."""
         cache, logits = self.steps(cache, token[:, None])
         return cache, logits[:, 0]
 
+    @with_promotion
     def steps(self, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Cache, Float[Array, "b n vocab"]]:
         """Read known tokens by decode steps; call it under `jit`.
 
@@ -147,6 +151,7 @@ class Decoder(Bound):
         made = cache_specs(cache), _after_each(logits_spec(self.config, self.mesh))
         return run_on_mesh(_steps_on_device, self.replace(asked=None), cache, tokens, made=made)
 
+    @on_the_host
     def extend(
         self,
         cache: Cache,
@@ -203,6 +208,7 @@ class Decoder(Bound):
         return after, found[:, : ids.shape[1]] if logits == "all" else found
 
 
+@on_the_host
 def decoder(
     model: LanguageModel,
     policy: Policy | str,

@@ -18,8 +18,10 @@ from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
+from kvjax.utils.modes import on_the_host
 
 
+@on_the_host
 def prefill(
     model: LanguageModel,
     policy: Policy | str,
@@ -82,6 +84,7 @@ def prefill(
     return State(made.replace(asked=None), cache), logits
 
 
+@on_the_host
 def lower_prefill(
     model: LanguageModel,
     policy: Policy | str,
@@ -100,6 +103,7 @@ def lower_prefill(
     return lower_prompts(model, prompts)
 
 
+@on_the_host
 def extend(
     state: State,
     tokens: ArrayLike | Sequence[Sequence[int]],

@@ -24,8 +24,10 @@ from kvjax.models.weights import is_shape
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
+from kvjax.utils.modes import on_the_host
 
 
+@on_the_host
 def state_shapes(
     model: LanguageModel,
     policy: Policy | str,
@@ -75,6 +77,7 @@ def state_shapes(
     return State(*placed_shapes((bound_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))
 
 
+@on_the_host
 def empty_state(
     model: LanguageModel, policy: Policy, rows: int, length: int, budget: Budget, *, seed: int = 0
 ) -> State:

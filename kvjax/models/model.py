@@ -21,6 +21,7 @@ from kvjax.models.decoder import Weights, forward
 from kvjax.models.sharding import program_mesh
 from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer, token_classes
 from kvjax.utils.autotune import automatic
+from kvjax.utils.modes import on_the_host
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -92,6 +93,7 @@ class LanguageModel:
         """Special tokens and punctuation of the tokenizer; raises ValueError for a model without one."""
         return token_classes(self.tokenizer)
 
+    @on_the_host
     def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "b t vocab"]:
         """Compute next-token logits at every position with full causal attention.
 

@@ -31,6 +31,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Linear, Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.quantization import read_quantization
+from kvjax.models.fingerprint import rounded_from
 from kvjax.models.integers import code_dtype
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
@@ -240,4 +241,8 @@ def _read_weights(
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
+    if codes is not None:
+        made = dataclasses.replace(
+            made, rounded_from=rounded_from(config, shapes, lambda name: leaves[name].rows(dtype))
+        )
     return made, config
