@@ -10,8 +10,8 @@ from experiments.store import open_store
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.perplexity import perplexity
 from kvjax.evaluation.texts import passages
-from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import compared
+from kvjax.models.fingerprint import fingerprint
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import write_text
 from kvjax.utils.markdown import markdown_table

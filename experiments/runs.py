@@ -15,8 +15,8 @@ from experiments.store import Store
 from kvjax.evaluation.grid import describe
 from kvjax.evaluation.perplexity import perplexity
 from kvjax.evaluation.texts import Passages
-from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.model import Model
+from kvjax.models.fingerprint import fingerprint
 from kvjax.policies.policy import Policy
 
 

@@ -14,8 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from experiments.store import open_store
 from kvjax.evaluation.texts import Passages, passages
-from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.model import Model, load
+from kvjax.models.fingerprint import fingerprint
 from kvjax.utils.files import write_text
 from kvjax.utils.markdown import markdown_table
 

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.models.checkpoints.loading import read_checkpoint
 from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import parse_mesh
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.settings import check_keywords, keywords, prompt_texts
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Model(LanguageModel):
         return stream_text(self, given[0], **settings)
 
 
+@on_the_host
 def load(
     path_or_hub_id: str | Path,
     dtype: DTypeLike | None = None,

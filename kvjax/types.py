@@ -140,6 +140,8 @@ class Reading(struct.PyTreeNode):
     """Planned length of the whole text in tokens, set when its prompt was read."""
     seed: UInt32[Array, " b"]
     """Random seed of the row; numbers drawn from it depend only on layer, head and position."""
+    rope_length: Int[Array, " b"] | None = None
+    """Length of the row's text that its RoPE frequencies are those of; None if they do not depend on it."""
     given: bool = setting(True)
     """True if the tokens are given text (a prompt, a turn), False if the model generated them."""
     replayed: bool = setting(False)
@@ -185,7 +187,7 @@ class Reading(struct.PyTreeNode):
 
     def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:
         """Return the rotations of the tokens' queries and keys."""
-        return turns_of(rope, self.position, dtype, self.end)
+        return turns_of(rope, self.position, dtype, self.rope_length)
 
     def of_layer(
         self,

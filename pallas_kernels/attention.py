@@ -148,7 +148,7 @@ def attend_blocks(
         products = jnp.where(blocks(elsewhere), blocks(found), products)
     logits = spec.capped(products)
     if bias is not None:
-        logits += blocks(bias)
+        logits += blocks(bias).astype(logits.dtype)
     visible = blocks(mask[:, :, None])
     lowest = jnp.finfo(logits.dtype).min
     logits = jnp.where(visible, logits, lowest)

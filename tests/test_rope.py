@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.generation.sampling import Sampling
 from kvjax.inference.decode import trace_step
 from kvjax.models.families.settings import read_rope
 from kvjax.rope import STRETCH, Rope, rope_frequencies, rotate, turns_of
+from kvjax.serving.requests import Request
+from kvjax.serving.scheduler import Device
 from pallas_kernels import operands
 from tests.inference.test_layers import assert_cached_equals_plain
 from tests.small_models import random_model, small_config
@@ -87,6 +90,50 @@ def test_a_cache_has_the_frequencies_of_its_planned_text() -> None:
         expected = np.asarray(model.logits(whole, lengths + 8))
         np.testing.assert_allclose(logits, expected[range(2), lengths + step - 1], atol=2e-5)
         state, logits = kvjax.decode_step(state, text[range(2), lengths + step])
+
+
+def test_a_short_text_has_the_frequencies_of_short_texts_under_any_plan() -> None:
+    model = random_model(small_config(4, 2, rope=LONG))
+    text = np.random.default_rng(1).integers(0, 64, (1, 40))
+    expected = np.asarray(model.logits(text[:, :20]))[0]
+    state, logits = kvjax.prefill(model, "full", text[:, :12], max_new_tokens=100, rope_length=20)
+    np.testing.assert_allclose(logits[0], expected[11], atol=2e-5)
+    state, logits = kvjax.decode_step(state, text[:, 12])
+    np.testing.assert_allclose(logits[0], expected[12], atol=2e-5)
+    both = kvjax.take_rows(kvjax.put_rows(kvjax.take_rows(state, [0, 0]), [1], state), [1])
+    _, logits = kvjax.extend(both, text[:, 13:20])
+    np.testing.assert_allclose(logits[0], expected[19], atol=2e-5)
+    with pytest.raises(ValueError, match="rope_length=0"):
+        kvjax.prefill(model, "full", text, rope_length=0)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming"])
+def test_a_server_reads_short_texts_with_the_frequencies_of_short_texts(policy: str) -> None:
+    model = random_model(small_config(4, 2, rope=LONG))
+    device = Device(model, policy, 100, rows=2, context=100, chunk=32, steps=1)
+    tokens = np.random.default_rng(1).integers(0, 64, 40).tolist()
+    for row, (length, later) in enumerate([(20, 10), (20, 11)]):
+        request = Request(tuple(tokens[:length]), sampling=Sampling(0.0), max_tokens=later)
+        text, logits = device.read(device.begin(device.plan(request)), tokens[:length])
+        expected = np.asarray(model.logits([tokens[: length + later]]))[0, length - 1]
+        np.testing.assert_allclose(logits[0], expected, atol=2e-5)
+        device.put(row, text, logits, request)
+    written, _ = device.write({0, 1}, 1)
+    assert device.state is not None and written.counts.tolist() == [1, 1]
+    for row, later in enumerate((10, 11)):
+        whole = [*tokens[:20], int(written.tokens[row, 0]), *tokens[21 : 20 + later]]
+        expected = np.asarray(model.logits([whole]))[0, 20]
+        np.testing.assert_allclose(device.state.logits[row], expected, atol=2e-5)
+
+
+def test_texts_with_the_same_frequencies_have_the_same_length() -> None:
+    config = small_config(4, 2, rope=LONG)
+    lengths = config.rope_length(np.array([1, 30, 31, 90]))
+    assert lengths is not None and lengths.tolist() == [30, 30, 31, 31]
+    growing = small_config(4, 2, rope=Rope(8, scaling="dynamic", factor=4.0, original_max_positions=30))
+    lengths = growing.rope_length(np.array([1, 30, 31, 90]))
+    assert lengths is not None and lengths.tolist() == [30, 30, 31, 90]
+    assert small_config(4, 2).rope_length(np.array([1, 90])) is None
 
 
 @pytest.mark.slow

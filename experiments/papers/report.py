@@ -31,9 +31,9 @@ from experiments.store import Store
 from kvjax.evaluation import tasks
 from kvjax.evaluation.grid import Entry, RowFile
 from kvjax.evaluation.texts import passages
-from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import combination
 from kvjax.model import Model, load
+from kvjax.models.fingerprint import fingerprint
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import read_text, write_text
 from kvjax.utils.markdown import markdown_table

@@ -44,7 +44,7 @@ def empty(
     """Create empty slots for a layer."""
     rows, heads = limit.shape
     none, each = jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, jnp.int32)
-    lengths: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each)
+    lengths: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each, rope_length=each)
     reading = Reading(token=none, position=none, seed=each.astype(jnp.uint32), **lengths)
     shape = reading.ahead(config, layer, dtype)
     state = policy.init(shape)

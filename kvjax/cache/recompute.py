@@ -33,7 +33,7 @@ def _probabilities(
     x = spec.capped(jnp.einsum("bhgtd,bhcd->bhgtc", q, keys, preferred_element_type=lse.dtype))
     places = (position[:, None], view.position) if place is None or given.places is None else (place, given.places[1])
     bias = spec.bias(*places)
-    x = x if bias is None else x + bias
+    x = x if bias is None else x + bias.astype(x.dtype)
     seen = spec.mask(position, view.position)[:, :, None]
     return jnp.where(seen, jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), 0.0)
 
@@ -112,7 +112,7 @@ def asked_again(codec: Codec, given: Operands, view: View, new: New, ask: Again)
         x = jnp.einsum("bhcd,bhgad->bhcga", keys, q, preferred_element_type=kind)
         x = spec.capped(jnp.moveaxis(x, 2, 4))
         bias = spec.bias(place, view.position if given.places is None else given.places[1])
-        x = x if bias is None else x + bias
+        x = x if bias is None else x + bias.astype(x.dtype)
         # Mask logits once: then the sums fuse with their operands, and little else is allocated.
         seen = spec.mask(position, view.position)
         seen = seen if ask.newest is None else seen & (view.position <= ask.newest[:, None, None])[:, :, None]
@@ -188,7 +188,7 @@ def near_sums(new: New, lse: Float[Array, "b h g t"], ask: Near) -> Float[Array,
         where = jax.lax.dynamic_slice_in_dim(new.position, start, span, axis=1)
         x = spec.capped(jnp.einsum("bhgtd,bhsd->bhgts", q, keys, preferred_element_type=kind))
         bias = spec.bias(at[:, None], where[:, None])
-        x = x if bias is None else x + bias
+        x = x if bias is None else x + bias.astype(x.dtype)
         seen = spec.mask(at, where[:, None])
         seen &= (at[:, :, None] - where[:, None] < width[..., None])[:, None]
         added = jnp.where(seen[:, :, None], jnp.exp(x - lse[..., None]), 0.0).sum((2, 3))

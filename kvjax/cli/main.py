@@ -7,6 +7,7 @@ import sys
 
 from kvjax.cli.commands import BROKEN_PIPE, INTERRUPTED, configure_streams, exit_on_interrupt, leave, module_exists
 from kvjax.utils.compilation import version
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.suggest import choices
 
 COMMANDS = {
@@ -25,6 +26,7 @@ COMMANDS = {
 """Module whose `main(argv) -> int` a subcommand runs, and its line in the listing, by name."""
 
 
+@on_the_host
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand, or list all of them.
 

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line."""
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh
-    from kvjax.training.less.collect import check_policy
+    from kvjax.training.less.collect import check_trainable
     from kvjax.training.less.recipe import Recipe
     from kvjax.training.less.run import train_kernels
     from kvjax.training.less.train import check_batch, split_texts
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     check_options(options, "length")
     budget = parse_budget(options.budget)
     check_not_empty(options.text)
-    check_policy(policy, options.mask)  # before the model is loaded
+    check_trainable(policy, options.mask)  # before the model is loaded
     split_texts(options.sequences, recipe)
     mesh = None if options.mesh is None else parse_mesh(options.mesh)
     check_batch(recipe.batch, mesh)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax import methods
-from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import compared
 from kvjax.model import Model
+from kvjax.models.fingerprint import fingerprint
 from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import Int4, Int8

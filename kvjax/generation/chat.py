@@ -23,8 +23,8 @@ from kvjax.generation.saved_chat import read_conversation, save_conversation
 from kvjax.inference.extend import extend
 from kvjax.inference.prepare import instead, longest_text, prepare
 from kvjax.inference.state import State, cache_bytes, described, held_positions, slot_limits
-from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.registry import policy as policy_by_name
+from kvjax.models.fingerprint import fingerprint
 from kvjax.types import ROWS
 from kvjax.utils.settings import check_keywords, keywords, template_settings, whole_number
 
@@ -62,6 +62,9 @@ class Conversation:
     that the chat template puts between two answers. Without a chat template, the model reads the turns unchanged and
     each answer continues them.
 
+    Keys that are in the cache cannot be rotated again. If RoPE has other frequencies for long texts, the model reads
+    the whole conversation again before the first answer that could outgrow the original context.
+
     Args:
         system: the system turn, before all others; None for the template's default.
         context: tokens of the whole conversation, for policies that plan ahead; None for the model's positions.
@@ -86,7 +89,7 @@ class Conversation:
         self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
         self.context = model.config.max_positions if context is None else whole_number("context", context, 2)
         self.templated = bool(getattr(model.tokenizer, "chat_template", None))
-        known = (name for name in keywords(begin) if name not in ("num_samples", "chat"))
+        known = (name for name in keywords(begin) if name not in ("num_samples", "chat", "rope_length"))
         check_keywords("Conversation", settings, known)
         self._check()
         self.chat = template_settings({} if chat is None else chat)
@@ -109,7 +112,8 @@ class Conversation:
         reading: dict[str, Any] = {"plan": None} | {names[name]: given[name] for name in names if name in given}
         planned = self.context - tokens
         check_room(tokens, planned, policy, self.model)
-        prepare(self.model, policy, [[0] * tokens], budget, None, max_new_tokens=planned, key=None, **reading)
+        reading |= dict(max_new_tokens=planned, key=None)
+        self.policy = prepare(self.model, policy, [[0] * tokens], budget, None, **reading).policy
 
     def _affixes(self) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return the template's text around the first turn, and around a later turn from the end of the last answer."""
@@ -152,15 +156,18 @@ class Conversation:
                 yield piece
 
     def _read(self, ids: list[int]) -> Begun:
-        text = self.text + ids
-        if self.begun is None:
-            self._answer_room(len(text), self.context)
-            planned: dict[str, Any] = self.settings | {"max_new_tokens": self.context - len(ids), "chat": True}
-            begun = begin(self.model, [ids], **planned)
-            room = self._answer_room(len(text), self._end(begun.state))
+        text, begun = self.text + ids, self.begun
+        end = self.context if begun is None else int(begun.state.end[0])
+        if begun is None:
+            self._answer_room(len(text), end)
+        room = self._answer_room(len(text), self._end(end))
+        rope_length = self._rope_length(len(text) + room)
+        if begun is None or self._rotates_otherwise(begun.state, rope_length):
+            new = max(end - len(text), room)
+            planned: dict[str, Any] = {**self.settings, "max_new_tokens": new, "rope_length": rope_length, "chat": True}
+            begun = begin(self.model, [text], **planned)
         else:
-            begun, read = self.begun, int(self.begun.state.position[0])
-            room = self._answer_room(len(text), self._end(begun.state))
+            read = int(begun.state.position[0])
             # The last token of an answer that was cut has not been read yet.
             chunk = self.settings.get("prefill_chunk")
             state, logits = extend(begun.state, [text[read:]], prefill_chunk=chunk)
@@ -168,10 +175,23 @@ class Conversation:
         self.begun, self.text = dataclasses.replace(begun, prompts=[text], max_new_tokens=room), list(text)
         return self.begun
 
-    def _end(self, state: State) -> float:
+    def _rope_length(self, length: int) -> int:
+        """Return the length that decides the frequencies of RoPE, for a conversation with an answer up to `length`.
+
+        If these are not those of a short text, they are those of the whole context.
+        """
+        both = self.model.config.rope_length(np.array([1, length]))
+        return length if both is None or both[0] == both[1] else max(length, self.context)
+
+    def _rotates_otherwise(self, state: State, rope_length: int) -> bool:
+        """Return whether keys in the cache have other RoPE frequencies than a text of this length."""
+        wanted, cached = self.model.config.rope_length(np.array([rope_length])), state.cache.rope_length
+        return wanted is not None and cached is not None and wanted[0] != int(cached[0])
+
+    def _end(self, planned: int) -> float:
         """Return the maximal length of the conversation, in tokens."""
-        positions = longest_text(state.policy, state.config)
-        return min(positions, int(state.end[0]) if state.policy.plan.sizing.fixed_length else math.inf)
+        fixed = self.policy.plan.sizing.fixed_length
+        return min(longest_text(self.policy, self.model.config), planned if fixed else math.inf)
 
     def _answer_room(self, read: int, room: float) -> int:
         if read >= room:

@@ -31,6 +31,7 @@ from kvjax.methods.registry import policy as policy_by_name
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import Compiling
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.settings import Chat, Messages, seed_number, template_settings, whole_number
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def check_room(longest: int, max_new_tokens: int, policy: Policy, model: Languag
         )
 
 
+@on_the_host
 def begin(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
@@ -115,10 +117,12 @@ def begin(
     stop_at_eos: bool = True,
     chat: bool = False,
     logprobs: int | None = None,
+    rope_length: int | None = None,
 ) -> Begun:
     """Prefill prompts for generation; see `generate_texts` for the settings and errors.
 
-    With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer.
+    With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer. `rope_length` is
+    as in `kvjax.prefill`.
     """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
@@ -152,7 +156,8 @@ def begin(
         keys = _keys(np.asarray([seeds[row] for row in index], np.int64))
         compiling.lap()
         batch = [list(prompts[row]) for row in index]
-        state, logits = prefill(model, chosen, batch, budget, key=keys, prefill_chunk=prefill_chunk, **arguments)
+        arguments |= dict(key=keys, prefill_chunk=prefill_chunk, rope_length=rope_length)
+        state, logits = prefill(model, chosen, batch, budget, **arguments)
         jax.block_until_ready(logits)
         seconds = compiling.lap()
     if num_samples > 1:
@@ -179,6 +184,7 @@ def begin(
     )
 
 
+@on_the_host
 def lower_begin(
     model: LanguageModel, prompts: Sequence[Sequence[int]], *, policy: str | Policy, **reading: Any
 ) -> list[jax.stages.Lowered]:
@@ -227,6 +233,7 @@ def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) 
             raise ValueError(f"{name}={settings[name]} has no effect on a beam search; leave it out.")
 
 
+@on_the_host
 def go_on(
     begun: Begun,
     beams: int = 1,

@@ -18,6 +18,7 @@ from kvjax.generation.sampling import Sampling, sample
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder, settle_step
 from kvjax.inference.state import State
+from kvjax.utils.modes import each_on_the_host
 from kvjax.utils.processes import on_host
 
 if TYPE_CHECKING:
@@ -140,6 +141,7 @@ class Begun:
     seconds: float
     """Time of prefill, without compilation."""
 
+    @each_on_the_host
     def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
         """Yield blocks of up to `steps` new tokens, at most 16; this consumes the caches, so call it only once."""
         state, logits, rows, most = self.state, self.logits, len(self.prompts), self.max_new_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -19,8 +20,8 @@ from kvjax.models.sharding import on_device
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, LayerConfig, Reading, setting
 
-ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
-"""Fields of a cache that have one entry for each row."""
+ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active", "rope_length")
+"""Fields of a cache that have one entry for each row, or are None."""
 
 
 class Cache(struct.PyTreeNode):
@@ -44,6 +45,8 @@ class Cache(struct.PyTreeNode):
     """Random seed of the policy for each row."""
     active: Bool[Array, " b"]
     """True for rows that read tokens; the other rows never change, and their logits are meaningless."""
+    rope_length: Int[Array, " b"] | None = None
+    """Length of each text that its RoPE frequencies are those of; see `ModelConfig.rope_length`."""
 
     @staticmethod
     def empty(
@@ -53,15 +56,21 @@ class Cache(struct.PyTreeNode):
         end: Int[Array, " b"],
         seed: UInt32[Array, " b"],
         key: Any = None,
+        rope_length: Int[Array, " b"] | None = None,
     ) -> Cache:
         """Return a cache that has read nothing, with the planned lengths of the texts that it will read."""
         none = jnp.zeros(len(horizon), jnp.int32)
-        return Cache(storage, none, none + prompt_length, horizon, end, key, seed, jnp.ones(len(horizon), bool))
+        active = jnp.ones(len(horizon), bool)
+        return Cache(storage, none, none + prompt_length, horizon, end, key, seed, active, rope_length)
 
     def reading(self, token: Int[Array, "b t"], position: Int[Array, "b t"], read: Int[Array, " b"]) -> Reading:
         """Return generated tokens in the form that layers read; `read` counts each row's tokens, these included."""
         planned: dict[str, Any] = dict(
-            prompt_length=self.prompt_length, horizon=self.horizon, end=self.end, seed=self.seed
+            prompt_length=self.prompt_length,
+            horizon=self.horizon,
+            end=self.end,
+            seed=self.seed,
+            rope_length=self.rope_length,
         )
         return Reading(token=token, position=position, read=read, given=False, **planned)
 
@@ -94,17 +103,22 @@ class Cache(struct.PyTreeNode):
 
     def take(self, rows: Int[np.ndarray, " m"]) -> Cache:
         """Return a cache with some rows, in any order."""
-        return Cache(self.storage.take(rows), **{name: getattr(self, name)[rows] for name in ROWS})
+        return Cache(self.storage.take(rows), **self._of_rows(lambda all: all[rows]))
 
     def put(self, where: Int[np.ndarray, " m"], rows: Cache) -> Cache:
         """Return a cache in which rows of another cache, of the same kind of storage, replace some rows."""
         storage: Any = self.storage
-        fields = {name: getattr(self, name).at[where].set(getattr(rows, name)) for name in ROWS}
+        fields = self._of_rows(lambda all, new: all.at[where].set(new), rows)
         return Cache(storage.put(where, rows.storage), **fields)
 
     def with_own_rows(self) -> Cache:
         """Return a cache with copies of the per-row arrays, which stay valid after a step in place."""
-        return self.replace(**{name: jnp.copy(getattr(self, name)) for name in ROWS})
+        return self.replace(**self._of_rows(jnp.copy))
+
+    def _of_rows(self, change: Callable[..., Array], *others: Cache) -> dict[str, Any]:
+        # The fields of rows after `change`, which also gets those of other caches.
+        fields = {name: [getattr(cache, name) for cache in (self, *others)] for name in ROWS}
+        return {name: None if arrays[0] is None else change(*arrays) for name, arrays in fields.items()}
 
 
 def policy_seeds(keys: Key[Array, " b"]) -> UInt32[Array, " b"]:

@@ -42,6 +42,7 @@ from kvjax.policies.residual import SlotResidual
 from kvjax.policies.stats import questions
 from kvjax.types import New, Reading, View
 from kvjax.utils.dependence import depends_on
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
 
 UNKNOWN = {
@@ -54,6 +55,7 @@ UNKNOWN = {
 """Data of tokens that a cache does not hold."""
 
 
+@on_the_host
 def compress(
     state: State,
     policy: Policy | str | None = None,
@@ -110,7 +112,7 @@ def compress(
             "text with kvjax.prefill and that plan."
         )
     read = on_host(state.position).astype(np.int64)
-    end = planned_ends(state.cache, read, state.config)
+    end = planned_ends(state.cache, read)
     limits, capacities = plan_slots(bound, budget, read, end - read, before.config, int(read.max()), budget_of)
     lines = lines_of(limits)
     renewed = policy is not None

@@ -14,8 +14,10 @@ from jaxtyping import Array, Float, Int
 from kvjax.inference.decoder import compiled_step, compiled_step_in_place
 from kvjax.inference.prepare import check_vocabulary
 from kvjax.inference.state import State, check_state
+from kvjax.utils.modes import with_promotion
 
 
+@with_promotion
 def decode_step(
     state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
 ) -> tuple[State, Float[Array, "b vocab"]]:
@@ -51,6 +53,7 @@ def decode_step(
     return State(state.decoder, cache.replace(key=state.key)), logits
 
 
+@with_promotion
 def decode_step_in_place(
     state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
 ) -> tuple[State, Float[Array, "b vocab"]]:
@@ -86,14 +89,17 @@ def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, 
         raise ValueError(f"tokens of shape {list(token.shape)} are not one for each of {rows} rows.")
     if isinstance(token, np.ndarray):
         check_vocabulary(token, state.config)
-    return jnp.asarray(token, jnp.int32)
+        return jax.device_put(token.astype(np.int32))
+    return token.astype(jnp.int32)
 
 
+@with_promotion
 def lower_step(state: State) -> jax.stages.Lowered:
     """Lower the program of `decode_step_in_place`, to compile it and read its `memory_analysis()`."""
     return trace_step(state).lower()
 
 
+@with_promotion
 def trace_step(state: State) -> Any:
     """Trace the program of `decode_step_in_place`; the result is that of `jit(...).trace`."""
     tokens = jax.ShapeDtypeStruct(state.position.shape, jnp.int32)

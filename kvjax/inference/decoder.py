@@ -43,6 +43,7 @@ from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, setting
 from kvjax.utils.autotune import settle_before
+from kvjax.utils.modes import on_the_host, with_promotion
 from kvjax.utils.processes import on_host
 from kvjax.utils.settings import whole_number
 
@@ -69,6 +70,7 @@ class Decoder(Bound):
     def __repr__(self) -> str:
         return f"Decoder({self.policy.label}, {self.config.layers} layers, {self.weights.dtype})"
 
+    @on_the_host
     def prefill(
         self,
         tokens: Tokens,
@@ -78,12 +80,14 @@ class Decoder(Bound):
         key: Key[Array, ""] | Key[Array, " b"] | None = None,
         prefill_chunk: int | None = None,
         budget_of: str = "text",
+        rope_length: int | None = None,
     ) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read prompts into a new cache, and return the logits for the first new tokens, too; see `kvjax.prefill`."""
         assert self.asked is not None, "a decoder for prompts comes from kvjax.decoder"
         policy, budget = self.asked
         settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
-        prompts = prepare_bound(self, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
+        settings |= dict(budget_of=budget_of, rope_length=rope_length)
+        prompts = prepare_bound(self, policy, tokens, budget, lengths, **settings)
         late = reads_all_first(prompts.policy)
         first = unevicted(prompts, self.config, self.mesh) if late else prompts
         made = bound_prompts(self, first).replace(kernels=self.kernels)
@@ -103,6 +107,7 @@ class Decoder(Bound):
             key=prompts.keys,
             seed=seed,
             active=jnp.asarray(np.ones(prompts.lengths.shape, bool)),
+            rope_length=None if prompts.rope_length is None else jnp.asarray(prompts.rope_length),
         )
         cache = placed_rows(cache, self.mesh)
         if late:
@@ -125,11 +130,13 @@ class Decoder(Bound):
         pressed = press(decoder, held, tuple(map(jnp.asarray, prompts.limits)), prompts.capacities)
         return cache.replace(storage=stored(pressed, decoder, int((prompts.lengths + prompts.horizon).max())))
 
+    @with_promotion
     def step(self, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read one token per row; call it under `jit` or `scan`. See `kvjax.decode_step`, which compiles it."""
         cache, logits = self.steps(cache, token[:, None])
         return cache, logits[:, 0]
 
+    @with_promotion
     def steps(self, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Cache, Float[Array, "b n vocab"]]:
         """Read known tokens by decode steps; call it under `jit`.
 
@@ -151,6 +158,7 @@ class Decoder(Bound):
             _steps_on_device, decoder, cache, tokens, out_specs=lambda: _step_specs(decoder, cache, every=True)
         )
 
+    @on_the_host
     def extend(
         self,
         cache: Cache,
@@ -207,6 +215,7 @@ class Decoder(Bound):
         return after, found[:, : ids.shape[1]] if logits == "all" else found
 
 
+@on_the_host
 def decoder(
     model: LanguageModel,
     policy: Policy | str,

@@ -18,8 +18,10 @@ from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
+from kvjax.utils.modes import on_the_host
 
 
+@on_the_host
 def prefill(
     model: LanguageModel,
     policy: Policy | str,
@@ -32,6 +34,7 @@ def prefill(
     plan: Plan | str | None = None,
     prefill_chunk: int | None = None,
     budget_of: str = "text",
+    rope_length: int | None = None,
     implementation: str | Kernels = "auto",
 ) -> tuple[State, Float[Array, "b vocab"]]:
     """Read prompts into a cache that holds no more than its budget.
@@ -54,6 +57,8 @@ def prefill(
             chunk; None for the policy's default, mostly the whole prompt; 1 reads it by decode steps.
         budget_of: base of a fractional budget: `text` (prompt + `max_new_tokens`), `prompt`, or `context` (the
             model's positions).
+        rope_length: length of the texts, in tokens, for RoPE whose frequencies depend on it; None for the planned
+            length of each. Set it if texts are much shorter than `max_new_tokens` allows.
         implementation: implementation of every operation: `auto`, `xla`, `pallas`, `triton`, `mosaic`, or a list such
             as `pallas,xla` for the first that can run; see `pallas_kernels.common.choose`.
 
@@ -72,11 +77,14 @@ def prefill(
         ([3], (1, 2048))
     """
     made = decoder(model, policy, budget, plan=plan, implementation=implementation)
-    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk)
+    settings: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk, rope_length=rope_length
+    )
     cache, logits = made.prefill(tokens, lengths, budget_of=budget_of, **settings)
     return State(made.replace(asked=None), cache), logits
 
 
+@on_the_host
 def lower_prefill(
     model: LanguageModel,
     policy: Policy | str,
@@ -95,6 +103,7 @@ def lower_prefill(
     return lower_prompts(model, prompts)
 
 
+@on_the_host
 def extend(
     state: State,
     tokens: ArrayLike | Sequence[Sequence[int]],

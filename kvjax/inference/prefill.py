@@ -113,7 +113,7 @@ def program_settings(prompts: Prompts) -> dict[str, Any]:
 
 
 def _texts(prompts: Prompts) -> tuple[Any, ...]:
-    return prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys
+    return prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys, prompts.rope_length
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))
@@ -175,7 +175,7 @@ def read_together(decoder: Bound, *texts: Any, **settings: Any) -> Read:
     """Read whole prompts through all layers in one program."""
 
     def specs() -> tuple[PyTree, PyTree]:
-        in_specs = bound_specs(decoder), *(OF_ROWS,) * 4, OF_HEADS
+        in_specs = bound_specs(decoder), *(OF_ROWS,) * 5, OF_HEADS
         storage = read_specs(decoder.policy, decoder.config.layers)
         return in_specs, (storage, OF_ROWS, OF_ROWS, logits_spec(decoder.config, decoder.mesh))
 
@@ -188,6 +188,7 @@ def _read_on_device(
     lengths: Int[Array, " b"],
     horizon: Int[Array, " b"],
     keys: Key[Array, " b"],
+    rope_length: Int[Array, " b"] | None,
     limits: tuple[Int[Array, "b h"], ...],
     *,
     capacities: tuple[int, ...],
@@ -199,7 +200,7 @@ def _read_on_device(
     # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
     buffers = (0,) * config.layers if chunk is None else capacities
     storage: Any = Dense(empty_layers(policy, config.layer_configs, limits, buffers, weights.dtype))
-    whole = _reading(decoder.kernels, tokens, lengths, horizon, keys)
+    whole = _reading(decoder.kernels, tokens, lengths, horizon, keys, rope_length)
     if chunk is None:
         storage, hidden = read_block(decoder, storage, whole, capacities, first=True)
         last = whole.at_last(hidden, otherwise=hidden[:, 0])
@@ -219,6 +220,7 @@ def _reading(
     lengths: Int[Array, " b"],
     horizon: Int[Array, " b"],
     keys: Key[Array, " b"],
+    rope_length: Int[Array, " b"] | None,
 ) -> Reading:
     """Return a `Reading` of whole prompts."""
     place = jnp.arange(tokens.shape[1])
@@ -230,5 +232,6 @@ def _reading(
         horizon=horizon,
         end=lengths + horizon,
         seed=policy_seeds(keys),
+        rope_length=rope_length,
         kernels=kernels,
     )

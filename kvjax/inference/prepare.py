@@ -37,6 +37,8 @@ class Prompts(NamedTuple):
     lengths: Int[np.ndarray, " b"]
     horizon: Int[np.ndarray, " b"]
     keys: Key[Array, " b"]
+    rope_length: Int[np.ndarray, " b"] | None
+    """Length of each text that its RoPE frequencies are those of; None if they do not depend on it."""
     limits: tuple[Int[np.ndarray, "b h"], ...]
     """Slots that each head may use, by layer."""
     capacities: tuple[int, ...]
@@ -89,11 +91,14 @@ def prepare_bound(
     key: Key[Array, ""] | Key[Array, " b"] | None,
     chunk: int | None = None,
     budget_of: str = "text",
+    rope_length: int | None = None,
 ) -> Prompts:
     """Check the arguments of `Decoder.prefill` and prepare its prompts, for a policy and a budget from `bind`."""
     check_on_host("prefill", tokens, lengths, key)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     config = model.config
+    if rope_length is not None:
+        rope_length = whole_number("rope_length", rope_length)
     requires = policy.score.requires
     own, per_head = requires.prompt_chunk, policy.plan.sizing.per_head
     if (per_head or requires.whole_prompt) and (chunk or own) is not None:
@@ -124,6 +129,7 @@ def prepare_bound(
         lengths=real.astype(np.int32),
         horizon=np.full(rows, max_new_tokens, np.int32),
         keys=jnp.broadcast_to(keys, (rows,)) if keys.ndim == 0 else keys,
+        rope_length=config.rope_length(real + max_new_tokens if rope_length is None else np.full(rows, rope_length)),
         limits=tuple(limit.astype(np.int32) for limit in limits),
         capacities=among_devices(capacities, model.mesh),
         lines=lines_of(limits),

@@ -24,8 +24,10 @@ from kvjax.models.weights import is_shape
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
+from kvjax.utils.modes import on_the_host
 
 
+@on_the_host
 def state_shapes(
     model: LanguageModel,
     policy: Policy | str,
@@ -69,12 +71,14 @@ def state_shapes(
     decoder = decoder.replace(origin=model.origin)
     lengths: dict[str, Any] = dict.fromkeys(("position", "prompt_length", "horizon", "end"), position)
     active: Any = jax.ShapeDtypeStruct((rows,), np.bool_)
+    lengths["rope_length"] = None if prompts.rope_length is None else position
     cache = Cache(storage=storage, **lengths, key=prompts.keys, seed=seed, active=active)
     if model.mesh is None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), State(decoder, cache))
     return State(*placed_shapes((bound_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))
 
 
+@on_the_host
 def empty_state(
     model: LanguageModel, policy: Policy, rows: int, length: int, budget: Budget, *, seed: int = 0
 ) -> State:
@@ -86,7 +90,8 @@ def empty_state(
     buffers = among_devices(capacities, model.mesh)
     storage = Dense(empty_layers(policy, config.layer_configs, allowed, buffers, model.weights.dtype))
     keys, end = jax.random.split(jax.random.key(seed), rows), jnp.full(rows, length, jnp.int32)
-    cache = Cache.empty(storage, 1, end - 1, end, policy_seeds(keys), keys)
+    rope = config.rope_length(np.full(rows, length))
+    cache = Cache.empty(storage, 1, end - 1, end, policy_seeds(keys), keys, None if rope is None else jnp.asarray(rope))
     placed = jax.tree.map(jnp.asarray, policy)
     decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh, origin=model.origin)
     return State(decoder, cache)

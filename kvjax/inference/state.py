@@ -21,6 +21,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, LayerConfig
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
 
 
@@ -118,6 +119,7 @@ def check_state(state: object, place: str = "first") -> None:
         raise TypeError(f"the {place} argument is a state, from kvjax.prefill, not {type(state).__name__}.")
 
 
+@on_the_host
 def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
     """Return a new state with some rows of a state, in any order.
 
@@ -139,6 +141,7 @@ def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
     return State(state.decoder, state.cache.take(_rows(state, index)))
 
 
+@on_the_host
 def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> State:
     """Return a state in which rows of another state replace some rows.
 
@@ -191,6 +194,7 @@ def _rows(state: State, index: ArrayLike | Sequence[int]) -> Int[np.ndarray, " m
     return rows
 
 
+@on_the_host
 def cache_bytes(state: State) -> int:
     """Return the bytes of the caches: keys, values, positions, scores, codes and states, empty slots included.
 
@@ -204,6 +208,7 @@ def cache_bytes(state: State) -> int:
     return allocated_bytes(state.storage)
 
 
+@on_the_host
 def full_cache_bytes(state: State) -> int:
     """Return the bytes that policy `full` would allocate for these rows, with their prompts and all planned tokens.
 
@@ -230,6 +235,7 @@ def allocated_slots(state: State) -> float:
     return state.cache.allocated_slots
 
 
+@on_the_host
 def held_positions(state: State) -> list[np.ndarray]:
     """Return the position of the token in each slot, by layer, int [b, h, c] on the host; -1 in empty slots.
 
@@ -244,6 +250,7 @@ def held_positions(state: State) -> list[np.ndarray]:
     return state.storage.positions()
 
 
+@on_the_host
 def slot_limits(state: State) -> list[np.ndarray]:
     """Return the slots that each row and head may use, by layer, int [b, h] on the host."""
     return [on_host(heads.limit) for heads in state.storage.layers]

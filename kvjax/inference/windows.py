@@ -29,21 +29,16 @@ from kvjax.types import PyTree
 from kvjax.utils.processes import on_host
 
 
-def planned_ends(cache: Cache, read: Int[np.ndarray, " b"], config: ModelConfig) -> Int[np.ndarray, " b"]:
-    """Return the planned length of each text, or its length if that is larger.
-
-    Stored keys stay rotated for the length that was planned, if it decides the frequencies of RoPE.
-    """
-    end = on_host(cache.end).astype(np.int64)
-    ropes = [layer.rope for layer in config.layer_configs if layer.rope is not None]
-    return end if any(rope.by_length for rope in ropes) else np.maximum(end, read)
+def planned_ends(cache: Cache, read: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
+    """Return the planned length of each text, or its length if that is larger."""
+    return np.maximum(on_host(cache.end).astype(np.int64), read)
 
 
 def with_windows(
     cache: Cache, policy: Policy, read: Int[np.ndarray, " b"], config: ModelConfig, mesh: Mesh | None
 ) -> Cache:
     """Give layers the slots of their windows in rows whose text, of `read` tokens, outgrows both window and plan."""
-    before, end = on_host(cache.end), planned_ends(cache, read, config)
+    before, end = on_host(cache.end), planned_ends(cache, read)
     outgrown = [layer.bounds(end) & ~layer.bounds(before) for layer in config.layer_configs]
     rows = np.any(outgrown, 0)
     if not rows.any():

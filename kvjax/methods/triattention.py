@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvjax.methods.register import register_score
+from kvjax.models.fingerprint import fingerprints
 from kvjax.models.model import LanguageModel
 from kvjax.policies import Requirements, Score, standardized
 from kvjax.rope import Rope, Turns, rotate_by, turns_of
@@ -62,14 +63,12 @@ def save(directory: Path, means: QueryMeans, model: LanguageModel, tokens: int) 
     """Write mean queries of a model, over a number of tokens."""
     from safetensors.numpy import save_file
 
-    from kvjax.methods.less.checkpoint import fingerprint
-
     arrays = {
         f"{name}.{layer}": np.asarray(array, np.float32)
         for name, layers in means._asdict().items()
         for layer, array in enumerate(layers)
     }
-    told = {"model": model.name, "fingerprint": fingerprint(model), "tokens": str(tokens)}
+    told = {"model": model.name, "fingerprint": fingerprints(model)[0], "tokens": str(tokens)}
     directory.mkdir(parents=True, exist_ok=True)
     with written_aside(directory / FILE) as aside:
         save_file(arrays, aside, metadata=told)
@@ -86,8 +85,6 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
     """
     from safetensors import safe_open
 
-    from kvjax.methods.less.checkpoint import fingerprint
-
     file = (expanded(checkpoint) if checkpoint else SHIPPED) / FILE
     remedy = "run kvjax calibrate for this model and give checkpoint=DIR"
     if not file.exists():
@@ -96,13 +93,13 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
     with damage_named(f"{file} is damaged ({{reason}}); {remedy}."), safe_open(file, framework="numpy") as stored:
         told = stored.metadata() or {}
         arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
-    mine = fingerprint(model)
-    if told.get("fingerprint") != mine and not checkpoint:
+    mine = fingerprints(model)
+    if told.get("fingerprint") not in mine and not checkpoint:
         raise ValueError(f"no mean queries are shipped for model {model.name!r}; {remedy}.")
-    if told.get("fingerprint") != mine:
+    if told.get("fingerprint") not in mine:
         raise ValueError(
             f"the mean queries in {file.parent} are those of model {told.get('model')!r} ({told.get('fingerprint')}), "
-            f"not of {model.name!r} ({mine}); {remedy}."
+            f"not of {model.name!r} ({mine[0]}); {remedy}."
         )
     for name, shape in _shapes(model).items():
         array = arrays.get(name)
@@ -185,7 +182,7 @@ class TriAttention(Score):
         # A cached key is rotated by its position, so that a query at the newest position + delta is at D + delta.
         newest = new.newest - (not new.given)  # a decoded token has no slot yet
         ahead = newest[:, None] + 2 ** jnp.arange(self.distances)
-        mean = Turns(*(turn.mean(1)[:, None, None] for turn in turns_of(rope, ahead, keys.dtype, new.end)))
+        mean = Turns(*(turn.mean(1)[:, None, None] for turn in turns_of(rope, ahead, keys.dtype, new.rope_length)))
         query = rotate_by(rope, jnp.broadcast_to(center, (len(newest), *center.shape)), mean)
         excess = rope.magnitude * (norm - pair_norms(rope, center))
         norms = pair_norms(rope, keys)

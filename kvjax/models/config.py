@@ -7,6 +7,7 @@ import functools
 from typing import Literal
 
 import numpy as np
+from jaxtyping import Int
 
 from kvjax.rope import Rope
 from kvjax.types import ALONE, LayerConfig, Spread
@@ -197,6 +198,18 @@ class ModelConfig:
     def remark(self) -> str:
         """Reason for a bound that kvjax sets, in parentheses for the end of a message; empty if there is none."""
         return " (some of its layers attend within chunks, and kvjax reads a single chunk)" if self.chunked else ""
+
+    def rope_length(self, lengths: Int[np.ndarray, "*b"]) -> Int[np.ndarray, "*b"] | None:
+        """Return lengths whose RoPE frequencies texts of these lengths have, or None if lengths do not matter.
+
+        Texts with the same frequencies get the same length, except with RoPE layers of different original contexts.
+        """
+        ropes = [rope for rope in self._layer_ropes if rope is not None and rope.by_length]
+        if not ropes:
+            return None
+        borders = [rope.original_max_positions for rope in ropes]
+        longest = max(borders) + 1 if all(rope.scaling == "longrope" for rope in ropes) else None
+        return np.clip(lengths, min(borders), longest).astype(np.int32)
 
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +35,19 @@ class LayerWeights:
     mlp_post_norm: Norm | None = None
 
 
+class RoundedFrom(NamedTuple):
+    """Model in floating point whose weights were rounded to 8-bit integers; see `kvjax.models.fingerprint`."""
+
+    shape: str
+    fingerprint: str
+
+
 @struct.dataclass
 class Weights:
     """All weights of a model.
 
     `unembedding` is None if it is tied to the embedding, and `embedding` is None if it is tied to an unembedding of
-    8-bit integers.
+    8-bit integers. `rounded_from` is None for weights in floating point, or if it is unknown.
     """
 
     embedding: Float[Array, "vocab width"] | None
@@ -47,6 +55,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Norm
     unembedding: Linear | None
+    rounded_from: RoundedFrom | None = struct.field(pytree_node=False, default=None)
 
     @property
     def dtype(self) -> jnp.dtype:

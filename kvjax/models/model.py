@@ -25,6 +25,7 @@ from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer
 from kvjax.models.tokenizer_bound import TextBound, text_bound
 from kvjax.utils.autotune import automatic
 from kvjax.utils.files import damage_named
+from kvjax.utils.modes import on_the_host
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -128,6 +129,7 @@ class LanguageModel:
     def _text_bound(self) -> TextBound | None:
         return text_bound(self.tokenizer)
 
+    @on_the_host
     def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "b t vocab"]:
         """Compute next-token logits at every position with full causal attention.
 

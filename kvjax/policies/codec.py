@@ -252,7 +252,7 @@ class Codec(Part, interface=True, init=False):
         if self.ordered and given.places is not None:
             before = view.live[:, :, None] & (view.position[:, :, None] < position[:, None, :, None])
             place = new.spread.over_slots(before.sum(-1))
-        q = rotate(new.config.rope, raw_q, place[:, :, None], new.end)
+        q = rotate(new.config.rope, raw_q, place[:, :, None], new.rope_length)
         return q if given.factor is None else q * given.factor[:, :, None, None].astype(q.dtype), place
 
     def _places(self, view: View, new: New) -> Int[Array, "b h t"]:
@@ -310,7 +310,7 @@ class Codec(Part, interface=True, init=False):
         if config.rope is None and config.slopes is None:
             return None
         if config.rope is not None:  # rotate the query back, not the sinks forward: stored keys do not change
-            turns = turns_of(config.rope, new.position - gap[:, :, 0], new.raw_q.dtype, new.end, places)
+            turns = turns_of(config.rope, new.position - gap[:, :, 0], new.raw_q.dtype, new.rope_length, places)
             (near,) = config.rotated((new.raw_q,), turns, new.kernels)
         return Sinks(near[:, :, :, 0], self.sinks, None if config.slopes is None else gap[:, 0, 0])
 
@@ -326,7 +326,7 @@ class Codec(Part, interface=True, init=False):
             keys = operands.values(first, new.k.dtype)
         else:
             keys = operands.values(first, state.factor.dtype) * state.factor[:, :, None]
-        near = self.stored(self._levelled(rotate(turned, keys, gap, new.end), state))
+        near = self.stored(self._levelled(rotate(turned, keys, gap, new.rope_length), state))
 
         def write(leaf: Array, old: Array, value: Array) -> Array:
             kept = held.reshape(*held.shape, *(1,) * (leaf.ndim - 3))

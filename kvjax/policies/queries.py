@@ -51,7 +51,7 @@ def turned_ahead(x: Float[Array, "b h g d"], new: New, future: int) -> Float[Arr
     rope = new.config.rope
     if rope is None:
         return x
-    turns = turns_of(rope, new.read[:, None] + jnp.arange(future), x.dtype, new.end)
+    turns = turns_of(rope, new.read[:, None] + jnp.arange(future), x.dtype, new.rope_length)
     return rotate_by(rope, x, Turns(*(each.mean(-2)[:, None, None] for each in turns)))
 
 

@@ -48,6 +48,7 @@ class Planned(NamedTuple):
     seed: UInt32[Array, " b"]
     horizon: Int[Array, " b"]
     end: Int[Array, " b"]
+    rope_length: Int[Array, " b"] | None = None
 
 
 class Text(struct.PyTreeNode):
@@ -117,7 +118,8 @@ def _begun(policy: Policy, planned: Planned, sizes: Sizes) -> Text:
     rows, roomy = len(planned.seed), policy.sized(sizes.lines)
     made = empty_layers(roomy, sizes.config.layer_configs, planned.limits, sizes.capacities, sizes.dtype)
     key = jax.vmap(jax.random.key)(planned.seed)
-    cache = Cache.empty(Dense(made), 0, planned.horizon, planned.end, policy_seeds(key), key)
+    lengths = planned.horizon, planned.end
+    cache = Cache.empty(Dense(made), 0, *lengths, policy_seeds(key), key, planned.rope_length)
     return Text(cache, jnp.zeros((rows, sizes.config.vocab_size), bool))
 
 

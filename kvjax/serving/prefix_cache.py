@@ -77,7 +77,7 @@ def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
 
 
 def dependencies(decoder: Decoder, text: Text, chunk: int) -> frozenset[str]:
-    """Return which of `seed`, `horizon` and `end` affect the state of a text after prefill.
+    """Return which of `seed`, `horizon`, `end` and `rope_length` affect the state of a text after prefill.
 
     Most policies use none of them, so texts with other lengths and seeds can share prefixes.
     """
@@ -87,4 +87,5 @@ def dependencies(decoder: Decoder, text: Text, chunk: int) -> frozenset[str]:
         after, _ = read(decoder, text.replace(cache=text.cache.replace(**fields)), tokens, lengths)
         return after.cache.storage
 
-    return frozenset(depends_on(reading, {name: getattr(text.cache, name) for name in ("seed", "horizon", "end")}))
+    names = ("seed", "horizon", "end", "rope_length")
+    return frozenset(depends_on(reading, {name: getattr(text.cache, name) for name in names}))

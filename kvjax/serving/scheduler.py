@@ -32,6 +32,7 @@ from kvjax.serving.prefix_cache import Key, beginnings, dependencies
 from kvjax.serving.requests import SIZES, Request
 from kvjax.types import Kernels
 from kvjax.utils.autotune import settle_before
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.settings import seed_number, whole_number
 from pallas_kernels.common import Survey
 
@@ -47,6 +48,7 @@ class Device:
     Any thread may call `plan` and `beginnings`; only one thread may use the rest.
     """
 
+    @on_the_host
     def __init__(
         self, model: Model, policy: str | Policy, budget: int, rows: int, context: int | None, chunk: int, steps: int
     ) -> None:
@@ -78,7 +80,7 @@ class Device:
         placed = placed_policy(self.policy, model.mesh)
         self.decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh)
         self.reader = self.decoder.replace(mesh=batch.reading_mesh(model.mesh))
-        self._one = _planned(limits[0])
+        self._one = _planned(limits[0], config.rope_length(np.asarray([2])))
         rows_made = self._emptied()
         self.state: Rows | None = rows_made
         """Rows of the batch; None after a failure, until `put` creates new ones."""
@@ -87,6 +89,7 @@ class Device:
         self.device_bytes = device_bytes(rows_made.cache.storage)
         self._depends = dependencies(self.reader, self.begin(self._one), self.chunk)
 
+    @on_the_host
     def plan(self, request: Request) -> Planned:
         """Check a request and plan the limits of its text."""
         prompt, config = request.prompt, self.model.config
@@ -114,19 +117,22 @@ class Device:
             raise ValueError(f"budget={budget} has no effect under policy {name_of(self.policy)}; leave it out.")
         if budget > self.budget:
             raise ValueError(f"budget={budget} is more than the {self.budget} slots that there are; ask for fewer.")
+        rope = config.rope_length(np.asarray([end]))
         # If the slots suffice only for the planned length, all texts are planned for the whole context.
         end = self.context if self.policy.plan.sizing.fixed_length else end
         limits, _ = self._slots(len(prompt), end, budget)
         if any(limit.max() > room for limit, room in zip(limits, self._sizes.capacities, strict=True)):
             raise ValueError(f"budget={budget} gives a layer more slots than there are; leave it out.")
-        return _planned(limits, seed_number(request.seed), end - len(prompt), end)
+        return _planned(limits, rope, seed_number(request.seed), end - len(prompt), end)
 
+    @on_the_host
     def beginnings(self, request: Request, planned: Planned) -> list[Key]:
         """Return the keys of a request's prefixes in the prefix cache, see `prefix_cache.beginnings`."""
         known = [(name, getattr(planned, name).tolist()) for name in sorted(self._depends)]
         depends = repr((known, [limit.tolist() for limit in planned.limits])).encode()
         return beginnings(depends, request.prompt, self.chunk)
 
+    @on_the_host
     def begin(self, planned: Planned, held: Text | None = None) -> Text:
         """Create a text with an empty cache, or with the cache of a stored prefix."""
         text = batch.begin(self.decoder.policy, planned, sizes=self._sizes)
@@ -135,15 +141,18 @@ class Device:
         read = {name: getattr(held.cache, name) for name in ("storage", "position", "prompt_length")}
         return Text(text.cache.replace(**read), held.seen)
 
+    @on_the_host
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
         """Read the next chunk of a text, and return the logits for the token after it."""
         return batch.read(*self._reading(text, chunk))
 
+    @on_the_host
     def put(self, row: int, text: Text, logits: Float[Array, "1 vocab"], request: Request) -> None:
         """Put a prefilled text into a row."""
         rows = self._emptied() if self.state is None else self.state
         self.state = batch.insert(rows, np.int32(row), text, logits, self._wishes(request), sizes=self._sizes)
 
+    @on_the_host
     def write(
         self, rows: Collection[int], steps: int, leave: bool = False, logprobs: bool = False
     ) -> tuple[Written, Drawn | None]:
@@ -154,6 +163,7 @@ class Device:
         self.state, written, drawn = batch.generate(self.decoder, self.state, kept, *numbers, **sizes)
         return jax.device_get((written, drawn if logprobs else None))
 
+    @on_the_host
     def warm_up(self, told: Callable[[int, int], None]) -> None:
         """Compile all programs in parallel, as `Engine.warm_up` does; this overwrites the first row."""
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
@@ -231,9 +241,11 @@ class Device:
         )
 
 
-def _planned(limits: Sequence[Int[np.ndarray, "1 h"]], seed: int = 0, horizon: int = 1, end: int = 2) -> Planned:
+def _planned(
+    limits: Sequence[Int[np.ndarray, "1 h"]], rope_length: Any, seed: int = 0, horizon: int = 1, end: int = 2
+) -> Planned:
     slots: Any = tuple(limit.astype(np.int32) for limit in limits)
-    return Planned(slots, _row(seed, np.uint32), _row(horizon), _row(end))
+    return Planned(slots, _row(seed, np.uint32), _row(horizon), _row(end), rope_length)
 
 
 def _row(value: Any, dtype: Any = None) -> Any:

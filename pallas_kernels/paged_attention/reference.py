@@ -42,7 +42,7 @@ def paged_attention(x: PagedAttention, options: Options) -> Paged:
         found = spec.capped(products(queries[whose], here(k), options.platform))
         if spec.slopes is not None:
             distance = here(key_place) - query_place.reshape(-1)[whose, None]
-            found += spec.slopes[whose % h][..., None] * distance[:, None]
+            found += (spec.slopes[whose % h][..., None] * distance[:, None]).astype(found.dtype)
         seen = spec.mask(x.query_position[whose // h, None], where[:, None])[:, 0]
         found = jnp.where(seen, found, lowest)
         logits = jax.lax.dynamic_update_slice_in_dim(logits, found, at, 0)

@@ -17,6 +17,7 @@ from experiments.recall import recall
 from experiments.store import Store
 from kvjax.cli.evaluate import REPORTS, main
 from kvjax.methods.less import checkpoint
+from kvjax.models.fingerprint import fingerprint
 from tests.methods.less.test_less import HIDDEN, kernels_for
 
 TEXT = "Once upon a time there was a fox who told a story.\nThe story was long, and nobody knew its end.\n" * 40
@@ -63,7 +64,7 @@ def test_store_makes_each_measurement_once(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tiny: kvjax.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("kernels") / "few"
-    settings = checkpoint.Settings(tiny.name, checkpoint.fingerprint(tiny), "h2o", {}, budget=0.05, hidden=HIDDEN)
+    settings = checkpoint.Settings(tiny.name, fingerprint(tiny), "h2o", {}, budget=0.05, hidden=HIDDEN)
     checkpoint.save(directory, kernels_for(tiny.config), settings)
     return directory
 

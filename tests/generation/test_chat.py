@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -76,6 +77,33 @@ def test_a_conversation_is_kept_and_never_grows(model: kvjax.Model, tmp_path: Pa
             other.load(directory)
     with pytest.raises(ValueError, match="is not a saved conversation"):
         talk.save(tmp_path)
+
+
+def test_a_conversation_is_read_again_when_it_outgrows_the_original_context(model: kvjax.Model, tmp_path: Path) -> None:
+    assert model.config.rope is not None
+    pairs = model.config.rope.width // 2
+    rope = dataclasses.replace(
+        model.config.rope,
+        scaling="longrope",
+        original_max_positions=64,
+        short_factors=(1.0,) * pairs,
+        long_factors=(4.0,) * pairs,
+    )
+    longer = kvjax.Model(model.weights, dataclasses.replace(model.config, rope=rope), model.name, model.directory)
+    settings: dict[str, Any] = dict(policy="full", max_new_tokens=20, temperature=0.0, context=160, stop_at_eos=False)
+    talk = Conversation(longer, **settings)
+    "".join(talk.reply("My name is Tom."))
+    first = list(talk.text)
+    assert 20 < len(first) <= 64
+    talk.save(tmp_path / "kept")
+    talk = Conversation(longer, **settings)
+    talk.load(tmp_path / "kept")
+    "".join(talk.reply("I like red balls. " * 4))
+    "".join(talk.reply("And you?"))
+    assert len(talk.text) > 100 and talk.text[: len(first)] == first
+    for text in (first, talk.text):
+        best = np.asarray(longer.logits([text])[0].argmax(-1))
+        assert text[-20:] == best[-21:-1].tolist()
 
 
 @pytest.mark.parametrize(

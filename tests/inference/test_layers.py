@@ -19,6 +19,7 @@ from kvjax.methods.adakv import AdaKV
 from kvjax.methods.less import checkpoint
 from kvjax.models import ModelConfig, Rope
 from kvjax.models.config import QueryGrowth
+from kvjax.models.fingerprint import fingerprint
 from kvjax.types import LayerConfig
 from tests.cases import in_turns, slow
 from tests.oracles.forward import forward
@@ -159,12 +160,10 @@ def test_four_bits_need_an_even_width() -> None:
 
 def test_kernels_outlive_settings_that_a_model_does_not_have() -> None:
     tiny = kvjax.load("tiny")
-    assert {checkpoint.read_settings(found).fingerprint for found in checkpoint.find("", "h2o")} == {
-        checkpoint.fingerprint(tiny)
-    }
+    assert {checkpoint.read_settings(found).fingerprint for found in checkpoint.find("", "h2o")} == {fingerprint(tiny)}
     weights = random_model(small_config(4, 2)).weights
     changed = [{}, *(changes for changes in CONFIGS.values() if changes.get("value_width") is None)]
-    prints = {checkpoint.fingerprint(kvjax.Model(weights, small_config(4, 2, **changes))) for changes in changed}
+    prints = {fingerprint(kvjax.Model(weights, small_config(4, 2, **changes))) for changes in changed}
     assert len(prints) == len(changed)
 
 

@@ -22,6 +22,7 @@ from kvjax.cli.main import main
 from kvjax.models import LoadError, random_weights
 from kvjax.models.experts import Experts, block_size, blocks
 from kvjax.models.families import read_model_config
+from kvjax.models.fingerprint import fingerprint, fingerprints
 from kvjax.models.integers import code_dtype
 from kvjax.models.linear import Linear
 from kvjax.models.mlp import DenseMlp
@@ -180,6 +181,7 @@ def test_experts_in_8_bits(tmp_path: Path) -> None:
     experts = model.weights.layers[0].mlp
     assert isinstance(experts, Experts) and experts.router.dtype == np.float32
     assert isinstance(model.weights.layers[1].mlp, DenseMlp)
+    assert fingerprints(model)[0] == fingerprint(whole) != fingerprint(model)
     up = experts.experts.up
     assert up.weight.shape == (8, 24, 32) and up.weight.dtype == code_dtype("cpu")
     assert up.scale is not None and up.scale.shape == (8, 24)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.methods.less.checkpoint import Settings, find, load, save
+from kvjax.models.fingerprint import fingerprint, fingerprints
 from kvjax.models.integers import code_dtype, integer_product, signed, unsigned
 from kvjax.models.matmul import product_with_codes
 
@@ -81,6 +86,21 @@ def test_derivatives_are_those_of_the_exact_product(codes: jax.Array) -> None:
     x, weights = inputs(2).astype(np.float32), RANDOM.normal(size=(2, 24)).astype(np.float32)
     found = jax.grad(lambda x: (weights * product_with_codes(x, codes, SCALE, jnp.float32)).sum())(jnp.asarray(x))
     np.testing.assert_allclose(found, weights @ WHOLE, rtol=1e-3, atol=1e-3)
+
+
+def test_what_was_made_for_a_model_is_its_own_in_8_bits(tmp_path: Path) -> None:
+    owner, rounded = kvjax.load("tiny"), kvjax.load("tiny", weights="int8")
+    assert len(rounded.generate("Once", policy="less", budget=16, max_new_tokens=4, temperature=0.0)[0]) > 4
+    kvjax.prefill(rounded, kvjax.policy("triattention"), [[5, 17, 42]], 16)
+    assert fingerprint(rounded) != fingerprint(owner) == fingerprints(rounded)[0]
+    assert fingerprints(rounded)[1] == fingerprint(rounded)
+    settings = Settings("tiny", fingerprint(rounded), "h2o", {}, budget=8)  # made for the codes, by older versions
+    save(tmp_path, load(find("h2o_10", "h2o")[0], owner, "h2o")[0], settings)
+    load(tmp_path, rounded, "h2o")
+    with pytest.raises(ValueError, match="were made for model 'tiny'"):
+        load(tmp_path, owner, "h2o")
+    other = kvjax.Model(rounded.weights, dataclasses.replace(rounded.config, norm_eps=0.1))
+    assert fingerprints(other) == (fingerprint(other),)
 
 
 def test_a_tied_table_is_held_once() -> None:

@@ -441,6 +441,9 @@ def test_a_prefix_cache_may_be_larger_than_2_gib() -> None:
 class Neighbours(kvjax.Score):
     """Asks for what is known of a prompt that is read whole."""
 
+    def slot(self, new, state):
+        return jnp.zeros(new.k.shape[:3])
+
     def asks(self, heads, new):
         return kvjax.Near()
 

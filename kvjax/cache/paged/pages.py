@@ -107,8 +107,8 @@ class Pages(struct.PyTreeNode):
             slots=jax.tree.map(of_page, self.slots),
         )
         of_heads = {name: of_head(getattr(new, name)) for name in ("q", "k", "v", "raw_q", "raw_k")}
-        names = ("hidden", "position", "token", "prompt_length", "read", "horizon", "end", "seed")
-        of_rows = {name: getattr(new, name)[row] for name in names}
+        names = ("hidden", "position", "token", "prompt_length", "read", "horizon", "end", "seed", "rope_length")
+        of_rows = {name: jax.tree.map(lambda leaf: leaf[row], getattr(new, name)) for name in names}
         first = new.spread.first(heads)
         head = (first + owner % heads)[:, None]
         return view, new.replace(**of_heads, **of_rows, head=head, sink_logits=None), owner

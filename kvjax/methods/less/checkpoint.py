@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,15 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.methods.less.feature_maps import Params, init_kernels
-from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
-from kvjax.models.integers import signed
+from kvjax.models.fingerprint import fingerprints
 from kvjax.models.model import LanguageModel
-from kvjax.models.weights import leaf_name, require_weights
-from kvjax.rope import Rope
 from kvjax.utils.files import damage_named, expanded, read_json
 from kvjax.utils.restore import restore_arrays
 from kvjax.utils.settings import whole_number
@@ -31,16 +26,6 @@ _MOST_FEATURES = 2**16
 """Maximal sizes of feature maps in a file of settings, which arrays are allocated for."""
 _TYPES = {"model": str, "fingerprint": str, "policy": str, "policy_settings": dict, "training": dict}
 _TYPES |= {"budget": int | float, "literal": bool, "dtype": str}
-_ALWAYS = {
-    *("norm", "norm_eps", "norm_bias", "shared_norm", "activation", "gated_mlp", "parallel", "tied", "sliding_window"),
-    *("qkv_bias", "output_bias", "mlp_bias", "unembedding_bias", "renormalised", "dense_layers", "offset", "unrotated"),
-    *("position", "position_offset", "rope", "theta", "interleaved", "scaling", "factor", "original_max_positions"),
-    *("low_freq_factor", "high_freq_factor"),
-}
-"""Settings with defaults that enter every fingerprint; all others enter it only if they differ from their defaults.
-
-Older kernels thus keep their fingerprint when models or RoPE get new settings.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +34,7 @@ class Settings:
 
     Args:
         model: name of the model.
-        fingerprint: hash of the model's shape and weights, see `fingerprint`.
+        fingerprint: hash of the model's shape and weights, the first of `fingerprints`.
         policy: registered name of the base policy.
         policy_settings: settings of the base policy.
         budget: slots, or fraction of the model's longest text, of the training; kernels may be used at other budgets.
@@ -126,11 +111,11 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
     Raises:
         ValueError: there are no kernels, they are damaged, or they were trained for another model, policy or shape.
     """
-    settings, mine = read_settings(directory), fingerprint(model)
-    if settings.fingerprint != mine:
+    settings, mine = read_settings(directory), fingerprints(model)
+    if settings.fingerprint not in mine:
         raise ValueError(
             f"the kernels in {directory} were made for model {settings.model!r} ({settings.fingerprint}), not for "
-            f"{model.name!r} ({mine}); train some for it with kvjax train_less."
+            f"{model.name!r} ({mine[0]}); train some for it with kvjax train_less."
         )
     if settings.policy != policy:
         raise ValueError(
@@ -145,33 +130,6 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
     damage = f"the kernels in {directory} are damaged ({{reason}})."
     params = restore_arrays(Path(directory) / _KERNELS, wanted, damage)
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params), settings
-
-
-def fingerprint(model: LanguageModel) -> str:
-    """Hash a model's shape and some of its weights to 16 hex digits, the same in every dtype it is loaded in.
-
-    Raises:
-        ValueError: the model has no weights, only their shapes.
-    """
-    require_weights(model.weights, "comparing a model with what was made for it")
-    shape = _unusual(dataclasses.replace(model.config, bos=None, eos=()))  # which do not affect attention
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
-    layers = model.weights.layers
-    ups = [leaf for path, leaf in jax.tree.leaves_with_path(layers[-1].mlp) if leaf_name(path).endswith("up.weight")]
-    embeddings = model.weights.table.rows(jnp.arange(min(64, model.config.vocab_size)))
-    for sample in (embeddings, layers[0].mixer.key.weight, layers[-1].mixer.query.weight, *ups):
-        digest.update(np.asarray(signed(sample).astype(jnp.bfloat16)).tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _unusual(value: Any) -> Any:
-    # The settings that enter a fingerprint, in JSON types.
-    if isinstance(value, tuple):
-        return [_unusual(each) for each in value]
-    if not isinstance(value, ModelConfig | Rope | Mixture | QueryGrowth):
-        return value
-    settings = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    return {field.name: _unusual(own) for field, own in settings if field.name in _ALWAYS or own != field.default}
 
 
 def find(checkpoint: str, policy: str) -> list[Path]:

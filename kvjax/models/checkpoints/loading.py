@@ -32,6 +32,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.quantization import read_quantization
+from kvjax.models.fingerprint import rounded_from
 from kvjax.models.integers import code_dtype
 from kvjax.models.linear import Linear
 from kvjax.models.sampling_defaults import SamplingDefaults, gguf_sampling_defaults, sampling_defaults
@@ -258,4 +259,8 @@ def _read_weights(
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
+    if codes is not None:
+        made = dataclasses.replace(
+            made, rounded_from=rounded_from(config, shapes, lambda name: leaves[name].rows(dtype))
+        )
     return made, config

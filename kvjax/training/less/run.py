@@ -21,6 +21,7 @@ from jaxtyping import Float
 from kvjax import methods
 from kvjax.methods.less import checkpoint
 from kvjax.model import Model
+from kvjax.models.fingerprint import fingerprint, fingerprints
 from kvjax.policies.policy import Policy
 from kvjax.training import checkpoints
 from kvjax.training.less.collect import check_trainable, collect, sample_texts
@@ -28,9 +29,11 @@ from kvjax.training.less.loss import output_projections
 from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features
 from kvjax.training.less.train import OF_LAYERS, Training, check_batch, mean_error, split_texts, train, training_mesh
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.progress import Bar
 
 
+@on_the_host
 def train_kernels(
     model: Model,
     policy: Policy,
@@ -62,7 +65,7 @@ def train_kernels(
     if (out / "settings.json").exists() and not (run / "settings.json").exists():
         raise ValueError(f"{out} holds kernels without their training run; give another --out.")
     asked = {
-        "model": checkpoint.fingerprint(model),
+        "model": fingerprint(model),
         "dtype": str(model.weights.dtype),
         "policy": name,
         "policy_settings": methods.settings_in(policy),
@@ -109,7 +112,7 @@ def train_kernels(
     told: dict[str, Any] = {k: v for k, v in asked.items() if k not in ("model", "policy", "policy_settings")}
     settings = checkpoint.Settings(
         model=model.name,
-        fingerprint=asked["model"],
+        fingerprint=fingerprints(model)[0],
         policy=name,
         policy_settings=asked["policy_settings"],
         budget=slots,

@@ -23,6 +23,7 @@ from kvjax.methods.less.feature_maps import Psi, init_kernels, performer_kernels
 from kvjax.methods.less.memory import LowRankMemory
 from kvjax.methods.register import REGISTRY
 from kvjax.models import ModelConfig
+from kvjax.models.fingerprint import fingerprint
 from kvjax.types import Evicted, New, Partial
 from pallas_kernels.attention import merge, share_of_evicted
 from tests.cases import Case, fastgen_case, slow
@@ -185,7 +186,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _settings(model, **changes: Any) -> checkpoint.Settings:
-    made = checkpoint.Settings(model.name, checkpoint.fingerprint(model), "h2o", {"recent": 0.5}, 0.1, hidden=HIDDEN)
+    made = checkpoint.Settings(model.name, fingerprint(model), "h2o", {"recent": 0.5}, 0.1, hidden=HIDDEN)
     return dataclasses.replace(made, **changes)
 
 
@@ -216,7 +217,7 @@ def test_checkpoint_is_refused_where_it_does_not_fit(saved: Path) -> None:
 
     model, other = random_model(GQA), random_model(GQA, seed=1)
     message = refused(other, checkpoint=str(saved))
-    assert checkpoint.fingerprint(model) in message and checkpoint.fingerprint(other) in message
+    assert fingerprint(model) in message and fingerprint(other) in message
     message = refused(model, checkpoint=str(saved), base="streaming")
     assert "'h2o'" in message and "'streaming'" in message
     message = refused(model, checkpoint=str(saved), features=4)
@@ -264,8 +265,8 @@ def test_settings_go_to_the_residual_or_to_the_base() -> None:
 def test_fingerprint_is_of_the_model_and_not_of_its_dtype() -> None:
     model = random_model(MQA)
     other = kvjax.Model(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.weights), MQA, name="other")
-    assert checkpoint.fingerprint(model) == checkpoint.fingerprint(other)
-    assert checkpoint.fingerprint(model) != checkpoint.fingerprint(random_model(MQA, seed=1))
+    assert fingerprint(model) == fingerprint(other)
+    assert fingerprint(model) != fingerprint(random_model(MQA, seed=1))
 
 
 def test_performer_estimates_the_exponential() -> None:

@@ -25,6 +25,7 @@ from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.checkpoints.origins import check_finite
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.families import read_model_config
+from kvjax.models.fingerprint import fingerprint, fingerprints
 from kvjax.models.integers import code_dtype
 from kvjax.models.linear import Linear
 from kvjax.models.mlp import DenseMlp
@@ -164,6 +165,7 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     for made in (layer.mixer.query, layer.mlp.up):
         assert made.weight.dtype == code_dtype("cpu") and made.scale is not None and made.scale.dtype == np.float32
     assert model.weights.dtype == layer.attention_norm.scale.dtype == np.float32
+    assert fingerprints(model)[0] == fingerprint(whole) != fingerprint(model)
     rounded = jax.tree.map(
         lambda node: Linear(node.matrix, node.bias) if isinstance(node, Linear) else node,
         model.weights,

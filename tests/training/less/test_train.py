@@ -28,6 +28,7 @@ from kvjax.methods.less import checkpoint
 from kvjax.methods.less.feature_maps import unstack
 from kvjax.methods.less.memory import LowRankMemory, Memory
 from kvjax.model import Model
+from kvjax.models.fingerprint import fingerprint
 from kvjax.models.sharding import parse_mesh
 from kvjax.training.less.loss import memory_attention
 from kvjax.training.less.recipe import Recipe
@@ -256,6 +257,7 @@ def test_a_mesh_trains_as_one_device_does(tmp_path: Path) -> None:
 OWN = """
 import jax.numpy as jnp
 import kvjax
+from kvjax.models.fingerprint import fingerprint
 from flax import struct
 
 @struct.dataclass
@@ -327,7 +329,7 @@ def test_shipped_kernels_are_those_of_the_nearest_budget(tmp_path: Path, monkeyp
     model = random_model(GQA)
     monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path)
     for slots in (50, 10):
-        settings = checkpoint.Settings("random", checkpoint.fingerprint(model), "h2o", {}, slots, hidden=HIDDEN)
+        settings = checkpoint.Settings("random", fingerprint(model), "h2o", {}, slots, hidden=HIDDEN)
         checkpoint.save(tmp_path / f"h2o_{slots}", kernels_for(GQA, scale=slots), settings)
     unbound = kvjax.policy("less")
 
