@@ -213,8 +213,8 @@ def cache_specs(cache: Cache) -> Cache:
 
 def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:
     """Move the per-row arrays to the sharding that programs expect, to avoid a transfer at each step."""
-    rows = {name: getattr(cache, name) for name in OF_EACH_ROW}
-    return cache.replace(**placed_by_program(rows, dict.fromkeys(OF_EACH_ROW, OF_ROWS), mesh))
+    rows = {name: array for name in OF_EACH_ROW if (array := getattr(cache, name)) is not None}
+    return cache.replace(**placed_by_program(rows, dict.fromkeys(rows, OF_ROWS), mesh))
 
 
 def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
