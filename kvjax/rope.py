@@ -26,8 +26,10 @@ class Rope:
     """Rotary position embedding (Su et al., 2021) and its context extensions, with the formulas of transformers.
 
     The frequencies of `dynamic` and `longrope` depend on the length of a text. Cached keys cannot be rotated again:
-    a row uses the frequencies of its planned length (prompt + `max_new_tokens`) from its first token on. Without a
-    cache, it uses those of its actual length.
+    a row uses the frequencies of its planned length (prompt + `max_new_tokens`, or `rope_length` of `kvjax.prefill`)
+    from its first token on. Without a cache, it uses those of its actual length. A text that fits the original context
+    thus has the logits of transformers. If a text crosses its end, transformers changes the frequencies of later tokens
+    (for Phi-3, it reads the whole text again), and vLLM uses the long factors for all texts if it serves longer ones.
 
     Args:
         width: number of leading head dimensions that are rotated, at most the head width.

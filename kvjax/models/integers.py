@@ -23,11 +23,18 @@ Codes = Int8[Array, "out in"] | UInt8[Array, "out in"]
 OFFSET = 128
 """What unsigned codes are above signed ones."""
 
-FEW_ROWS = 8
-"""Largest number of rows for which products are faster with the codes first."""
+FEW_ROWS = {np.dtype(np.int8): 8, np.dtype(np.uint8): 64}
+"""Largest number of rows for which products are faster with the codes first, by dtype of the codes.
+
+With more rows, unsigned codes become signed ones. XLA takes that out of a loop over steps, but a single step converts
+all weights, which takes longer than the products.
+"""
 
 WIDE = 8192
-"""Number of outputs above which such products are faster in blocks."""
+"""Number of outputs above which such products are faster in 16 blocks."""
+
+SEVERAL_ROWS = 8
+"""Number of rows above which products with fewer outputs are faster in four blocks."""
 
 
 @functools.cache
@@ -55,10 +62,10 @@ def unsigned(codes: Array) -> Array:
 
 def integer_product(rows: Int8[Array, "n in"], codes: Codes) -> Int32[Array, "n out"]:
     """Compute the product of rows by codes."""
-    if len(rows) <= FEW_ROWS:
+    if len(rows) <= FEW_ROWS[codes.dtype]:
         # Without barriers XLA computes the rows twice, and exchanges the operands instead of transposing the result.
         rows = jax.lax.optimization_barrier(rows)
-        blocks = math.gcd(len(codes), 16) if len(codes) > WIDE else 1
+        blocks = math.gcd(len(codes), 16 if len(codes) > WIDE else 4 if len(rows) > SEVERAL_ROWS else 1)
         split, repeated = codes.reshape(blocks, -1, codes.shape[1]), jnp.broadcast_to(rows, (blocks, *rows.shape))
         found = jax.lax.optimization_barrier(_dot.bind(split, repeated).reshape(len(codes), -1)).T
         return found if codes.dtype == jnp.int8 else found - OFFSET * rows.sum(-1, keepdims=True, dtype=jnp.int32)

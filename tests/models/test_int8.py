@@ -41,13 +41,20 @@ def test_only_cpus_have_unsigned_codes() -> None:
 
 
 @of_both_kinds
-@pytest.mark.parametrize(("count", "copies"), [(1, 1), (2, 343), (8, 1), (9, 1), (130, 1)])
+@pytest.mark.parametrize(("count", "copies"), [(1, 1), (2, 343), (8, 1), (9, 1), (32, 343), (130, 1)])
 def test_integer_products_are_exact(count: int, copies: int, codes: jax.Array) -> None:
     rows, turns = RANDOM.integers(-128, 128, (count, 96), np.int8), np.arange(copies) % 24
     wide, whole = (np.concatenate([np.roll(each, turn, 0) for turn in turns]) for each in (codes, SIGNED))
     found = integer_product(jnp.asarray(rows), jnp.asarray(wide))
     assert found.dtype == jnp.int32
     np.testing.assert_array_equal(found, rows.astype(np.int64) @ whole.astype(np.int64).T)
+
+
+@pytest.mark.parametrize("count", [2, 10, 32])
+def test_products_with_few_rows_convert_no_codes(count: int) -> None:
+    rows = jnp.zeros((count, 96), jnp.int8)
+    program = jax.jit(integer_product).lower(rows, unsigned(SIGNED)).as_text()  # a step would convert all weights
+    assert "xor" not in program
 
 
 @of_both_kinds
