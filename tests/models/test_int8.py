@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.methods.less.checkpoint import Settings, find, load, save
+from kvjax.methods.less.checkpoint import find, load, save
 from kvjax.models.fingerprint import fingerprint, fingerprints
 from kvjax.models.integers import code_dtype, integer_product, signed, unsigned
 from kvjax.models.matmul import product_with_codes
@@ -101,8 +101,9 @@ def test_what_was_made_for_a_model_is_its_own_in_8_bits(tmp_path: Path) -> None:
     kvjax.prefill(rounded, kvjax.policy("triattention"), [[5, 17, 42]], 16)
     assert fingerprint(rounded) != fingerprint(owner) == fingerprints(rounded)[0]
     assert fingerprints(rounded)[1] == fingerprint(rounded)
-    settings = Settings("tiny", fingerprint(rounded), "h2o", {}, budget=8)  # made for the codes, by older versions
-    save(tmp_path, load(find("h2o_10", "h2o")[0], owner, "h2o")[0], settings)
+    params, settings = load(find("h2o_10", "h2o")[0], owner, "h2o")
+    # Older versions made kernels for the codes.
+    save(tmp_path, params, dataclasses.replace(settings, fingerprint=fingerprint(rounded)))
     load(tmp_path, rounded, "h2o")
     with pytest.raises(ValueError, match="were made for model 'tiny'"):
         load(tmp_path, owner, "h2o")
