@@ -317,7 +317,8 @@ def generate_texts(
         chat: wrap each text as a user turn with the tokenizer's chat template; settings of the template count as True,
             such as {"enable_thinking": False}.
         system: the system turn of a chat, before all others.
-        settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`: see `kvjax.prefill`;
+        settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`, `rope_length`: see
+            `kvjax.prefill`;
             `max_new_tokens` (128); `temperature` (0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`: see
             `Sampling`, by default those of `model.sampling_defaults`, and otherwise a temperature of 0.8 alone;
             `stop`: strings that end a text before them, including texts of special tokens;

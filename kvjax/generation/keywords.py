@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TextKeywords(TypedDict, total=False):
-    """Keywords for one text: those of `begin` without samples and chats."""
+    """Keywords for one text or conversation: those of `begin` without samples, chats and the length for RoPE."""
 
     policy: str | Policy
     budget: int | float | Sequence[int]
@@ -40,12 +40,14 @@ class BeginKeywords(TextKeywords, total=False):
 
     num_samples: int
     chat: bool
+    rope_length: int | None
 
 
 class TextsKeywords(TextKeywords, total=False):
     """Keywords of `generate_texts` that it passes on: samples, and those of `generate_ids`."""
 
     num_samples: int
+    rope_length: int | None
     beams: int
     length_penalty: float
     on_tokens: Callable[[np.ndarray, np.ndarray], None] | None

@@ -22,10 +22,10 @@ pytestmark = pytest.mark.core
     ("kind", "functions", "left_out"),
     [
         (types.BeginKeywords, [begin], []),
-        (types.TextKeywords, [begin], ["chat", "num_samples"]),
+        (types.TextKeywords, [begin], ["chat", "num_samples", "rope_length"]),
         (types.TextsKeywords, [begin, generate_ids], ["chat"]),
         (types.GenerateKeywords, [begin, generate_ids, generate_texts], []),
-        (types.StreamKeywords, [begin, stream_text], ["num_samples"]),
+        (types.StreamKeywords, [begin, stream_text], ["num_samples", "rope_length"]),
     ],
 )
 def test_types_are_those_of_the_functions(kind: Any, functions: list[Callable[..., Any]], left_out: list[str]) -> None:
