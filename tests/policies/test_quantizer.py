@@ -176,7 +176,8 @@ def test_a_format_is_named_by_its_file(mine: Path, capsys: pytest.CaptureFixture
     assert chosen("--codec", f"{mine}:coarse").steps == 100
     assert chosen("--policy", "h2o+fp8") == Float8()
     for words, message in (
-        ((f"{mine}:none",), "none is no Quantizer, neither a class nor an instance: None"),
+        ((f"{mine}:none",), "has no 'none'; it has Steps, coarse"),
+        ((f"{mine}:kvjax",), "kvjax is no Quantizer, neither a class nor an instance: <module"),
         ((f"{mine.parent}/nowhere.py:Steps",), "there is no file .*nowhere.py to take codec 'Steps' from"),
         ((f"{mine}:Steps", "--set", "codec.bits=9"), "has no setting 'bits'; it takes steps"),
         ((f"{mine}:Steps", "--set", "codec.steps=0.5"), "steps=0.5 is not a whole number"),
