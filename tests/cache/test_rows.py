@@ -135,9 +135,9 @@ def write(state: kvjax.State, steps: int) -> tuple[kvjax.State, np.ndarray]:
 def leaves_of(state: kvjax.State, row: int) -> list[np.ndarray]:
     """All that a state knows of a row."""
     alone = kvjax.take_rows(state, [row])
-    fields = [getattr(alone, name) for name in ROWS if name not in ("key", "active")]
+    fields = [getattr(alone.cache, name) for name in ROWS if name not in ("key", "active")]
     storage = jax.tree.leaves(alone.storage)
-    return [np.asarray(leaf) for leaf in (*storage, *fields, jax.random.key_data(alone.key))]
+    return [np.asarray(leaf) for leaf in (*storage, *jax.tree.leaves(fields), jax.random.key_data(alone.key))]
 
 
 def unchanged(before: kvjax.State, after: kvjax.State, row: int) -> None:
