@@ -41,6 +41,7 @@ def test_a_state_of_shapes_is_that_of_a_prompt(policy, monkeypatch):
     model, prompts = random_model(GQA), np.ones((2, 12), int)
     wanted, _ = kvjax.prefill(model, policy, prompts, 1.0 if policy == "full" else 8, max_new_tokens=4)
     shaped = shaped_model(GQA, "float32", None, None)
+    shaped.name = model.name  # states know the model that they are of
     for deep in (prefill.DEEP, 1):  # in one program, and layer by layer
         monkeypatch.setattr(prefill, "DEEP", deep)
         found = state_shapes(shaped, policy, 2, 12, 1.0 if policy == "full" else 8, max_new_tokens=4)
