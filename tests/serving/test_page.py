@@ -88,6 +88,7 @@ def test_a_server_with_a_key_asks_for_it_in_its_field(page: Any) -> None:
         page.get_by_label("Your turn").press("Enter")
         page.get_by_text("This server needs an API key: enter it above.").wait_for()
         assert page.evaluate("document.activeElement.id") == "key" and page.get_by_label("API key").is_visible()
+        page.get_by_label("Tokens of an answer").fill("60")
         page.get_by_label("API key").fill("wrong")
         page.get_by_label("Your turn").press("Enter")
         page.get_by_text("The API key is wrong.").wait_for()
