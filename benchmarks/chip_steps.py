@@ -162,7 +162,7 @@ def traffic_of(config: ModelConfig, step: Step, state: State) -> tuple[int, int]
     read = _bytes(weights)
     if not config.tied:  # a step reads only the rows of its tokens from the embedding table
         read -= _bytes(weights.embedding) - step.rows * config.width * 2
-    kept = _bytes((state.storage, state.policy)) * config.layers / step.layers
+    kept = _bytes((state.cache.memory, state.policy)) * config.layers / step.layers
     return read, round(kept + step.rows * config.vocab_size * 4)
 
 

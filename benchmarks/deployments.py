@@ -132,7 +132,7 @@ def compiled_prompt(deployment: Deployment, context: int) -> dict[str, Any]:
 
 def row_bytes(deployment: Deployment, variant: Variant, context: int) -> float:
     """Return the bytes on one device for one row of the whole model's caches, from the shapes and their shardings."""
-    each = device_bytes(_state(deployment, Size(FEW, 1, variant, context)).storage)
+    each = device_bytes(_state(deployment, Size(FEW, 1, variant, context)).cache.memory)
     return each * SHAPES[deployment.model].layers / FEW
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax.cache.layer import LayerCache, LayerTokens
 from kvjax.cli.bench import say
 from kvjax.cli.commands import Parser, add_model_options, finish
 from kvjax.cli.options import add_policy, named
@@ -24,8 +25,9 @@ from kvjax.inference.decode import decode_step_in_place
 from kvjax.inference.extend import prefill
 from kvjax.model import Model
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed, unembed
+from kvjax.models.decoder import Weights, block, embed, layers_of, unembed
 from kvjax.policies.policy import Policy
+from kvjax.types import Reading
 from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import parse_budget, whole_number
 
@@ -106,19 +108,25 @@ def parts(
     return [Contender(name, "", each) for name, each in runs.items()]
 
 
+class _Newest(LayerCache):
+    """Attention of tokens to themselves alone."""
+
+    def attend(
+        self, tokens: LayerTokens, q: Array, k: Array, v: Array, sink_logits: Array | None
+    ) -> tuple[Array, _Newest]:
+        return jnp.broadcast_to(v[:, :, None], (*q.shape[:4], v.shape[-1])), self
+
+
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
 def _layers(
     weights: Weights, config: ModelConfig, token: Int[Array, " b"], x: Float[Array, "b 1 width"], *, steps: int
 ) -> Float[Array, "b 1 width"]:
-    def newest(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        return jnp.broadcast_to(v[:, :, None], (*q.shape[:4], v.shape[-1])), None
-
     # Every step depends on the one before it, as in a text.
     def one(_: Any, x: Array) -> Array:
-        positions = jnp.zeros((len(token), 1), jnp.int32)
-        x = embed(weights, config, token[:, None], positions) + 1e-6 * x
-        for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-            x, _ = block(layer, config, shape, x, positions, newest)
+        reading = Reading.of_text(token[:, None], jnp.ones(len(token), jnp.int32))
+        x = embed(weights, config, reading.token, reading.position) + 1e-6 * x
+        for layer in layers_of(weights, config):
+            x, _ = block(layer, _Newest(), reading, x)
         return x
 
     return jax.lax.fori_loop(0, steps, one, x)

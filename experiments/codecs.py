@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from experiments.runs import Run, Runs
 from experiments.store import open_store
 from kvjax import methods
-from kvjax.cache.buffers import empty, slot_bytes
+from kvjax.cache.buffers import slot_bytes
+from kvjax.cache.slots import empty_slots
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.texts import passages
 from kvjax.inference.padding import round_slots
@@ -40,8 +41,8 @@ def bytes_of_slot(model: Model, policy: Policy) -> int:
     """Return the bytes of a slot of the first layer under a policy."""
     bound, layer = policy.bind(model), model.config.layer_configs[0]
     limit = jnp.ones((1, layer.kv_heads), jnp.int32)
-    dtype = model.weights.dtype
-    return slot_bytes(jax.eval_shape(functools.partial(empty, bound, layer, 0, slots=1, dtype=dtype), limit=limit))
+    empty = functools.partial(empty_slots, bound, layer, 0, slots=1, dtype=model.weights.dtype)
+    return slot_bytes(jax.eval_shape(empty, limit=limit))
 
 
 def equal_slots(model: Model, policy: Policy, codec: str, slots: int) -> int:

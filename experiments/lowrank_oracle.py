@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.layer import LayerCache, LayerTokens
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed, unembed
+from kvjax.models.decoder import Weights, block, embed, layers_of, unembed
 from kvjax.rope import rotate
-from kvjax.types import LayerConfig
+from kvjax.types import LayerConfig, Reading, setting
 from pallas_kernels.attention import attend
 
 
@@ -89,19 +89,25 @@ def read(
         tokens: ids, without padding.
         attention: called once for each layer, from the first to the last.
     """
-    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = embed(weights, config, tokens, position)
-    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x, _ = block(layer, config, shape, x, position, functools.partial(_attend, attention, position, shape))
+    reading = Reading.of_text(tokens, jnp.full(len(tokens), tokens.shape[1]))
+    x = embed(weights, config, tokens, reading.position)
+    for layer in layers_of(weights, config):
+        x, _ = block(layer, _Custom(attention=attention), reading, x)
     return x
 
 
-def _attend(
-    attention: Attention, position: Int[Array, "b t"], shape: LayerConfig, q: Array, k: Array, v: Array
-) -> tuple[Array, None]:
-    q = rotate(shape.rope, q, position[:, None, None], position.shape[1])
-    k = rotate(shape.rope, k, position[:, None], position.shape[1])
-    return attention(q, k, v, position, shape), None
+class _Custom(LayerCache):
+    """Custom attention of whole texts, which stores nothing."""
+
+    attention: Attention = setting(None)
+
+    def attend(
+        self, tokens: LayerTokens, q: Array, k: Array, v: Array, sink_logits: Array | None
+    ) -> tuple[Array, _Custom]:
+        shape, position, length = tokens.shape, tokens.reading.position, tokens.reading.rope_length
+        q = rotate(shape.rope, q, position[:, None, None], length)
+        k = rotate(shape.rope, k, position[:, None], length)
+        return self.attention(q, k, v, position, shape), self
 
 
 def logits(

@@ -12,7 +12,6 @@ from experiments.claims import markdown_table
 from experiments.runs import Run, Runs
 from experiments.store import Store
 from kvjax.cache.buffers import allocated_bytes, slot_bytes
-from kvjax.cache.dense import Dense
 from kvjax.evaluation.perplexity import begin
 from kvjax.evaluation.summary import paired
 from kvjax.evaluation.texts import passages
@@ -24,11 +23,9 @@ from kvjax.utils.files import output_directory, write_text
 
 def bytes_of(model: Model, policy: Policy | str, slots: int) -> int:
     """Return the bytes of a text's cache with this number of slots per head, and of its residual's state."""
-    storage = begin(model, policy, 1, slots, slots).storage
-    assert isinstance(storage, Dense)
+    cache = begin(model, policy, 1, slots, slots).cache
     return sum(
-        slots * view.position.shape[1] * slot_bytes(view) + allocated_bytes(view.state.residual)
-        for view in storage.layers
+        slots * view.position.shape[1] * slot_bytes(view) + allocated_bytes(view.state.residual) for view in cache.slots
     )
 
 

@@ -16,6 +16,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.rope import Rope, Turns, rotate, rotate_heads, turns_of
 from kvjax.utils.collectives import ALONE as ALONE
 from kvjax.utils.collectives import HEADS as HEADS
+from kvjax.utils.collectives import OF_HEADS as OF_HEADS
+from kvjax.utils.collectives import OF_POOL as OF_POOL
+from kvjax.utils.collectives import OF_ROWS as OF_ROWS
+from kvjax.utils.collectives import OF_SLOTS as OF_SLOTS
+from kvjax.utils.collectives import REPLICATED as REPLICATED
 from kvjax.utils.collectives import ROWS as ROWS
 from kvjax.utils.collectives import SLOTS as SLOTS
 from kvjax.utils.collectives import Spread as Spread
@@ -147,6 +152,22 @@ class Reading(struct.PyTreeNode):
     replayed: bool = setting(False)
     """True if the tokens are a text that is read again: they attend to what is held, and get no slots."""
     kernels: Kernels = setting(Kernels())
+
+    @staticmethod
+    def of_text(token: Int[Array, "b t"], lengths: Int[Array, " b"]) -> Reading:
+        """Return whole texts, after which nothing is planned; their padding has the positions after the text."""
+        position = jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
+        nothing = jnp.zeros_like(lengths)
+        return Reading(
+            token=token,
+            position=position,
+            prompt_length=lengths,
+            read=lengths,
+            horizon=nothing,
+            end=lengths,
+            seed=nothing.astype(jnp.uint32),
+            rope_length=lengths,
+        )
 
     @property
     def valid(self) -> Bool[Array, "b t"]:

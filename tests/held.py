@@ -6,26 +6,25 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.cache.dense import Dense
-from kvjax.cache.paged.storage import Paged
+from kvjax.inference.cache import Cache
 from kvjax.inference.state import State
 from kvjax.types import View
 
 
 def layers(state: State) -> tuple[View, ...]:
     """The caches of a state whose heads have buffers of one size."""
-    assert isinstance(state.storage, Dense)
-    return state.storage.layers
+    assert state.cache.pool is None
+    return state.cache.slots
 
 
-def unpacked(storage: Dense | Paged, steps: Any) -> list[np.ndarray]:
+def unpacked(cache: Cache, steps: Any) -> list[np.ndarray]:
     """For each layer [n, b, h, c], from what `stored_positions` gave n times; -1 where there is no token."""
-    if isinstance(storage, Dense):
+    if cache.pool is None:
         return [np.asarray(layer) for layer in steps]
-    by_step = [storage.positions(step) for step in np.asarray(steps)]
-    return [np.stack([layers[index] for layers in by_step]) for index in range(len(storage.layers))]
+    by_step = [cache.positions(step) for step in np.asarray(steps)]
+    return [np.stack([layers[index] for layers in by_step]) for index in range(len(cache.layers))]
 
 
 def kept(state: State, row: int) -> list[list[list[int]]]:
     """Positions that a row holds, sorted: [layer][KV head]."""
-    return [[sorted(p for p in head if p >= 0) for head in layer[row].tolist()] for layer in state.storage.positions()]
+    return [[sorted(p for p in head if p >= 0) for head in layer[row].tolist()] for layer in state.cache.positions()]

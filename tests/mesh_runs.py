@@ -116,7 +116,7 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, ...]) -> None:
     calls = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
     shapes = [numbers for made, kind in calls if kind == "all-gather" for numbers in re.findall(r"\[([\d,]*)\]", made)]
     gathered = max((math.prod(map(int, numbers.split(","))) for numbers in shapes), default=0)
-    keys = max(leaf.size for leaf in jax.tree.leaves(state.storage))
+    keys = max(leaf.size for leaf in jax.tree.leaves(state.cache.memory))
     tokens, queries = read[0] if read else (0, 0)  # LSH-E reads one after another
     found = dict(calls=len(calls), gathered=gathered, keys=keys, tokens=tokens, queries=queries)
     print(json.dumps({"case": name, "mesh": shape} | found), flush=True)

@@ -150,11 +150,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/inference/test_layers.py",
         "tests/cache/test_rows.py tests/inference/test_extend.py",
     ),
-    "kvjax/cache/dense.py": (
-        _CORE,
-        "tests/inference/test_extend.py tests/cache/test_rows.py",
-        "tests/methods/test_window_attention.py",
+    **dict.fromkeys(
+        ("kvjax/cache/slots.py", "kvjax/cache/keep.py"),
+        (_CORE, "tests/inference/test_extend.py tests/cache/test_rows.py", "tests/methods/test_window_attention.py"),
     ),
+    "kvjax/cache/fused.py": ("tests/pallas_kernels/test_evict.py",),
     "kvjax/cache/buffers.py": (
         _CORE,
         "tests/inference/test_extend.py tests/cache/test_rows.py",
@@ -169,11 +169,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvjax/cache/attention.py": _ATTENTION,
     "kvjax/cache/recompute.py": _ATTENTION,
     "kvjax/cache/paged/build.py": _PAGES,
+    "kvjax/cache/paged/pages.py": _PAGES,
+    "kvjax/cache/paged/select.py": _PAGES,
     "kvjax/cache/paged/stats.py": _PAGES,
     "kvjax/cache/paged/table.py": _PAGES,
     "kvjax/cache/paged/storage.py": _PAGES,
     "kvjax/policies/quantizer.py": ("tests/policies/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),
-    "kvjax/cache/slots.py": (
+    "kvjax/cache/ranks.py": (
         _CORE,
         "tests/policies/test_allocation.py",
         f"{_ORACLES} -k 'adakv or positions'",

@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 import kvjax
-from kvjax.cache.dense import Dense
 
 METHODS: dict[str, kvjax.Policy] = {
     "snapkv": kvjax.policy("snapkv", recent=64, kernel=5),
@@ -39,9 +38,8 @@ def roomier(held: kvjax.State, roomy: kvjax.State) -> kvjax.State:
         held: a state under any policy whose keys keep the positions of the text.
         roomy: a state under `window`, which stores no data per slot, after a context of the same length.
     """
-    assert isinstance(held.storage, Dense) and isinstance(roomy.storage, Dense)  # all heads have the same budget
     layers = []
-    for few, many in zip(held.storage.layers, roomy.storage.layers, strict=True):
+    for few, many in zip(held.cache.slots, roomy.cache.slots, strict=True):
         empty = many.capacity - few.capacity
 
         def padded(leaf: jax.Array, fill: int, empty: int = empty) -> jax.Array:
@@ -50,7 +48,7 @@ def roomier(held: kvjax.State, roomy: kvjax.State) -> kvjax.State:
 
         kv = jax.tree.map(lambda leaf: padded(leaf, 0), few.kv)
         layers.append(many.replace(kv=kv, position=padded(few.position, -1)))
-    return roomy.replace(storage=Dense(tuple(layers)))
+    return roomy.replace(layers=tuple(layers))
 
 
 def logits_of(state: kvjax.State, ids: list[int], asked: int) -> tuple[kvjax.State, Float[np.ndarray, "n vocab"]]:
@@ -72,9 +70,8 @@ def averaged(state: kvjax.State, slots: int) -> Int[np.ndarray, "layers h slots"
         state: a state under `h2o`, whose cache holds the whole context.
         slots: number of positions.
     """
-    assert isinstance(state.storage, Dense)
     found = []
-    for view in state.storage.layers:
+    for view in state.cache.slots:
         position, sums = np.asarray(view.position)[0], np.asarray(view.slots.score)[0]
         seen_by = int(position.max()) + 1 - position
         worth = np.where(position >= 0, sums / seen_by, -np.inf)

@@ -21,7 +21,8 @@ from sphinx.util.typing import ExtensionMetadata
 
 import kvjax
 import site_figures
-from kvjax.cache.buffers import allocated_bytes, empty, slot_bytes
+from kvjax.cache.buffers import allocated_bytes, slot_bytes
+from kvjax.cache.slots import empty_slots
 from kvjax.inference.decode import trace_step
 from kvjax.inference.shapes import state_shapes
 from kvjax.methods import describe
@@ -99,7 +100,7 @@ def _step(model: kvjax.Model, policy: Policy, slots: int) -> Any:
 def _bytes(model: kvjax.Model, policy: Policy) -> tuple[int, int]:
     bound, layer = policy.bind(model).sized((SLOTS,) * model.config.layers).layer(0), model.config.layer_configs[0]
     limit, dtype = jnp.ones((1, layer.kv_heads), jnp.int32), model.weights.dtype
-    made = jax.eval_shape(functools.partial(empty, bound, layer, 0, slots=1, dtype=dtype), limit=limit)
+    made = jax.eval_shape(functools.partial(empty_slots, bound, layer, 0, slots=1, dtype=dtype), limit=limit)
     return slot_bytes(made), allocated_bytes(made.state) // layer.kv_heads
 
 

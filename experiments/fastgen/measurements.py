@@ -13,8 +13,7 @@ from jaxtyping import Int
 
 from experiments.runs import Run, Runs
 from kvjax import methods
-from kvjax.cache.buffers import empty
-from kvjax.cache.paged.storage import Paged
+from kvjax.cache.slots import empty_slots
 from kvjax.evaluation.grid import describe
 from kvjax.inference.extend import prefill
 from kvjax.methods.fastgen import PARTS
@@ -72,16 +71,16 @@ class Report:
         def make() -> dict[str, Any]:
             length, prefix = tokens.shape[1], self.runs.prefix
             state, _ = prefill(self.runs.model, policy, tokens[:, :prefix], max_new_tokens=length - prefix)
-            assert isinstance(state.storage, Paged)
-            chosen = np.stack([np.asarray(heads.state.plan.choice) for heads in state.storage.layers])
-            limits = np.stack([np.asarray(heads.limit) for heads in state.storage.layers])
-            held = np.stack([(positions >= 0).sum(-1) for positions in state.storage.positions()])
+            assert state.cache.pool is not None
+            chosen = np.stack([np.asarray(heads.state.plan.choice) for heads in state.cache.attending])
+            limits = np.stack([np.asarray(heads.limit) for heads in state.cache.attending])
+            held = np.stack([(positions >= 0).sum(-1) for positions in state.cache.positions()])
 
             def of_choice(counts: np.ndarray) -> list[float | None]:
                 choices = range(len(PARTS) + 1)
                 return [float(counts[chosen == i].mean() / length) if (chosen == i).any() else None for i in choices]
 
-            pool = state.storage.position.size / limits.sum()
+            pool = state.cache.pool.position.size / limits.sum()
             return {"share": of_choice(limits), "held": of_choice(held), "pool": float(pool)}
 
         return self.measured(f"slots{self.suffix}: T {threshold:g}", settings, make)
@@ -109,7 +108,7 @@ class Report:
 def profile_of(model: Model, policy: Policy, prompts: Int[np.ndarray, "b n"]) -> dict[str, Any]:
     """Return FastGen's choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts."""
     state, _ = prefill(model, policy, prompts, max_new_tokens=1)
-    plans = [heads.state.plan for heads in state.storage.layers]
+    plans = [heads.state.plan for heads in state.cache.attending]
     found = jax.device_get([(plan.choice, plan.recovered) for plan in plans])
     return {
         "choice": [choice.tolist() for choice, _ in found],
@@ -124,7 +123,9 @@ def slots_within(model: Model, held: int, tokens: int, policy: Policy) -> int:
         limit = [jnp.ones((1, shape.kv_heads), jnp.int32) for shape in model.config.layer_configs]
         layers = enumerate(zip(model.config.layer_configs, limit, strict=True))
         dtype = model.weights.dtype
-        made = [empty(policy, shape, layer, limit=limit, slots=1, dtype=dtype) for layer, (shape, limit) in layers]
+        made = [
+            empty_slots(policy, shape, layer, limit=limit, slots=1, dtype=dtype) for layer, (shape, limit) in layers
+        ]
         return [(view.kv, view.position, view.slots) for view in made]
 
     slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(one)))

@@ -15,7 +15,8 @@ from experiments import lowrank_oracle
 from experiments.fastgen.measurements import profile_of
 from experiments.less.checkpoints import Kernels
 from kvjax import methods
-from kvjax.cache.buffers import allocated_bytes, empty
+from kvjax.cache.buffers import allocated_bytes
+from kvjax.cache.slots import empty_slots
 from kvjax.methods.fastgen import Profiled
 from kvjax.model import Model
 from kvjax.models.config import ModelConfig
@@ -119,7 +120,7 @@ def memory(model: Model, kernels: Kernels | None) -> dict[str, Any]:
         kernels: LESS's kernels, or None.
     """
     layer, dtype = model.config.layer_configs[0], model.weights.dtype
-    accumulated = functools.partial(empty, methods.policy("h2o"), layer, 0, slots=1, dtype=dtype)
+    accumulated = functools.partial(empty_slots, methods.policy("h2o"), layer, 0, slots=1, dtype=dtype)
     slot = jax.eval_shape(accumulated, limit=jnp.ones((1, layer.kv_heads), jnp.int32))
     count: Callable[[Any], int] = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
     return {

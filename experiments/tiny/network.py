@@ -12,6 +12,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.layer import LayerCache, LayerTokens
 from kvjax.models import decoder
 from kvjax.models.attention import Attention
 from kvjax.models.config import ModelConfig
@@ -19,6 +20,7 @@ from kvjax.models.decoder import LayerWeights, Weights
 from kvjax.models.linear import Linear, Norm
 from kvjax.models.mlp import DenseMlp
 from kvjax.rope import rotate
+from kvjax.types import Reading, setting
 
 Causal = Callable[..., Float[Array, "b h g t d"]]
 
@@ -91,16 +93,24 @@ def forward(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], causal: Causal = xla_causal
 ) -> Float[Array, "b t vocab"]:
     """Return logits of every position, in float32 for any dtype of weights."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        q, k = rotate(config.rope, q, positions[:, None, None]), rotate(config.rope, k, positions[:, None])
-        return causal(q, k, v), None
-
-    x = decoder.embed(weights, config, tokens, positions)
-    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x, _ = decoder.block(layer, config, shape, x, positions, attend)
+    reading = Reading.of_text(tokens, jnp.full(len(tokens), tokens.shape[1]))
+    x = decoder.embed(weights, config, tokens, reading.position)
+    for layer in decoder.layers_of(weights, config):
+        x, _ = decoder.block(layer, _Whole(causal=causal), reading, x)
     return decoder.unembed(weights, config, x)
+
+
+class _Whole(LayerCache):
+    """Causal attention of whole texts, which stores nothing."""
+
+    causal: Causal = setting(None)
+
+    def attend(
+        self, tokens: LayerTokens, q: Array, k: Array, v: Array, sink_logits: Array | None
+    ) -> tuple[Array, _Whole]:
+        rope, positions = tokens.shape.rope, tokens.reading.position
+        q, k = rotate(rope, q, positions[:, None, None]), rotate(rope, k, positions[:, None])
+        return self.causal(q, k, v), self
 
 
 def negative_log_likelihood(logits: Float[Array, "b t vocab"], targets: Int[Array, "b t"]) -> Float[Array, "b t"]:

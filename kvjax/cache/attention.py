@@ -9,9 +9,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
+from kvjax.cache.ranks import Attended
+from kvjax.cache.recompute import (
+    by_blocks,
+    narrowed,
+    near_sums,
+    newest_attention,
+    select_by_blocks,
+    with_again,
+    without_again,
+)
 from kvjax.cache.stats import answer, answered, drawn, normalised, over_heads, seen_slots, summed, tempered, weighed
 from kvjax.policies.codec import Operands
+from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Selection
 from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Sums, questions
 from kvjax.types import SLOTS, New, PyTree, View, wide
@@ -22,6 +32,24 @@ from pallas_kernels.prefill_scores import Own, prefill_scores
 
 Question = tuple[Any, Noise | None]
 """Temperature and noise of a softmax whose weighted sums one kernel pass computes, for any number of weights."""
+
+
+def attend_slots(
+    policy: Policy, view: View, new: New, asks: PyTree, evicted: LowRank | Partial | None, *, block: bool = False
+) -> Attended:
+    """Attend from new tokens, which have slots already, to all slots of a layer.
+
+    Args:
+        asks: statistics that are computed in the same pass.
+        evicted: attention to evicted pairs, from a residual.
+        block: True if the new tokens are a block of text.
+    """
+    operands = policy.codec.operands(view, new, block=block)
+    if operands.k is not new.k:  # a whole text has no slots with a bias yet
+        new, operands = operands.with_bias(new, policy.slot_bias(view))
+    attend = attend_block if block else attend_token
+    partial, stats = attend(operands, view, new, without_again(asks), evicted, policy.selection)
+    return Attended(partial, with_again(asks, stats, policy.codec, operands, view, new))
 
 
 def attend_token(

@@ -3,58 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from kvjax.policies.policy import Policy
-from kvjax.types import LayerConfig, PyTree, Reading, View
+from kvjax.types import PyTree, View
+
+V = TypeVar("V", bound=View)
 
 MORE_ROOM = "read the state with a larger budget, or more max_new_tokens if its slots depend on the length of the text"
-
-
-def empty_layers(
-    policy: Policy,
-    configs: Sequence[LayerConfig],
-    limits: Sequence[Int[Array, "b h"]],
-    slots: Sequence[int],
-    dtype: DTypeLike,
-) -> tuple[View, ...]:
-    """Create empty slots in each layer, for a policy `sized` before if its states depend on their number."""
-    return tuple(
-        empty(policy.layer(layer), config, layer, limit=limit, slots=count, dtype=dtype)
-        for layer, (config, limit, count) in enumerate(zip(configs, limits, slots, strict=True))
-    )
-
-
-def empty(
-    policy: Policy,
-    config: LayerConfig,
-    layer: int | Int[Array, ""],
-    *,
-    limit: Int[Array, "b h"],
-    slots: int,
-    dtype: DTypeLike,
-) -> View:
-    """Create empty slots for a layer."""
-    rows, heads = limit.shape
-    none, each = jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, jnp.int32)
-    lengths: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each, rope_length=each)
-    reading = Reading(token=none, position=none, seed=each.astype(jnp.uint32), **lengths)
-    shape = reading.ahead(config, layer, dtype)
-    state = policy.init(shape)
-    held = (policy.codec.encode(shape, state.codec), policy.slots(shape, state))
-
-    def room(leaf: Array) -> Array:
-        return jnp.zeros((rows, heads, slots, *leaf.shape[3:]), leaf.dtype)
-
-    kv, remembered = jax.tree.map(room, held)
-    return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
 
 
 def select_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Any:
@@ -62,7 +22,7 @@ def select_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) 
     return jax.tree.map(lambda leaf: _moved(_on_device(leaf)[index], _space(leaf)), cache)
 
 
-def with_empty_slots(view: View, capacity: int) -> View:
+def with_empty_slots(view: V, capacity: int) -> V:
     """Add empty slots to a layer, behind its own, up to so many per head."""
     more = max(capacity - view.capacity, 0)
 
@@ -73,21 +33,31 @@ def with_empty_slots(view: View, capacity: int) -> View:
     return view.replace(kv=kv, slots=slots, position=padded(view.position, -1))
 
 
-def replace_rows(layers: tuple[View, ...], index: Int[np.ndarray, " m"], rows: tuple[View, ...]) -> tuple[View, ...]:
-    """Replace some rows of all layers; buffers may be larger than those of `rows`, but not smaller."""
-    replaced: list[View] = []
-    for number, (mine, theirs) in enumerate(zip(layers, rows, strict=True)):
-        room, wanted, theirs = mine.capacity, theirs.capacity, jax.tree.map(_on_device, theirs)
-        if wanted > room:
-            raise ValueError(
-                f"rows with {wanted} slots per head in layer {number} do not fit a state that has {room}; {MORE_ROOM}."
-            )
+def replace_rows(cache: PyTree, index: Int[np.ndarray, " m"], rows: PyTree) -> Any:
+    """Replace some rows of all arrays, in any order."""
+    return jax.tree.map(
+        lambda leaf, row: _moved(_on_device(leaf).at[index].set(_on_device(row)), _space(leaf)), cache, rows
+    )
 
-        padded = with_empty_slots(theirs, room).replace(state=jax.tree.map(_widened, mine.state, theirs.state))
-        replaced.append(
-            jax.tree.map(lambda old, row: _moved(_on_device(old).at[index].set(row), _space(old)), mine, padded)
+
+def as_wide(view: V, rows: V, layer: int) -> V:
+    """Return rows in buffers as large as those of `view`, which must not be smaller; `layer` is for the message."""
+    if rows.capacity > view.capacity:
+        raise ValueError(
+            f"rows with {rows.capacity} slots per head in layer {layer} do not fit a state that has {view.capacity}; "
+            f"{MORE_ROOM}."
         )
-    return tuple(replaced)
+    rows = jax.tree.map(_on_device, rows)
+    return with_empty_slots(rows, view.capacity).replace(state=jax.tree.map(_widened, view.state, rows.state))
+
+
+def in_memory(view: V, space: Any) -> V:
+    """Move a layer's score state and protection mask to host or device memory."""
+    score, mask, state = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, space), (view.slots.score, view.slots.protection, view.state.score)
+    )
+    slots = view.slots.replace(score=score, protection=mask)
+    return view.replace(slots=slots, state=view.state.replace(score=state))
 
 
 def _on_device(leaf: Array) -> Array:
@@ -103,15 +73,15 @@ def _space(leaf: Array) -> Any:
     return jax.typeof(leaf).memory_space
 
 
-def _widened(mine: Array, theirs: Array) -> Array:
-    # States of heads may be allocated larger than those of `theirs`.
-    missing = [(0, room - some) for room, some in zip(mine.shape[1:], theirs.shape[1:], strict=True)]
+def _widened(larger: Array, rows: Array) -> Array:
+    # States of heads may be allocated larger than those of `rows`.
+    missing = [(0, size - fewer) for size, fewer in zip(larger.shape[1:], rows.shape[1:], strict=True)]
     if any(more < 0 for _, more in missing):
         raise ValueError(
-            f"rows with a score state of shape {list(theirs.shape[1:])} do not fit a state with "
-            f"{list(mine.shape[1:])}; {MORE_ROOM}."
+            f"rows with a score state of shape {list(rows.shape[1:])} do not fit a state with "
+            f"{list(larger.shape[1:])}; {MORE_ROOM}."
         )
-    return jnp.pad(theirs, [(0, 0), *missing])
+    return jnp.pad(rows, [(0, 0), *missing])
 
 
 def allocated_bytes(storage: PyTree) -> int:

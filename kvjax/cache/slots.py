@@ -1,264 +1,335 @@
-"""Ranking of slots by a policy, and the order in which caches evict tokens."""
+"""The cache of a layer with attention: slots of its heads, of which a policy evicts the lowest-ranked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from kvjax.cache.attention import attend_slots
+from kvjax.cache.buffers import in_memory
+from kvjax.cache.evict import entries, prepared, ranked, write_token
+from kvjax.cache.fused import FusedStep, may_fuse
+from kvjax.cache.keep import allocated, keep_best
+from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.pending import Pending
+from kvjax.cache.ranks import Attended, Victim, where_read
 from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protected
-from kvjax.policies.rankings import Ranking, as_numbers
-from kvjax.policies.residual import Residual
-from kvjax.types import SLOTS, Evicted, New, PyTree, View, restored
-from pallas_kernels import ranking
-from pallas_kernels.attention import Partial
-from pallas_kernels.ranking import Protection
+from kvjax.policies.score import takes_attention
+from kvjax.policies.stats import of_own_heads, questions, sums_over
+from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, Heads, LayerConfig, New, PyTree, Reading, View, setting
+from pallas_kernels.attention import LowRank, Partial, with_sink
 
-TOKEN_BLOCK = 64
-"""Evicted tokens that are decoded together."""
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-Numbers = Callable[[Ranking, View], Float[Array, "b h c"]]
-"""Scores of a ranking: `as_numbers` or `between_heads`."""
+class Step(NamedTuple):
+    """One token per row in a layer's cache."""
+
+    cache: Any
+    out: Float[Array, "b h g 1 e"]
+    """Attention over slots, evicted pairs and the sink."""
+    stats: Any
+    """Statistics that the policy requested, in the form of the kind of cache; None if scores include them."""
 
 
-class Attended(NamedTuple):
-    """Attention over a layer's slots and evicted pairs, with the statistics that the policy requested."""
+class SlotCache(Heads, LayerCache):
+    """Cache whose slots a policy evicts, in buffers or in pages."""
 
-    partial: Partial
-    answers: Any
-    """Statistics in the storage's own format, for its `fold`."""
+    def waits_after(self, tokens: LayerTokens) -> bool:
+        score, cache = tokens.policy.score, self
+        if score.requires.host_memory:
+            cache = self.moved(DEVICE)
+        new = tokens.reading.ahead(tokens.shape, tokens.number, tokens.hidden.dtype)
+        return sums_over(score.asks(cache, new), "model")
+
+    def attend(
+        self,
+        tokens: LayerTokens,
+        q: Float[Array, "b h g t d"],
+        k: Float[Array, "b h t d"],
+        v: Float[Array, "b h t e"],
+        sink_logits: Float[Array, "h g"] | None,
+    ) -> tuple[Float[Array, "b h g t e"], Self]:
+        """Attend from tokens to the slots, in which they get a place.
+
+        Args:
+            tokens: the tokens, of which each takes the slot that ranks lowest once those before it have one.
+            q: queries before RoPE, as keys.
+            sink_logits: logits of learned sinks in the softmax; None for a layer without sinks.
+        """
+        new = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns)
+        return self.step(tokens.policy, new) if q.shape[3] == 1 else self.steps(tokens.policy, new)
+
+    def step(self, policy: Policy, new: New, *, alone: bool = False) -> tuple[Float[Array, "b h g 1 e"], Self]:
+        """Give one token per row a slot, attend from it, and update the score; a row of padding changes nothing.
+
+        `alone` is True if the caller combines no statistics of devices, so that they need a collective of their own.
+        Statistics that have to be summed over devices or layers before they update the score are left in `pending`.
+        """
+        cache = self.moved(DEVICE) if policy.score.requires.host_memory else self
+        asks = policy.score.asks(cache, new)
+        # If output weights also sum over slots, statistics of heads need a collective of their own.
+        if not alone and new.spread.heads > 1 and new.spread.outputs == 1:
+            asks = of_own_heads(asks)
+        cache, out, stats = cache.evict_and_attend(policy, new, asks)
+        pending = Pending(asks, stats, new)
+        if pending.over_layers or pending.over_devices:
+            return out, cache.replace(pending=pending)
+        cache = cache.updated(policy, pending)
+        if questions(asks)[0]:
+            cache, out = cache.with_scores(out)
+        return out, cache.moved(HOST) if policy.score.requires.host_memory else cache
+
+    def steps(self, policy: Policy, new: New) -> tuple[Float[Array, "b h g t e"], Self]:
+        """Run a `step` for each of some known tokens, one after another.
+
+        None of the statistics that the policy requests is a sum over layers.
+        """
+
+        def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            cache, out = carry
+            attended, cache = cache.step(policy, new.part(i, 1), alone=True)
+            return cache, jax.lax.dynamic_update_slice_in_dim(out, attended.astype(out.dtype), i, axis=3)
+
+        out = jnp.zeros((*new.q.shape[:4], new.v.shape[-1]), new.v.dtype)
+        cache, out = jax.lax.fori_loop(0, new.counts.max(), one, (self, out))
+        return out, cache
+
+    def sum_outputs(
+        self, tokens: LayerTokens, outputs: Float[Array, "b t width"]
+    ) -> tuple[Float[Array, "b t width"], Self]:
+        """Sum output projections over devices; means over the heads of a layer, if requested, share the collective."""
+        pending, spread = self.pending, tokens.shape.spread
+        if pending is None or not pending.over_devices:
+            return super().sum_outputs(tokens, outputs)
+        asks, tree = questions(pending.asks)
+        stats = tree.flatten_up_to(pending.answers)
+        means = [place for place, ask in enumerate(asks) if getattr(ask, "over", None) == "device"]
+        outputs, sums = spread.over_attention_and_heads(outputs, [stats[place] for place in means])
+        for place, mean in zip(means, sums, strict=True):
+            stats[place] = mean
+        return outputs, self.updated(tokens.policy, pending._replace(answers=tree.unflatten(stats)))
+
+    def close(self, policy: Policy) -> LayerCache:
+        """Update the score with the statistics that had to wait."""
+        return self if self.pending is None else self.updated(policy, self.pending)
+
+    def updated(self, policy: Policy, pending: Pending) -> Self:
+        """Return the cache with a score that is updated after attention."""
+        asks, stats, new = pending
+        cache = self.replace(pending=None)
+        if asks is None or not (questions(asks)[0] or takes_attention(type(policy.score))):
+            return cache
+        with jax.named_scope("scores"):
+            state = policy.score.advance(cache, new)
+            if not policy.score.requires.keeps_idle_rows:
+                state = where_read(new, state, cache.state.score)
+            cache = cache.fold(policy, asks, stats, new)
+        return cache if state is None else cache.with_state(score=state)
+
+    def with_state(self, **state: PyTree) -> Self:
+        """Replace the states of some parts, given by the parts' names."""
+        return self.replace(state=self.state.replace(**state))
+
+    def memory_of_evicted(self, policy: Policy, new: New) -> LowRank | Partial | None:
+        """Return the attention of the new queries to evicted pairs, as the residual has it; None without a residual."""
+        with jax.named_scope("residual"):
+            return None if policy.residual is None else policy.residual.share(self.state.residual, new)
+
+    def write(self, policy: Policy, new: New, **options: Any) -> tuple[Self, Evicted]:
+        """Write one token per row into a slot of each head, and let the residual absorb the evicted pairs.
+
+        Return the evicted pairs, too. Without a residual they are empty, unless the option `pairs` is True.
+        """
+        with jax.named_scope("eviction"):
+            options["pairs"] = options.get("pairs", False) or policy.residual is not None
+            cache, evicted = self.write_token(policy, new, **options)
+        if policy.residual is None:
+            return cache, evicted
+        with jax.named_scope("residual"):
+            return cache.with_state(residual=policy.residual.absorb(cache.state.residual, evicted)), evicted
+
+    def evict_and_attend(self, policy: Policy, new: New, asks: PyTree, **options: Any) -> Step:
+        """Write one token per row into a slot of each head, and attend to all slots, in two kernels."""
+        cache, _ = self.write(policy, new, **options)
+        evicted = cache.memory_of_evicted(policy, new)
+        with jax.named_scope("attention"):
+            cache, attended = cache.attend_token(policy, new, asks, evicted)
+            return Step(cache, with_sink(attended.partial, new.sink_logits).out, attended.answers)
+
+    @abc.abstractmethod
+    def write_token(self, policy: Policy, new: New, *, pairs: bool, **options: Any) -> tuple[Self, Evicted]:
+        """Write one token per row into a slot of each head; return the evicted pairs, too, if `pairs` is True."""
+
+    @abc.abstractmethod
+    def attend_token(
+        self, policy: Policy, new: New, asks: PyTree, evicted: LowRank | Partial | None
+    ) -> tuple[Self, Attended]:
+        """Attend from one token per row, which has a slot, to all slots and to evicted pairs."""
+
+    @abc.abstractmethod
+    def fold(self, policy: Policy, asks: PyTree, stats: Any, new: New) -> Self:
+        """Update the score of each slot with the requested statistics."""
+
+    def with_scores(self, out: Array) -> tuple[Self, Array]:
+        """Return the cache and the output of attention in a form that makes the output depend on the scores."""
+        return self, out
+
+    def moved(self, space: Any) -> Self:
+        """Move the score's state and the protection mask to host or device memory."""
+        return self
 
 
-def last_resort(dtype: DTypeLike) -> float:
-    """Return a score above all others, for tokens that are evicted only if nothing else can be and no slot is empty."""
-    return float(jnp.finfo(dtype).max) / 2
+class Slots(View, SlotCache, kw_only=True):
+    """Slots in buffers [b h c ...], of which each head has equally many."""
+
+    victim: Victim | None = None
+    """Slot of each head that the next token takes, if devices share slots and it is known before the layer runs."""
+
+    def evict_and_attend(self, policy: Policy, new: New, asks: PyTree, **options: Any) -> Step:
+        """Write one token per row into a slot of each head, and attend to all slots, in one kernel if there is one."""
+        if new.spread.slots > 1 or not may_fuse(policy, self):
+            return super().evict_and_attend(policy, new, asks)
+        with jax.named_scope("eviction"):
+            slots = prepared(policy, self, new)
+            ranking = ranked(policy, slots, new)
+        operands = policy.codec.operands(slots, new, room=ranking.bounds.limit)
+        fused = FusedStep(policy, slots, new, asks, ranking, operands)
+        if not fused.supported:
+            return super(Slots, slots).evict_and_attend(policy, new, asks, ranking=ranking)
+        with jax.named_scope("attention"):
+            slots, attended, evicted = fused()
+            partial = with_sink(attended.partial, new.sink_logits)
+        if evicted is None:
+            return Step(slots, partial.out, attended.answers)
+        assert policy.residual is not None  # only a residual requests the evicted pair
+        with jax.named_scope("residual"):
+            # Absorbed late, to the same effect: the residual has its own state.
+            state, out = policy.residual.step(slots.state.residual, evicted, new, partial)
+            return Step(slots.with_state(residual=state), out, attended.answers)
+
+    def write_token(self, policy: Policy, new: New, *, pairs: bool, **options: Any) -> tuple[Self, Evicted]:
+        slots = self if "ranking" in options else prepared(policy, self, new)
+        return write_token(policy, slots, new, victim=slots.victim, pairs=pairs, **options)
+
+    def attend_token(
+        self, policy: Policy, new: New, asks: PyTree, evicted: LowRank | Partial | None
+    ) -> tuple[Self, Attended]:
+        return self, attend_slots(policy, self, new, asks, evicted)
+
+    def fold(self, policy: Policy, asks: PyTree, stats: PyTree, new: New) -> Self:
+        """Update scores with the requested statistics. If there are none, the kernel has already added them."""
+        if stats is None:
+            return self
+        score = where_read(new, policy.score.fold(stats, self, new), self.slots.score)
+        return self.replace(slots=self.slots.replace(score=score))
+
+    def with_scores(self, out: Array) -> tuple[Self, Array]:
+        """Make the output of attention depend on the layer's updated scores.
+
+        Otherwise statistics of all layers may stay in memory until the end of the step.
+        """
+        score, out = jax.lax.optimization_barrier((self.slots.score, out))
+        return self.replace(slots=self.slots.replace(score=score)), out
+
+    def moved(self, space: Any) -> Self:
+        return in_memory(self, space)
+
+    def of_slots(self, change: Callable[[Array], Array]) -> Self:
+        kv, position, slots = jax.tree.map(change, (self.kv, self.position, self.slots))
+        return self.replace(kv=kv, position=position, slots=slots)
+
+    def appended(self, policy: Policy, new: New) -> Self:
+        """Return the slots with those of a block of text behind them; no token is evicted."""
+        slots = policy.codec.begin(self, new)
+        position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
+        block = entries(policy, slots, new) | {"position": position}
+        buffers = {"kv": slots.kv, "slots": slots.slots, "position": slots.position}
+        joined = jax.tree.map(lambda old, added: jnp.concatenate([old, added], axis=2), buffers, block)
+        return policy.codec.settle(slots.replace(**joined), new)
+
+    def grow(self, slots: int | None = None) -> GrowingSlots:
+        size = self.capacity if slots is None else slots
+        return GrowingSlots(**_fields(self), size=size, is_prompt=slots is not None)
 
 
-def scores(
-    policy: Policy, view: View, new: New, numbers: Numbers = as_numbers, ranking: Ranking | None = None
-) -> tuple[Float[Array, "b h c"], Protected, Ranking]:
-    """Return the score of each slot, its protection and the ranking; tokens to evict last score highest.
+class GrowingSlots(Slots, kw_only=True):
+    """Slots while a block of text is read: none is evicted before all of its tokens have attended."""
 
-    Tokens outside the layer's own window are expired, even if protected, because later queries do not see them. A layer
-    whose number of slots per head equals its window therefore holds exactly that window, under any policy. `ranking`
-    replaces the policy's own, and `numbers` converts it to scores.
+    size: int = setting(0)
+    """Slots per head after the block."""
+    is_prompt: bool = setting(False)
+    """True for a whole prompt, after which the policy's plan allocates slots to heads."""
+
+    def attend(
+        self,
+        tokens: LayerTokens,
+        q: Float[Array, "b h g t d"],
+        k: Float[Array, "b h t d"],
+        v: Float[Array, "b h t e"],
+        sink_logits: Float[Array, "h g"] | None,
+    ) -> tuple[Float[Array, "b h g t e"], Self]:
+        """Append the tokens to the slots, and attend from them to all slots; see `SlotCache.attend`."""
+        policy, new = tokens.policy, tokens.attending(q, k, v, sink_logits).rotated(tokens.turns)
+        slots = in_memory(self, DEVICE) if policy.score.requires.host_memory else self
+        slots = slots.appended(policy, new)
+        asks = {"score": policy.score.asks(slots, new), "plan": policy.plan.asks(slots, new) if self.is_prompt else ()}
+        evicted = slots.memory_of_evicted(policy, new)
+        attended = attend_slots(policy, slots, new, asks, evicted, block=True)
+        out = with_sink(attended.partial, new.sink_logits).out
+        return out, slots.replace(pending=Pending(asks, attended.answers, new))
+
+    def close(self, policy: Policy) -> LayerCache:
+        """Update the score, allocate slots to heads after a prompt, and evict the lowest-ranked tokens."""
+        assert self.pending is not None
+        asks, stats, new = self.pending
+        slots = Slots(**_fields(self.updated(policy, Pending(asks["score"], stats["score"], new))))
+        if self.is_prompt:
+            slots = allocated(policy, slots, stats["plan"], new)
+        select_heads = self.is_prompt and policy.plan.sizing.per_head
+        kept = keep_best(policy, slots, new, self.size, select_heads=select_heads)
+        return kept.slots.replace(undefined=kept.undefined)
+
+
+def _fields(view: View) -> dict[str, Any]:
+    return {field.name: getattr(view, field.name) for field in dataclasses.fields(View)}
+
+
+def empty_slots(
+    policy: Policy,
+    shape: LayerConfig,
+    number: int | Int[Array, ""],
+    *,
+    limit: Int[Array, "b h"],
+    slots: int,
+    dtype: DTypeLike,
+) -> Slots:
+    """Create empty slots for a layer.
+
+    Args:
+        number: index of the layer.
+        limit: slots that each head may use.
+        slots: slots of each head in the buffers.
+        dtype: dtype of the model.
     """
-    with jax.named_scope("scores"):
-        ranking = policy.ranking(view, new) if ranking is None else ranking
-        found, guard = numbers(ranking, view), policy.protection.guard(view, new)
-    if guard.last is not None:
-        found = jnp.where(guard.last, last_resort(found.dtype), found)
-    if new.config.window is not None:
-        found = jnp.where(in_window(view.position, new), found, -jnp.inf)
-    return found, guard, ranking
+    rows = len(limit)
+    none = Reading.of_text(jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, jnp.int32))
+    new = none.ahead(shape, number, dtype)
+    state = policy.init(new)
+
+    def empty_buffer(leaf: Array) -> Array:
+        return jnp.zeros((*limit.shape, slots, *leaf.shape[3:]), leaf.dtype)
+
+    contents = policy.codec.encode(new, state.codec), policy.slots(new, state)
+    kv, states = jax.tree.map(empty_buffer, contents)
+    return Slots(limit, state, kv, jnp.full((*limit.shape, slots), -1, jnp.int32), states)
 
 
-def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]:
-    """Return a mask of the positions that the newest token still sees: all of them in a layer without a window."""
-    if new.config.window is None:
-        return jnp.ones(position.shape, bool)
-    newest = new.newest.reshape(-1, *(1,) * (position.ndim - 1))
-    return position > newest - new.config.window
-
-
-def remembered_positions(position: Int[Array, "b h *c"], new: New) -> Int[Array, "b h *c"]:
-    """Return positions of evicted tokens for `Evicted`: -1 for tokens outside the layer's window."""
-    return jnp.where(in_window(position, new), position, -1)
-
-
-def slots_at(
-    policy: Policy, limit: Int[Array, "b h"], new: New, length: Int[Array, " b"] | None = None
-) -> Int[Array, "b h"]:
-    """Return the slots that heads may use in a text of `length` tokens, by default `new.length`.
-
-    Heads may use all slots in `limit` if the layer's window bounds the text.
-    """
-    found = policy.slots_at(limit, new.length if length is None else length)
-    return jnp.where(new.config.bounds(new.end)[:, None], limit, found) if new.config.local else found
-
-
-def rank(policy: Policy, view: View, new: New, numbers: Numbers = as_numbers) -> Float[Array, "b h c"]:
-    """Return ranks; the lowest is evicted first: expired (-inf) < empty < scores < protected < sinks (+inf)."""
-    found, guard, _ = scores(policy, view, new, numbers)
-    newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
-    return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
-
-
-def with_newest(ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
-    """Return ranks that keep the newest token as long as sinks."""
-    newest = (position == new.newest[:, None, None]) & (ranks > -jnp.inf)
-    return jnp.where(newest, jnp.inf, ranks)
-
-
-class Victim(NamedTuple):
-    """Slot that a new token takes, chosen among all devices that share a head's slots."""
-
-    slot: Int[Array, "b h"]
-    """Number of the slot on this device; the capacity if another device has the slot."""
-    position: Int[Array, "b h"]
-    """Position of the token in the slot; -1 if the slot is empty."""
-
-
-def claim(
-    scores: Float[Array, "b h c"] | None,
-    position: Int[Array, "b h c"],
-    new: New,
-    bounds: Protection,
-    keep: Bool[Array, "b h c"] | None,
-    shrinks: bool,
-) -> Int[Array, "3 b h"]:
-    """Return the victim among each head's slots on this device, where several devices share the slots.
-
-    It is given as its rank in bits, the position of its token, and its index among the slots of all devices. Scores are
-    None if the oldest is evicted first; `shrinks` is as for `pallas_kernels.ranking.victim`.
-    """
-    last, capacity = jnp.iinfo(jnp.int32).max, position.shape[-1]
-    slot = jax.lax.axis_index(SLOTS) * capacity + jnp.arange(capacity, dtype=jnp.int32)
-    sinks, recent, limit = (bound[..., None] for bound in bounds)
-    ranks = ranking.rank(scores, position, new.position[:, :1, None], sinks, recent, keep)
-    live = position >= 0
-    usable = slot < limit
-    if shrinks:
-        usable = live | (new.spread.over_slots(live.sum(-1, keepdims=True, dtype=jnp.int32)) < limit)
-    ranks = jnp.where(usable, ranks, jnp.inf)
-    least = ranks.min(-1)
-    age = jnp.where(usable & (ranks == least[..., None]), position, last)
-    place = jnp.where(age == age.min(-1, keepdims=True), slot, last).min(-1)
-    bits = jnp.dtype(f"int{jnp.finfo(ranks.dtype).bits}")
-    return jnp.stack([jax.lax.bitcast_convert_type(least, bits), age.min(-1).astype(bits), place.astype(bits)])
-
-
-def victims_of_all(claims: Int[Array, "m 3 b h"], capacities: Sequence[int]) -> tuple[Victim, ...]:
-    """Return the victims of several layers over the slots of all devices, from the `claim` of each layer."""
-    last = jnp.iinfo(jnp.int32).max
-    least, age, place = jnp.moveaxis(jax.lax.all_gather(claims, SLOTS), 2, 0)
-    least = jax.lax.bitcast_convert_type(least, jnp.dtype(f"float{jnp.iinfo(least.dtype).bits}"))
-    age = jnp.where(least == least.min(0), age, last)
-    oldest = age.min(0)
-    place = jnp.where(age == oldest, place, last).min(0)
-    found = []
-    for capacity, number, position in zip(capacities, place, oldest, strict=True):
-        slot = number - jax.lax.axis_index(SLOTS) * capacity
-        slot = jnp.where((slot >= 0) & (slot < capacity), slot, capacity).astype(jnp.int32)
-        found.append(Victim(slot, jnp.where(position == last, -1, position).astype(jnp.int32)))
-    return tuple(found)
-
-
-def best_first(
-    ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], sinks: Int[Array, "b h"] | Int[Array, ""]
-) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
-    """Return the slots from the most to the least important one, and how many of them are worth keeping.
-
-    Expired and empty slots are not worth keeping, even if there are free slots. Among equal ranks the newest tokens
-    come first. Sinks come before all others, in the order of the text.
-    """
-    worth = (position >= 0) & (ranks > -jnp.inf)
-    slots = jnp.broadcast_to(jnp.arange(position.shape[-1], dtype=jnp.int32), position.shape)
-    age = jnp.where(position < sinks[..., None], position - jnp.iinfo(jnp.int32).max, -position)
-    _, _, order = jax.lax.sort((jnp.where(worth, -ranks, jnp.inf), age, slots), num_keys=2)
-    return order, worth.sum(-1, dtype=jnp.int32)
-
-
-def chosen(policy: Policy, view: View, new: New, coming: int = 0) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
-    """Return the slots of whole heads from the most to the least important one, and how many of them stay.
-
-    `coming` new tokens have no slot yet, and need one.
-    """
-    score, guard = policy.standing(view, new)
-    ranks, position, score = map(new.spread.all_slots, (rank(policy, view, new), view.position, score))
-    usable, quota = slots_at(policy, view.limit, new) - coming, guard.quota
-    # The newest token gets a slot, even if protected tokens fill the head, as in a decode step.
-    full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= usable[..., None]
-    ranks = jnp.where(full, with_newest(ranks, position, new), ranks)
-    order, count = best_first(ranks, position, guard.sinks)
-    if quota is not None:
-        worth = (position >= 0) & (ranks > -jnp.inf)
-        competes = (worth & (ranks < last_resort(ranks.dtype))).astype(jnp.int32)
-        score = jnp.where(worth if quota.among_all else competes, score, -jnp.inf)
-        count += sum_of_most(score, position, competes, quota.most) - competes.sum(-1)
-    return order, jnp.minimum(count, usable)
-
-
-def best_slots(
-    policy: Policy, view: View, new: New, capacity: int, coming: int = 0
-) -> tuple[Array, Array, Bool[Array, "b h c"]]:
-    """Choose the slots to keep in buffers of `capacity` slots per head, up to the limit of each head; see `chosen`.
-
-    Rows without new tokens keep their slots in place.
-
-    Returns:
-        The best slots of whole heads [b h capacity], a mask of those that are kept, and a mask of this device's slots
-        that are evicted.
-    """
-    position = new.spread.all_slots(view.position)
-    rows, heads, held = position.shape
-    best, count = chosen(policy, view, new, coming)
-    idle = ~new.valid.any(1)[:, None, None]
-    best = jnp.where(idle, jnp.arange(held, dtype=jnp.int32), best)
-    count = jnp.where(idle[..., 0], held, count)
-    missing = max(0, capacity - held)
-    if missing:
-        # Pad with repeats of the last slot, which `kept` excludes.
-        best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (rows, heads, missing))], axis=-1)
-    best = best[..., :capacity]
-    place = jnp.arange(capacity)
-    kept = (place < count[..., None]) & (place < capacity - missing)
-    kept &= gather(position, best) >= 0
-    staying = jnp.zeros(position.shape, bool)
-    staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
-    return best, kept, new.spread.own_slots((position >= 0) & ~staying)
-
-
-def sum_of_most(
-    score: Float[Array, "b h c"], position: Int[Array, "b h c"], value: Array, most: Int[Array, "b #h"]
-) -> Array:
-    """Sum the values [b h c] of the slots with the `most` highest scores: [b h].
-
-    Among equal scores the newest tokens count first. Slots that score -inf never count.
-    """
-    ranked, _, value = jax.lax.sort((-score, -position, value), num_keys=2)
-    counts = (jnp.arange(score.shape[-1]) < most[..., None]) & (ranked < jnp.inf)
-    return jnp.where(counts, value, 0).sum(-1, dtype=value.dtype)
-
-
-def gather(leaf: Array, slots: Int[Array, "b h m"]) -> Array:
-    """Gather the entries of some slots of a buffer [b h c ...]."""
-    return jnp.take_along_axis(leaf, slots.reshape(*slots.shape, *(1,) * (leaf.ndim - 3)), axis=2)
-
-
-def fold_evicted(residual: Residual, view: View, new: New, leaving: Bool[Array, "b h c"]) -> PyTree:
-    """Return a residual's state with the `leaving` slots of a layer added, decoding one block of slots at a time.
-
-    Tokens outside the layer's window are not added.
-    """
-    position = remembered_positions(jnp.where(leaving, view.position, -1), new)
-    size = min(TOKEN_BLOCK, view.capacity)
-    padding = -view.capacity % size
-
-    def blocks(leaf: Array, fill: int = 0) -> Array:
-        leaf = jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3), constant_values=fill)
-        return jnp.moveaxis(leaf.reshape(*leaf.shape[:2], -1, size, *leaf.shape[3:]), 2, 0)
-
-    def add(remembered: PyTree, block: Any) -> tuple[PyTree, None]:
-        kv, position = block
-        pair = restored(new.config.rope, kv, position, view.state.codec, new.k.dtype)
-        return residual.absorb(remembered, Evicted(pair.k, pair.v, position, new.layer, new.kernels)), None
-
-    parts = jax.tree.map(blocks, view.kv), blocks(position, -1)
-    return jax.lax.scan(add, view.state.residual, parts)[0]
-
-
-def where_read(new: New, after: PyTree, before: PyTree) -> PyTree:
-    """Return `after` for rows that have read tokens, and `before` for the others, even if a score changes them."""
-    reads = new.valid.any(1)
-
-    def choose(new_leaf: Array, old_leaf: Array) -> Array:
-        return jnp.where(reads.reshape(-1, *(1,) * (old_leaf.ndim - 1)), new_leaf, old_leaf)
-
-    return jax.tree.map(choose, after, before)
+Slots.specs = Slots(OF_HEADS, OF_HEADS, OF_SLOTS, OF_SLOTS, OF_SLOTS)

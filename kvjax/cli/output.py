@@ -84,8 +84,7 @@ def _choices(made: Generation) -> dict[str, Any]:
         return {}
     maps: dict[str, Any] = {}
     if made.beams == 1:  # a beam search leaves paged storage
-        layers = made.state.storage.layers
-        maps["policy_map"] = [np.asarray(layer.state.plan.choice)[0].tolist() for layer in layers]
+        maps["policy_map"] = [np.asarray(layer.state.plan.choice)[0].tolist() for layer in made.state.cache.attending]
     return {
         "choices": ["+".join(parts) or "full" for parts in plan.choices],
         **maps,

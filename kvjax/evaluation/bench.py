@@ -133,7 +133,7 @@ def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.nda
 
     def run() -> tuple[Any, Float[Array, "b vocab"]]:
         state, logits = prefill(model, name, tokens, budget, max_new_tokens=64)
-        return jax.block_until_ready((state.storage, logits))
+        return jax.block_until_ready((state.cache.memory, logits))
 
     temporary = temporary_bytes(lower_prefill(model, name, tokens, budget, max_new_tokens=64))
     state, _ = prefill(model, name, tokens, budget, max_new_tokens=64)

@@ -12,7 +12,6 @@ from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.cache.dense import Dense
 from kvjax.evaluation.perplexity import begin
 from kvjax.inference.cache import Cache
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
@@ -111,17 +110,16 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
     def features(state: State) -> Features:
         if state.policy.residual is None:
             return [None] * config.layers
-        remembered = (state.storage.layers[layer].state.residual.z for layer in range(config.layers))
+        remembered = (heads.state.residual.z for heads in state.cache.attending)
         return [jnp.zeros((*z.shape[:2], length, z.shape[-1]), z.dtype) for z in remembered]
 
     def one(carry: Carry, token: Int[Array, " b"]) -> tuple[Carry, tuple[Array, Array, Array, Array]]:
         moved, known, rows, held, says = [], [], [], [], []
         for state, before, psi in zip(states, *carry, strict=True):
             after, logits = state.decoder.step(before, token)
-            assert isinstance(after.storage, Dense)
-            held.append([held_tokens(view, length) for view in after.storage.layers])
+            held.append([held_tokens(view, length) for view in after.slots])
             says.append(jax.nn.log_softmax(logits.astype(wide(logits.dtype))))
-            layers = zip(config.layer_configs, after.storage.layers, psi, strict=True)
+            layers = zip(config.layer_configs, after.slots, psi, strict=True)
             looked = [
                 attention_row(shape, state.policy.layer(layer), view, before.position, length, features)
                 for layer, (shape, view, features) in enumerate(layers)

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.slots import HOST
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import lower_prefill, prefill
@@ -137,10 +138,9 @@ def begin(
     if bound.plan.sizing.per_head or requires.replay is not None or requires.whole_prompt:
         raise ValueError(f"policy {name_of(bound)!r} decides on a whole prompt; give a prefix of more than one token.")
     state = empty_state(model, bound, rows, length, budget, seed=seed)
-    storage: Any = state.storage
-    for layer in range(model.config.layers) if requires.host_memory else ():
-        storage = storage.moved(layer, jax.memory.Space.Host)
-    return state.replace(storage=storage)
+    if not requires.host_memory:
+        return state
+    return state.replace(layers=tuple(slots.moved(HOST) for slots in state.cache.slots))
 
 
 def stream(

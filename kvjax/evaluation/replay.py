@@ -12,8 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.dense import Dense
-from kvjax.cache.step import update_score
+from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.slots import Slots
 from kvjax.evaluation.fidelity import by_position
 from kvjax.evaluation.perplexity import begin, judge
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
@@ -22,7 +22,7 @@ from kvjax.model import Model
 from kvjax.models.decoder import block, embed, unembed
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
-from kvjax.types import New, View, wide
+from kvjax.types import New, View, setting, wide
 
 
 class Masked(NamedTuple):
@@ -143,40 +143,49 @@ def replayed(
     Returns:
         Hidden states, and the last slots and result of each layer.
     """
-    weights, config, policy, empty = state.weights, state.config, state.policy, state.storage
-    assert isinstance(empty, Dense)
     rows, n = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(n), tokens.shape)
-    looked: list[tuple[View, Any]] = []
+    reading = state.cache.reading(tokens, positions, jnp.full(rows, n))
+    x, results = embed(state.weights, state.config, tokens, positions), list[tuple[View, Any]]()
+    for layer, slots in zip(state.decoder.layers, state.cache.slots, strict=True):
+        x, text = block(layer, _Text(slots=slots, result=start(slots), mask=mask, look=look), reading, x)
+        results.append((text.slots, text.result))
+    return x, results
 
-    def read_layer(index: int, x: Float[Array, "b n width"]) -> Float[Array, "b n width"]:
-        layer, shape, own = weights.layers[index], config.layer_configs[index], policy.layer(index)
-        sink_logits = layer.mixer.sinks(shape)
 
-        def one(carry: tuple[Dense, Any], inputs: tuple[Array, ...]) -> tuple[tuple[Dense, Any], Array]:
-            storage, sums = carry
+class _Text(LayerCache):
+    """Whole texts in one layer, over whose queries, keys and values a policy is replayed token by token."""
+
+    slots: Slots
+    result: Any
+    mask: str = setting("decode")
+    look: Callable[[Any, View, New, Policy, Replayed], Any] = setting(None)
+
+    def attend(
+        self,
+        tokens: LayerTokens,
+        q: Float[Array, "b h g n d"],
+        k: Float[Array, "b h n d"],
+        v: Float[Array, "b h n e"],
+        sink_logits: Float[Array, "h g"] | None,
+    ) -> tuple[Float[Array, "b h g n e"], _Text]:
+        policy, text = tokens.policy, tokens.reading
+        lse = jnp.zeros(q.shape[:-1], wide(q.dtype))
+        if self.mask == "full-softmax":
+            lse = attend_fully(tokens.shape, q, k, v, text.position).lse
+
+        def one(carry: tuple[Slots, Any], inputs: tuple[Array, ...]) -> tuple[tuple[Slots, Any], Array]:
+            slots, result = carry
             t, token, hidden, q, k, v, lse = inputs
-            position = jnp.broadcast_to(t, (rows, 1))
-            reading = state.cache.reading(token[:, None], position, position[:, 0] + 1)
-            new = reading.of_layer(shape, index, hidden, q, k, v, sink_logits).rotated()
-            storage, told, found = replay(own, mask, storage, new, lse)
-            storage = update_score(own, storage, index, told.asks, told.answers, new)
-            return (storage, look(sums, storage.layers[index], new, own, found)), found.partial.out
+            position = jnp.broadcast_to(t, token.shape)[:, None]
+            reading = text.replace(token=token[:, None], position=position, read=position[:, 0] + 1)
+            of_token = tokens._replace(reading=reading, hidden=hidden).attending(q, k, v, sink_logits).rotated()
+            slots, pending, replayed = replay(policy, self.mask, slots, of_token, lse)
+            slots = slots.updated(policy, pending)
+            return (slots, self.look(result, slots, of_token, policy, replayed)), replayed.partial.out
 
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[View, Any]]:
-            lse = jnp.zeros(q.shape[:-1], wide(q.dtype))
-            if mask == "full-softmax":
-                lse = attend_fully(shape, q, k, v, positions).lse
-            steps = (by_steps(each, axis) for each, axis in ((x, 1), (q, 3), (k, 2), (v, 2), (lse, 3)))
-            first = empty, start(empty.layers[index])
-            (storage, sums), out = jax.lax.scan(one, first, (jnp.arange(n), tokens.T, *steps))
-            return join_steps(out, 3), (storage.layers[index], sums)
-
-        x, result = block(layer, config, shape, x, positions, attend)
-        looked.append(result)
-        return x
-
-    x = embed(weights, config, tokens, positions)
-    for index in range(config.layers):
-        x = read_layer(index, x)
-    return x, looked
+        arrays = ((tokens.hidden, 1), (q, 3), (k, 2), (v, 2), (lse, 3))
+        steps = (by_steps(array, axis) for array, axis in arrays)
+        inputs = jnp.arange(q.shape[3]), text.token.T, *steps
+        (slots, result), out = jax.lax.scan(one, (self.slots, self.result), inputs)
+        return join_steps(out, 3), self.replace(slots=slots, result=result)

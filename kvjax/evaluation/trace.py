@@ -80,10 +80,10 @@ def trace(
 
 @jax.jit
 def _follow(probed: State, full: State, tokens: Int[Array, "n 1"]) -> Any:
-    config, length = full.config, full.storage.layers[0].capacity  # type: ignore[union-attr]
+    config, length = full.config, full.cache.slots[0].capacity
 
     def look(cache: Cache, whole: Cache) -> tuple[list[Array], list[Array], list[Array]]:
-        views, everything = cache.storage.unpack().layers, whole.storage.unpack().layers
+        views, everything = cache.slots, whole.slots
         reading = cache.newest
         scores, kept = [], []
         for index, (shape, view, beside) in enumerate(zip(config.layer_configs, views, everything, strict=True)):

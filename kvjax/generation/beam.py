@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.dense import Dense
-from kvjax.cache.paged.storage import Paged
+from kvjax.cache.buffers import select_rows
 from kvjax.generation.loop import STEPS_PER_DISPATCH
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder, settle_step
@@ -74,7 +73,7 @@ def beam_search(
         eos: ids that end a text.
         length_penalty: exponent of the length that divides each score; values above 0 favor long texts.
     """
-    if isinstance(state.storage, Paged):  # its pages are counted on the host
+    if state.cache.pool is not None:  # pages are counted on the host
         state = State(state.decoder, unpacked(state.cache, state.mesh))
     rows, vocabulary = logits.shape
     state = take_rows(state, np.repeat(np.arange(rows), beams))
@@ -128,9 +127,8 @@ def _search(
         beams, parent = _select(beams, logits, ends, most, length_penalty, candidates)
         rows, width = parent.shape
         index = (parent + width * jnp.arange(rows)[:, None]).reshape(-1)
-        assert isinstance(cache.storage, Dense)
         token = jnp.take(beams.text, beams.length - 1, axis=2).reshape(-1)
-        return *decoder.step(cache.replace(storage=cache.storage.take(index)), token), beams
+        return *decoder.step(cache.replace(layers=select_rows(cache.layers, index)), token), beams
 
     return jax.lax.while_loop(more, one, (cache, logits, beams))
 

@@ -1,8 +1,8 @@
-"""Arguments of programs: caches of a batch of texts, and a model with a policy bound to it, whole or by layers."""
+"""Arguments of programs: caches of a batch of texts, and a model with a policy bound to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -12,13 +12,17 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
-from kvjax.cache.buffers import allocated_bytes
-from kvjax.cache.step import Storage
+from kvjax.cache.buffers import allocated_bytes, as_wide, replace_rows, select_rows
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.paged.pages import LayerPages, Pool
+from kvjax.cache.paged.table import gathered
+from kvjax.cache.slots import Slots
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, Weights
+from kvjax.models.decoder import Layer, Weights, layers_of
 from kvjax.models.sharding import on_device
 from kvjax.policies.policy import Policy
-from kvjax.types import Kernels, LayerConfig, Reading, setting
+from kvjax.types import Heads, Kernels, Reading, View, setting
+from kvjax.utils.processes import on_host
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active", "rope_length")
 """Fields of a cache that have one entry for each row, or are None."""
@@ -30,7 +34,8 @@ class Cache(struct.PyTreeNode):
     Rows are independent: the results of one row depend on that row only.
     """
 
-    storage: Storage
+    layers: tuple[LayerCache, ...]
+    """State of each layer, of the kind that its mixer has."""
     position: Int[Array, " b"]
     """Position of the next token."""
     prompt_length: Int[Array, " b"]
@@ -47,10 +52,12 @@ class Cache(struct.PyTreeNode):
     """True for rows that read tokens; the other rows never change, and their logits are meaningless."""
     rope_length: Int[Array, " b"] | None = None
     """Length of each text that its RoPE frequencies are those of; see `ModelConfig.rope_length`."""
+    pool: Pool | None = None
+    """Memory that the layers share, if each head has slots of its own; see `kvjax.cache.paged.pages`."""
 
     @staticmethod
     def empty(
-        storage: Storage,
+        layers: tuple[LayerCache, ...],
         prompt_length: int,
         horizon: Int[Array, " b"],
         end: Int[Array, " b"],
@@ -61,7 +68,7 @@ class Cache(struct.PyTreeNode):
         """Return a cache that has read nothing, with the planned lengths of the texts that it will read."""
         none = jnp.zeros(len(horizon), jnp.int32)
         active = jnp.ones(len(horizon), bool)
-        return Cache(storage, none, none + prompt_length, horizon, end, key, seed, active, rope_length)
+        return Cache(layers, none, none + prompt_length, horizon, end, key, seed, active, rope_length)
 
     def reading(self, token: Int[Array, "b t"], position: Int[Array, "b t"], read: Int[Array, " b"]) -> Reading:
         """Return generated tokens in the form that layers read; `read` counts each row's tokens, these included."""
@@ -93,23 +100,91 @@ class Cache(struct.PyTreeNode):
         """Return rows, slots and bytes in a few words, from shapes alone."""
         rows = len(self.active)
         slots = f"{rows} row{'' if rows == 1 else 's'}, {self.allocated_slots:.0f} slots per head"
-        return f"{slots}, {allocated_bytes(self.storage):,} bytes"
+        return f"{slots}, {allocated_bytes(self.memory):,} bytes"
+
+    @property
+    def memory(self) -> tuple[tuple[LayerCache, ...], Pool | None]:
+        """Arrays of all layers, without those of rows."""
+        return self.layers, self.pool
+
+    @property
+    def attending(self) -> list[Heads]:
+        """Layers that have slots."""
+        return [layer for layer in self.layers if isinstance(layer, Heads)]
 
     @property
     def allocated_slots(self) -> float:
-        """Slots per head, empty ones included, averaged over rows, layers and heads."""
-        slots = sum(leaf.size for leaf in jax.tree.leaves(self.storage.stored_positions()))
-        return slots / sum(heads.limit.size for heads in self.storage.layers)
+        """Slots per head, empty ones included, averaged over rows, layers with slots, and heads."""
+        slots = sum(leaf.size for leaf in jax.tree.leaves(self.stored_positions()))
+        return slots / max(sum(heads.limit.size for heads in self.attending), 1)
 
-    def take(self, rows: Int[np.ndarray, " m"]) -> Cache:
-        """Return a cache with some rows, in any order."""
-        return Cache(self.storage.take(rows), **self._of_rows(lambda all: all[rows]))
+    def stored_positions(self) -> Any:
+        """Return positions as stored, for collection inside a loop."""
+        if self.pool is not None:
+            return self.pool.position
+        return tuple(layer.position for layer in self.attending if isinstance(layer, View))
 
-    def put(self, where: Int[np.ndarray, " m"], rows: Cache) -> Cache:
-        """Return a cache in which rows of another cache, of the same kind of storage, replace some rows."""
-        storage: Any = self.storage
+    def positions(self, stored: Any = None) -> list[np.ndarray]:
+        """Return positions [b h c] by layer on the host, -1 in empty slots, of the layers with slots.
+
+        `stored` are those of an earlier step; None for the cache's own.
+        """
+        if self.pool is not None:
+            return self.pool.positions(self._pages, stored)
+        return [on_host(position) for position in (self.stored_positions() if stored is None else stored)]
+
+    @property
+    def _pages(self) -> tuple[LayerPages, ...]:
+        return tuple(layer for layer in self.layers if isinstance(layer, LayerPages))
+
+    @property
+    def slots(self) -> tuple[Slots, ...]:
+        """Slots of all layers, pages unpacked; raise a ValueError for a layer that has none."""
+        layers = self.unpacked()
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, Slots):
+                raise ValueError(f"layer {index} has no slots, but a {type(layer).__name__}.")
+        return tuple(layer for layer in layers if isinstance(layer, Slots))
+
+    def unpacked(self) -> tuple[LayerCache, ...]:
+        """Return the layers with pages unpacked into buffers, of equally many slots for all heads of a layer."""
+        if self.pool is None:
+            return self.layers
+        return tuple(layer.link((), self.pool).unpacked() for layer in self._pages)
+
+    def packed(self, layers: Sequence[LayerCache]) -> Self:
+        """Return the cache with the contents of other layers, which were `unpacked` if it has pages."""
+        if self.pool is None:
+            return self.replace(layers=tuple(layers))
+        pages, pool = list[LayerPages](), self.pool
+        for layer, slots in zip(self._pages, layers, strict=True):
+            assert isinstance(slots, Slots)
+            layer, pool = layer.link((), pool).packed(slots).unlink(pool)
+            pages.append(layer)
+        return self.replace(layers=tuple(pages), pool=pool)
+
+    def take(self, rows: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Self:
+        """Return a cache with some rows, in any order; the table of pages is read on the host."""
+        fields = self._of_rows(lambda all: all[rows])
+        if self.pool is None:
+            return self.replace(layers=select_rows(self.layers, rows), **fields)
+        layers, pool = gathered([(self._pages, self.pool)], [(0, int(row)) for row in rows])
+        return self.replace(layers=layers, pool=pool, **fields)
+
+    def put(self, where: Int[np.ndarray, " m"], rows: Cache) -> Self:
+        """Return a cache in which rows of another cache, with the same kinds of layers, replace some rows.
+
+        Buffers may be larger than those of `rows`; a pool grows or shrinks with their number of pages.
+        """
         fields = self._of_rows(lambda all, new: all.at[where].set(new), rows)
-        return Cache(storage.put(where, rows.storage), **fields)
+        if self.pool is None or rows.pool is None:
+            layers = tuple(map(_same_size, range(len(self.layers)), self.layers, rows.layers))
+            return self.replace(layers=replace_rows(self.layers, where, layers), **fields)
+        size = min(self.pool.page_size, rows.pool.page_size)
+        sources = [(_split(cache._pages, cache.pool, size)) for cache in (self, rows)]
+        chosen = {int(row): (1, place) for place, row in enumerate(where)}
+        layers, pool = gathered(sources, [chosen.get(row, (0, row)) for row in range(len(self.active))])
+        return self.replace(layers=layers, pool=pool, **fields)
 
     def with_own_rows(self) -> Cache:
         """Return a cache with copies of the per-row arrays, which stay valid after a step in place."""
@@ -143,25 +218,19 @@ class Bound(struct.PyTreeNode):
     @property
     def layers(self) -> list[Layer]:
         """All layers, each with the policy as it uses it."""
-        like = [self.config.layer_configs.index(shape) for shape in self.config.layer_configs]
-        return [
-            Layer(weights, self.policy.layer(number), number, self.config, like[number])
-            for number, weights in enumerate(self.weights.layers)
-        ]
+        return layers_of(self.weights, self.config, self.policy)
+
+    def init_caches(self, limits: Sequence[Int[Array, "b h"]], slots: Sequence[int]) -> tuple[LayerCache, ...]:
+        """Return caches that have read nothing, for a policy `sized` before if its states depend on the slots."""
+        layers = zip(self.layers, limits, slots, strict=True)
+        return tuple(layer.init_cache(limit, count, self.weights.dtype) for layer, limit, count in layers)
 
 
-class Layer(struct.PyTreeNode):
-    """One layer of a model, and the policy as the layer uses it."""
+def _same_size(number: int, layer: LayerCache, rows: LayerCache) -> LayerCache:
+    return as_wide(layer, rows, number) if isinstance(layer, View) and isinstance(rows, View) else rows
 
-    weights: LayerWeights
-    policy: Policy
-    number: int | Int[Array, ""]
-    """Index in the model; an array in programs that equal layers share."""
-    config: ModelConfig = setting(None)
-    like: int = setting(0)
-    """Index of the first layer of the same shape."""
 
-    @property
-    def shape(self) -> LayerConfig:
-        """Attention of the layer."""
-        return self.config.layer(self.like)
+def _split(layers: tuple[LayerPages, ...], pool: Pool | None, size: int) -> tuple[tuple[LayerPages, ...], Pool]:
+    assert pool is not None
+    parts = pool.page_size // size
+    return tuple(layer.replace(pages=layer.pages * parts) for layer in layers), pool.split(size)

@@ -10,37 +10,29 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from kvjax.cache.buffers import empty
-from kvjax.cache.dense import Dense
-from kvjax.cache.step import update_score
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.pending import Pending
+from kvjax.cache.slots import Slots
 from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
-from kvjax.inference.cache import Bound, Cache, Layer
+from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.decoder import Decoder, check_step, settle_step
 from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import Tokens, check_length, check_on_host, check_tokens, ready
 from kvjax.inference.press import Asking, Limits, Ranked, held_layers, named, press, stored
 from kvjax.inference.replay import read_again, replayed_queries
-from kvjax.inference.sharding import (
-    OF_HEADS,
-    OF_VIEW,
-    joined,
-    placed_policy,
-    placed_rows,
-    run_on_mesh,
-    shared,
-    unpacked,
-)
+from kvjax.inference.sharding import joined, placed_policy, placed_rows, run_on_mesh, shared, unpacked
 from kvjax.inference.state import State, check_state
 from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
+from kvjax.models.decoder import Layer
 from kvjax.models.model import ModelOrigin, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import SlotResidual
 from kvjax.policies.stats import questions
-from kvjax.types import New, Reading, View
+from kvjax.types import OF_HEADS, New, Reading
 from kvjax.utils.dependence import depends_on
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
@@ -128,11 +120,11 @@ def compress(
     cache = placed_rows(state.cache.replace(end=jnp.asarray(end, jnp.int32)), before.mesh)
     held, slots = cache.replace(key=None), tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     if again is not None:
-        dense = _renew_slots(decoder, held, slots) if renewed else unpacked(held, before.mesh).storage
-        held = read_again(decoder, held.replace(storage=dense), *again)
+        held = held.replace(layers=_renew_slots(decoder, held, slots), pool=None) if renewed else held
+        held = read_again(decoder, unpacked(held, before.mesh), *again)
     layers_of = _renewed_layers if renewed and again is None else held_layers
     pressed = press(decoder, held, slots, capacities, asking, layers_of)
-    cache = cache.replace(storage=stored(pressed, decoder, int(end.max())))
+    cache = cache.replace(**stored(pressed, decoder, int(end.max())))
     check_step(decoder, cache)
     settle_step(decoder, cache)
     return State(decoder, cache)
@@ -163,7 +155,7 @@ def _queries(decoder: Decoder, cache: Cache, ids: Int[np.ndarray, "b n"], counts
 
 
 def _check_same_tokens(state: State) -> None:
-    for layer, position in enumerate(state.storage.positions()):
+    for layer, position in enumerate(state.cache.positions()):
         if (np.sort(position, -1) != np.sort(position[:, :1], -1)).any():
             raise ValueError(
                 f"heads of layer {layer} hold different tokens, which a policy other than {name_of(state.policy)} "
@@ -172,27 +164,27 @@ def _check_same_tokens(state: State) -> None:
 
 
 @jax.jit
-def _renew_slots(decoder: Bound, cache: Cache, limits: Limits) -> Dense:
-    def here(decoder: Bound, cache: Cache, limits: Limits) -> Dense:
-        return shared(Dense(tuple(_renewed_layers(decoder, cache, limits)[0])), decoder.mesh)
+def _renew_slots(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCache, ...]:
+    def here(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCache, ...]:
+        return shared(tuple(_renewed_layers(decoder, cache, limits)[0]), decoder.mesh)
 
     return run_on_mesh(
-        here, decoder, cache, limits, argument_specs=OF_HEADS, out_specs=lambda: Dense((OF_VIEW,) * len(limits))
+        here, decoder, cache, limits, argument_specs=OF_HEADS, out_specs=lambda: (Slots.specs,) * len(limits)
     )
 
 
 def _renewed_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     # The slots as the policy would have them, had it read the tokens that are there as a prompt, and these tokens.
-    reading, dense = cache.newest.replace(kernels=decoder.kernels), joined(cache.storage, decoder.mesh).unpack()
-    layers = zip(decoder.here().layers, dense.layers, limits, strict=True)
-    found = [
+    reading, slots = cache.newest.replace(kernels=decoder.kernels), joined(cache.slots, decoder.mesh)
+    layers = zip(decoder.here().layers, slots, limits, strict=True)
+    renewed = [
         _renewed(layer, reading, view.replace(limit=limit), decoder.weights.dtype) for layer, view, limit in layers
     ]
-    views, tokens = zip(*found, strict=True)
+    views, tokens = zip(*renewed, strict=True)
     return views, tokens
 
 
-def _renewed(layer: Layer, reading: Reading, view: View, dtype: DTypeLike) -> tuple[View, New]:
+def _renewed(layer: Layer, reading: Reading, view: Slots, dtype: DTypeLike) -> tuple[Slots, New]:
     policy, shape, number = layer.policy, layer.shape, layer.number
     new, order = reading.ahead(shape, number, dtype), text_order(view.position)
     keys, values = (jnp.take_along_axis(x, order[..., None], axis=2) for x in (view.keys(new), view.values(new)))
@@ -200,22 +192,21 @@ def _renewed(layer: Layer, reading: Reading, view: View, dtype: DTypeLike) -> tu
     text = reading.replace(position=at, token=jnp.zeros_like(at))
     tokens = text.ahead(shape, number, dtype).replace(k=keys, v=values)
 
-    def read(**unknown: Array) -> View:
-        known = tokens.replace(**unknown)
-        made = empty(policy, shape, number, limit=view.limit, slots=0, dtype=dtype)
-        storage = Dense((made,)).append(policy, 0, known)
-        asks = policy.score.asks(storage.layers[0], known)
+    def read(**unknown: Array) -> Slots:
+        block, empty = tokens.replace(**unknown), layer.init_cache(view.limit, 0, dtype)
+        assert isinstance(empty, Slots)
+        slots = empty.appended(policy, block)
+        asks = policy.score.asks(slots, block)
         if questions(asks)[0]:
             raise ValueError(
                 f"{named(policy)} ranks by attention of the text, which a cache does not hold; read the text with "
                 "kvjax.prefill."
             )
-        storage = update_score(policy, storage, 0, asks, asks, known)
-        return storage.layers[0]
+        return slots.updated(policy, Pending(asks, asks, block))
 
     def ranks(**unknown: Array) -> Any:
-        made = read(**unknown)
-        return made, policy.standing(made, tokens.replace(**unknown))[0]
+        slots = read(**unknown)
+        return slots, policy.standing(slots, tokens.replace(**unknown))[0]
 
     unknown = {name: getattr(tokens, name) for name in UNKNOWN}
     missing = [UNKNOWN[name] for name in sorted(depends_on(ranks, unknown))]

@@ -11,14 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from kvjax.inference.sharding import WHOLE, on_mesh, policy_specs
+from kvjax.inference.sharding import on_mesh, policy_specs
 from kvjax.models.config import ModelConfig
 from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import on_device
 from kvjax.policies.base import Part
 from kvjax.policies.contract import check_layer
 from kvjax.policies.policy import Policy
-from kvjax.types import HEADS, Reading
+from kvjax.types import HEADS, REPLICATED, Reading
 
 TOKENS = 16
 """Tokens of the abstract prompt, unless a score needs more."""
@@ -98,7 +98,7 @@ def _check_layers(policy: Policy, *, config: ModelConfig, mesh: Mesh | None, dty
             check_layer(policy.layer(index), *read)
         return ()
 
-    return on_mesh(here, mesh, lambda: ((policy_specs(policy),), WHOLE))(policy)
+    return on_mesh(here, mesh, lambda: ((policy_specs(policy),), REPLICATED))(policy)
 
 
 def _reading(rows: int, start: int, count: int, prompt: int) -> Reading:

@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax.cache.dense import Dense
 from kvjax.cache.paged.stats import check_asks
-from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Bound, Cache
@@ -94,12 +92,10 @@ class Decoder(Bound):
         settle_before(
             lambda survey: prompt_shapes(made.replace(kernels=Kernels(survey)), first), self.kernels.implementation
         )
-        storage, position, seed, logits = read_prompts(made, first)
-        if self.policy.plan.sizing.per_head and not late:
-            size = page_slots(prompts.tokens.shape[1] + max_new_tokens)
-            storage = on_pages(storage, self.policy, size, self.mesh)
+        layers, position, seed, logits = read_prompts(made, first)
+        size = page_slots(prompts.tokens.shape[1] + max_new_tokens)
         cache = Cache(
-            storage=storage,
+            **on_pages(layers, self.policy, size, self.mesh),
             position=position,
             prompt_length=jnp.asarray(prompts.lengths),
             horizon=jnp.asarray(prompts.horizon),
@@ -128,7 +124,7 @@ class Decoder(Bound):
         if policy.score.requires.replay is not None:
             held = read_again(decoder, held, prompts.tokens, prompts.lengths)
         pressed = press(decoder, held, tuple(map(jnp.asarray, prompts.limits)), prompts.capacities)
-        return cache.replace(storage=stored(pressed, decoder, int((prompts.lengths + prompts.horizon).max())))
+        return cache.replace(**stored(pressed, decoder, int((prompts.lengths + prompts.horizon).max())))
 
     @with_promotion
     def step(self, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
@@ -270,18 +266,18 @@ compiled_step_in_place = jax.jit(Decoder.step, donate_argnames="cache")
 def _steps_on_device(
     decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"]
 ) -> tuple[Cache, Float[Array, "b n vocab"]]:
-    decoder = decoder.here(shares_slots=isinstance(cache.storage, Dense))
+    decoder = decoder.here(shares_slots=cache.pool is None)
     place = cache.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     after = jnp.where(cache.active, place[:, -1] + 1, cache.position)
     position = jnp.where(cache.active[:, None], place, -1)
     reading = cache.reading(tokens, position, after).replace(kernels=decoder.kernels)
-    storage, hidden = read_steps(decoder, cache.storage, reading)
+    cache, hidden = read_steps(decoder, cache, reading)
     logits = unembed(decoder.weights, decoder.config, hidden)
     if decoder.policy.plan.sizing.fixed_length:
         logits = jnp.where((place < cache.end[:, None])[..., None], logits, jnp.nan)
     if decoder.config.bounded:
         logits = jnp.where((place < decoder.config.max_positions)[..., None], logits, jnp.nan)
-    return cache.replace(storage=storage, position=after), logits
+    return cache.replace(position=after), logits
 
 
 def step_shapes(decoder: Decoder, cache: Cache) -> tuple[Cache, Float[Array, "b vocab"]]:
@@ -295,10 +291,10 @@ def check_step(decoder: Decoder, cache: Cache) -> None:
     def look(policy: Policy, cache: Cache) -> tuple[()]:
         reading, shape = cache.newest.replace(given=False), decoder.config.layer_configs[0]
         new = reading.ahead(shape, 0, decoder.weights.dtype)
-        check_asks(policy, policy.layer(0).score.asks(cache.storage.layers[0], new))
+        check_asks(policy, policy.layer(0).score.asks(cache.attending[0], new))
         return ()
 
-    if isinstance(cache.storage, Paged):
+    if cache.pool is not None:
         jax.eval_shape(look, decoder.policy, cache.replace(key=None))
 
 
@@ -349,16 +345,15 @@ def _extend_on_device(
     given = jnp.where(lengths > 0, reading.read, cache.prompt_length)
     reading = reading.replace(prompt_length=given, kernels=decoder.kernels)
     # While a block is read, pages are unpacked into buffers of one size for all heads.
-    dense = joined(cache.storage, decoder.mesh).unpack()
-    capacities = tuple(view.capacity for view in dense.layers)
+    after = cache.replace(layers=joined(cache.unpacked(), decoder.mesh), pool=None)
     chunk = chunk or decoder.policy.score.requires.prompt_chunk
     if chunk is None:
-        after, hidden = read_block(decoder, dense, reading, capacities)
+        layers, hidden = read_block(decoder, after.layers, reading)
+        after = after.replace(layers=layers)
         hidden = hidden if every else reading.at_last(hidden, otherwise=hidden[:, 0])
     else:
-        after, hidden = read_chunks(decoder, dense, reading, capacities, chunk, every=every)
-    assert isinstance(after, Dense)
-    storage = shared(cache.storage.pack(after), decoder.mesh)
-    cache = cache.replace(storage=storage, position=reading.read, prompt_length=given)
+        after, hidden = read_chunks(decoder, after, reading, chunk, every=every)
+    cache = cache.packed(shared(after.layers, decoder.mesh))
+    cache = cache.replace(position=reading.read, prompt_length=given)
     read = reading.position >= 0 if every else lengths > 0
     return cache, jnp.where(read[..., None], unembed(decoder.weights, decoder.config, hidden), jnp.nan)

@@ -1,135 +1,138 @@
-"""All layers of a model: run one token per row in a decode step, or a block of text."""
+"""All layers of a model: run one token per row, known tokens one by one, or a block of text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.dense import Dense
-from kvjax.cache.paged.build import Selected
-from kvjax.cache.step import Pending, Storage, share_of_residual, step, steps, sum_over_layers, update_score
-from kvjax.inference.cache import Bound, Layer
-from kvjax.inference.keep import Kept, keep_after
-from kvjax.models.decoder import block, embed
-from kvjax.policies.stats import questions, sums_over
+from kvjax.cache.evict import foreseen, victims_of
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.paged.storage import with_logits
+from kvjax.cache.pending import sum_over_layers
+from kvjax.cache.slots import Slots
+from kvjax.inference.cache import Bound, Cache
+from kvjax.models.decoder import Layer, block, embed
 from kvjax.rope import Rope, Turns
-from kvjax.types import Reading, Spread
-from pallas_kernels.attention import with_sink
+from kvjax.types import Reading, wide
 
 STEPS = 512
 """Most tokens, of all rows, that a layer reads by decode steps before the next layer does."""
 
+Caches = tuple[LayerCache, ...]
 
-def read_steps(decoder: Bound, storage: Storage, reading: Reading) -> tuple[Storage, Float[Array, "b t width"]]:
+# The compiler inlines it; sharing saves tracing and lowering.
+_block_once = jax.jit(block)
+
+
+def read(
+    layers: Sequence[Layer],
+    caches: Sequence[LayerCache],
+    reading: Reading,
+    x: Float[Array, "b t width"],
+    *,
+    pool: Any = None,
+    turns: Mapping[Rope | None, Turns] | None = None,
+    run: Callable[..., Any] = block,
+) -> tuple[Caches, Any, Float[Array, "b t width"]]:
+    """Run tokens through layers; each cache is closed after the last layer that reads it.
+
+    Args:
+        caches: cache of each layer, grown if the tokens are a block of text of which all attend before any is evicted.
+        x: hidden states before the layers.
+        pool: memory that the caches share.
+        turns: rotations of queries and keys, by the RoPE of layers; None for layers that compute their own.
+        run: `block`, or a function that compiles it.
+
+    Returns:
+        The caches, their shared memory, and hidden states, NaN in rows with scores of NaN.
+    """
+    after, last_reader = list(caches), list(range(len(caches)))
+    for index, cache in enumerate(caches):
+        for source in cache.reads:
+            last_reader[source] = index
+    for index, layer in enumerate(layers):
+        with jax.named_scope("layer"):
+            of_layer = None if turns is None else turns.get(layer.shape.rope)
+            x, cache = run(layer, after[index].link(after[:index], pool), reading, x, of_layer)
+            after[index], pool = cache.unlink(pool)
+        for source, reader in enumerate(last_reader):
+            if reader == index and not after[source].waits:
+                after[source] = after[source].close(layers[source].policy)
+    waiting = [index for index, cache in enumerate(after) if cache.waits]
+    of_waiting = [pending for index in waiting if (pending := after[index].pending) is not None]
+    for index, pending in zip(waiting, sum_over_layers(of_waiting), strict=True):
+        after[index] = after[index].replace(pending=pending).close(layers[index].policy)
+    for index, cache in enumerate(after):
+        if cache.undefined is not None:  # NaN scores make the kept slots and the logits meaningless
+            x = jnp.where(cache.undefined[:, None, None], jnp.nan, x)
+            after[index] = cache.replace(undefined=None)
+    return tuple(after), pool, x
+
+
+def read_steps(decoder: Bound, cache: Cache, reading: Reading) -> tuple[Cache, Float[Array, "b t width"]]:
     """Run tokens through all layers by decode steps; before attention, a policy chooses the slot that each one takes.
 
     Each layer reads all tokens, one after another, before the next layer does, so that its weights are read once. If
     statistics are sums over all layers, each token has to run through all layers before the next one.
     """
-    if reading.token.shape[1] == 1 or not _sums_over_layers(decoder, storage, reading.part(0, 1)):
-        return _through_layers(decoder, storage, reading)
+    if reading.token.shape[1] == 1 or not _waits(decoder, cache, reading.part(0, 1)):
+        return _through_layers(decoder, cache, reading)
 
-    def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
-        storage, made = carry
-        storage, x = _through_layers(decoder, storage, reading.part(i, 1))
-        return storage, jax.lax.dynamic_update_slice_in_dim(made, x, i, axis=1)
+    def one(i: Int[Array, ""], carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
+        cache, hidden = carry
+        cache, x = _through_layers(decoder, cache, reading.part(i, 1))
+        return cache, jax.lax.dynamic_update_slice_in_dim(hidden, x, i, axis=1)
 
-    made = jnp.zeros((*reading.token.shape, decoder.config.width), decoder.weights.dtype)
-    return jax.lax.fori_loop(0, reading.counts.max(), one, (storage, made))
-
-
-def _sums_over_layers(decoder: Bound, storage: Any, reading: Reading) -> bool:
-    for index, layer in enumerate(decoder.layers):
-        score = layer.policy.score
-        here = storage.moved(index, jax.memory.Space.Device) if score.requires.host_memory else storage
-        new = reading.ahead(layer.shape, index, decoder.weights.dtype)
-        if sums_over(score.asks(here.layers[index], new), "model"):
-            return True
-    return False
+    hidden = jnp.zeros((*reading.token.shape, decoder.config.width), decoder.weights.dtype)
+    return jax.lax.fori_loop(0, reading.counts.max(), one, (cache, hidden))
 
 
-def _through_layers(decoder: Bound, storage: Storage, reading: Reading) -> tuple[Storage, Float[Array, "b t width"]]:
+def _waits(decoder: Bound, cache: Cache, reading: Reading) -> bool:
+    x = jnp.zeros((*reading.token.shape, decoder.config.width), decoder.weights.dtype)
+    layers = zip(decoder.layers, cache.layers, strict=True)
+    return any(of_layer.waits_after(layer.tokens(reading, x)) for layer, of_layer in layers)
+
+
+def _through_layers(decoder: Bound, cache: Cache, reading: Reading) -> tuple[Cache, Float[Array, "b t width"]]:
     x = embed(decoder.weights, decoder.config, reading.token, reading.position)
-    pending, layers, dtype = list[Pending](), decoder.layers, x.dtype
+    layers, score = decoder.layers, decoder.policy.score
     ropes = dict.fromkeys(layer.shape.rope for layer in layers if layer.shape.rope is not None)
-    turns: dict[Rope | None, Turns] = {rope: reading.turns(rope, dtype) for rope in ropes}
-    shapes = decoder.config.layer_configs
-    storage = storage.open(decoder.policy, shapes, lambda index: reading.ahead(shapes[index], index, dtype))
-    alike = type(storage) is Dense and not decoder.policy.score.requires.host_memory
-    for index, layer in enumerate(layers):
-        turned = turns.get(layer.shape.rope)
-        with jax.named_scope("layer"):
-            if alike:
-                assert isinstance(storage, Dense)
-                numbered = layer.replace(number=jnp.asarray(index))
-                alone, x, told = _traced_once(numbered, storage.alone(index), 0, reading, turned, x)
-                storage = storage.replace_layer(index, alone.layers[0])
-            else:
-                storage, x, told = _through_layer(layer, storage, index, reading, turned, x)
-        pending.extend(told)
-    for index, told in enumerate(sum_over_layers(pending)):
-        with jax.named_scope("layer"):
-            storage = update_score(layers[index].policy, storage, index, told.asks, told.answers, told.new)
-    return storage.close(), x
+    turns: dict[Rope | None, Turns] = {rope: reading.turns(rope, x.dtype) for rope in ropes}
+    caches = _with_victims(layers, cache.layers, reading, x)
+    pool = with_logits(cache.pool, decoder.config.layer(0).groups, wide(x.dtype))
+    run = _block_once if pool is None and not score.requires.host_memory else block
+    if run is _block_once:
+        layers = [layer.replace(number=jnp.asarray(layer.number)) for layer in layers]
+    caches, pool, x = read(layers, caches, reading, x, pool=pool, turns=turns, run=run)
+    caches = tuple(each.replace(victim=None) if isinstance(each, Slots) else each for each in caches)
+    return cache.replace(layers=caches, pool=pool and pool.replace(logits=None)), x
 
 
-def _through_layer(
-    layer: Layer,
-    storage: Storage,
-    place: int,
-    reading: Reading,
-    turns: Turns | None,
-    x: Float[Array, "b t width"],
-) -> tuple[Storage, Float[Array, "b t width"], list[Pending]]:
-    """Run tokens through a layer by decode steps; `place` is the layer's index in the storage."""
-    weights, policy, shape = layer.weights, layer.policy, layer.shape
+def _with_victims(layers: Sequence[Layer], caches: Caches, reading: Reading, x: Float[Array, "b t width"]) -> Caches:
+    """Choose all victims together if devices share slots and no layer has to run first.
 
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Storage, list[Pending]]]:
-        new = reading.of_layer(shape, layer.number, x, q, k, v, weights.mixer.sinks(shape)).rotated(turns)
-        if x.shape[1] > 1:
-            after, out = steps(policy, storage, place, new)
-            return out, (after, [])
-        after, out, pending = step(policy, storage, place, new)
-        return out, (after, pending)
-
-    def total(outputs: Array, result: tuple[Storage, list[Pending]]) -> tuple[Array, tuple[Storage, list[Pending]]]:
-        outputs, pending = _sum_outputs(shape.spread, outputs, result[1])
-        return outputs, (result[0], pending)
-
-    y, (after, pending) = block(weights, layer.config, shape, x, reading.position, attend, total)
-    for stats in pending:
-        if sums_over(stats.asks, "device"):
-            after = update_score(policy, after, place, stats.asks, stats.answers, stats.new)
-    return after, y, [stats for stats in pending if not sums_over(stats.asks, "device")]
-
-
-def _sum_outputs(
-    spread: Spread, outputs: Float[Array, "b t width"], pending: list[Pending]
-) -> tuple[Float[Array, "b t width"], list[Pending]]:
-    """Sum output projections over devices; means over the heads of a layer, if requested, share the collective."""
-    if not any(sums_over(stats.asks, "device") for stats in pending):
-        return spread.over_attention(outputs), pending
-    (stats,) = pending
-    asks, tree = questions(stats.asks)
-    answers = tree.flatten_up_to(stats.answers)
-    shared = [place for place, ask in enumerate(asks) if sums_over(ask, "device")]
-    outputs, means = spread.over_attention_and_heads(outputs, [answers[place] for place in shared])
-    for place, mean in zip(shared, means, strict=True):
-        answers[place] = mean
-    return outputs, [stats._replace(answers=tree.unflatten(answers))]
-
-
-# The compiler inlines it; sharing saves tracing and lowering.
-_traced_once = jax.jit(_through_layer, static_argnums=2)
+    One collective then serves all layers.
+    """
+    policy, several = layers[0].policy, x.shape[1] > 1  # the second token's victims depend on the first one
+    if layers[0].shape.spread.slots == 1 or several or policy.may_shrink or policy.score.requires.host_memory:
+        return caches
+    slots = {index: cache for index, cache in enumerate(caches) if isinstance(cache, Slots)}
+    policies, views = [layers[index].policy for index in slots], list(slots.values())
+    new = [reading.ahead(layers[index].shape, index, x.dtype) for index in slots]
+    if not foreseen(policies, views, new):
+        return caches
+    victims = zip(slots, victims_of(policies, views, new), strict=True)
+    chosen = {index: slots[index].replace(victim=victim) for index, victim in victims}
+    return tuple(chosen.get(index, cache) for index, cache in enumerate(caches))
 
 
 def read_chunks(
-    decoder: Bound, storage: Dense, reading: Reading, capacities: tuple[int, ...], chunk: int, *, every: bool = False
-) -> tuple[Dense, Float[Array, "b *t width"]]:
+    decoder: Bound, cache: Cache, reading: Reading, chunk: int, *, every: bool = False
+) -> tuple[Cache, Float[Array, "b *t width"]]:
     """Run given texts through all layers, and evict after each chunk; chunks of one token are decode steps.
 
     Return the hidden state after every token, or if `every` is False those after the last token of each row.
@@ -141,82 +144,33 @@ def read_chunks(
     token, position = jnp.pad(reading.token, surplus), jnp.pad(reading.position, surplus, constant_values=-1)
     padded = reading.replace(token=token, position=position)
 
-    def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
-        storage, found = carry
+    def one(i: Int[Array, ""], carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
+        cache, hidden = carry
         part = padded.part(i * size, size)
         if chunk == 1:
-            storage, x = read_steps(decoder, storage, part)
+            cache, x = read_steps(decoder, cache, part)
         else:
-            storage, x = read_block(decoder, storage, part, capacities)
+            caches, x = read_block(decoder, cache.layers, part)
+            cache = cache.replace(layers=caches)
         if every:
-            return storage, jax.lax.dynamic_update_slice_in_dim(found, x, i * size, axis=1)
-        return storage, part.at_last(x, otherwise=found)
+            return cache, jax.lax.dynamic_update_slice_in_dim(hidden, x, i * size, axis=1)
+        return cache, part.at_last(x, otherwise=hidden)
 
-    found = jnp.zeros((rows, *token.shape[1:] * every, decoder.config.width), decoder.weights.dtype)
-    storage, found = jax.lax.fori_loop(0, -(-reading.counts.max() // size), one, (storage, found))
-    return storage, found[:, :count] if every else found
+    hidden = jnp.zeros((rows, *token.shape[1:] * every, decoder.config.width), decoder.weights.dtype)
+    cache, hidden = jax.lax.fori_loop(0, -(-reading.counts.max() // size), one, (cache, hidden))
+    return cache, hidden[:, :count] if every else hidden
 
 
 def read_block(
-    decoder: Bound, storage: Dense, reading: Reading, capacities: tuple[int, ...], *, first: bool = False
-) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b t width"]]:
-    """Run a prompt, a chunk or a turn through all layers; see `read_layers`."""
+    decoder: Bound, caches: Caches, reading: Reading, slots: Sequence[int] | None = None
+) -> tuple[Caches, Float[Array, "b t width"]]:
+    """Run a block of text through all layers: attend, update scores, keep the highest-ranked slots.
+
+    `slots` are those per head that a whole prompt leaves in each layer, which the plan then allocates to heads; None
+    for a chunk or a turn, after which caches are as large as before. Return caches, and hidden states.
+    """
     x = embed(decoder.weights, decoder.config, reading.token, reading.position)
-    return read_layers(decoder.layers, storage, reading, capacities, x, first=first)
-
-
-def read_layers(
-    layers: Sequence[Layer],
-    storage: Dense,
-    reading: Reading,
-    capacities: tuple[int, ...],
-    x: Float[Array, "b t width"],
-    *,
-    first: bool = False,
-) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b t width"]]:
-    """Run a block of text through the layers of a storage: attend, update scores, keep the highest-ranked slots.
-
-    `capacities` are the slots of each layer's buffers afterwards. After a `first` text, a whole prompt, the plan
-    allocates slots to heads. Return the storage, or the selected slots under a plan with slots for each head; and
-    hidden states, NaN in rows with scores of NaN.
-    """
-    paged = first and layers[0].policy.plan.sizing.per_head
-    pending, kept = list[Pending](), list[Kept]()
-    for index, layer in enumerate(layers):
-        storage, told, x = append_and_attend(layer, storage, index, reading, x, first=first)
-        if sums_over(told.asks["score"], "model"):
-            pending.append(told)
-        else:
-            storage, of_layer = keep_after(layer.policy, storage, index, told, capacities[index], first)
-            kept.append(of_layer)
-    for index, told in enumerate(sum_over_layers(pending)):
-        storage, of_layer = keep_after(layers[index].policy, storage, index, told, capacities[index], first)
-        kept.append(of_layer)
-    for each in kept:
-        if each.undefined is not None:  # NaN scores make the kept slots and the logits meaningless
-            x = jnp.where(each.undefined[:, None, None], jnp.nan, x)
-    return (tuple(each.selected for each in kept if each.selected is not None) if paged else storage), x
-
-
-def append_and_attend(
-    layer: Layer, storage: Dense, index: int, reading: Reading, x: Float[Array, "b t width"], *, first: bool = False
-) -> tuple[Dense, Pending, Float[Array, "b t width"]]:
-    """Append a block of text to the slots of a layer, attend, and finish the layer's block; nothing is evicted.
-
-    Return the cache, the statistics that the score requested, and for a `first` text the plan, and hidden states.
-    `index` is that of the layer in the storage.
-    """
-    weights, policy, shape = layer.weights, layer.policy, layer.shape
-
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Dense, Pending]]:
-        new = reading.of_layer(shape, layer.number, x, q, k, v, weights.mixer.sinks(shape)).rotated()
-        after = storage.moved(index, jax.memory.Space.Device) if policy.score.requires.host_memory else storage
-        after = after.append(policy, index, new)
-        heads = after.layers[index]
-        asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
-        remembered = share_of_residual(policy, after, index, new)
-        after, attended = after.attend(policy, index, new, asks, remembered, block=True)
-        return with_sink(attended.partial, new.sink_logits).out, (after, Pending(asks, attended.answers, new))
-
-    y, (after, pending) = block(weights, layer.config, shape, x, reading.position, attend)
-    return after, pending, y
+    sizes: Sequence[int | None] = [None] * len(caches) if slots is None else slots
+    grown = [cache.grow(size) for cache, size in zip(caches, sizes, strict=True)]
+    caches, _, x = read(decoder.layers, grown, reading, x)
+    return caches, x

@@ -12,35 +12,33 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from kvjax.cache.buffers import empty, empty_layers
-from kvjax.cache.dense import Dense
-from kvjax.cache.paged.build import Selected
-from kvjax.inference.cache import Bound, Layer, policy_seeds
-from kvjax.inference.layers import read_block, read_chunks, read_layers
+from kvjax.cache.buffers import in_memory
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.slots import HOST, Slots
+from kvjax.inference.cache import Bound, Cache, policy_seeds
+from kvjax.inference.layers import read, read_block, read_chunks
 from kvjax.inference.prepare import Prompts
 from kvjax.inference.sharding import (
-    OF_HEADS,
-    OF_ROWS,
     bound_specs,
     layer_specs,
     logits_spec,
     on_mesh,
     placed_shapes,
-    read_specs,
+    prompt_specs,
     shared,
 )
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, embed, unembed
+from kvjax.models.decoder import Layer, Weights, embed, unembed
 from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import on_device, weight_specs
-from kvjax.types import Kernels, PyTree, Reading
+from kvjax.types import OF_HEADS, OF_ROWS, Kernels, PyTree, Reading
 from kvjax.utils.dependence import depends_on
 
 DEEP = 12
 """Fewest layers with which a prompt is read layer by layer, because one program for all of them compiles slowly."""
 
-Read = tuple[Any, Int[Array, " b"], UInt32[Array, " b"], Float[Array, "b vocab"]]
-"""Storage (or selected slots, under plans with slots for each head), positions, seeds and logits."""
+Read = tuple[tuple[LayerCache, ...], Int[Array, " b"], UInt32[Array, " b"], Float[Array, "b vocab"]]
+"""Layers (with selected slots, under plans with slots for each head), positions, seeds and logits."""
 
 
 def bound_prompts(model: LanguageModel | Bound, prompts: Prompts) -> Bound:
@@ -59,17 +57,15 @@ def read_prompts(decoder: Bound, prompts: Prompts, run: Callable[[Any], Any] = l
         return run(read_together)(*program_arguments(decoder, prompts), **program_settings(prompts))
     around = dataclasses.replace(decoder.weights, layers=())
     reading, x = run(_begin)(around, *_texts(prompts), kernels=decoder.kernels, **settings)
-    found: list[Dense | tuple[Selected, ...]] = []
+    caches = list[LayerCache]()
     layers = decoder.replace(policy=decoder.policy.sized(prompts.lines)).layers
     for layer, limit, capacity in zip(layers, map(jnp.asarray, prompts.limits), prompts.capacities, strict=True):
         # Layers of one shape share a program, so that their numbers are arrays.
         numbered = layer.replace(number=jnp.asarray(layer.number))
-        storage, x = run(read_one_layer)(numbered, limit, reading, x, capacity=capacity, mesh=decoder.mesh)
-        found.append(storage)
+        cache, x = run(read_one_layer)(numbered, limit, reading, x, capacity=capacity, mesh=decoder.mesh)
+        caches.append(cache)
     position, logits = run(_end)(around, reading, x, **settings)
-    selected = [each for storage in found if not isinstance(storage, Dense) for each in storage]
-    views = [view for storage in found if isinstance(storage, Dense) for view in storage.layers]
-    return (Dense(tuple(views)) if views else tuple(selected)), position, reading.seed, logits
+    return tuple(caches), position, reading.seed, logits
 
 
 def prompt_shapes(decoder: Bound, prompts: Prompts) -> Read:
@@ -80,11 +76,11 @@ def prompt_shapes(decoder: Bound, prompts: Prompts) -> Read:
 def draws(model: LanguageModel | Bound, prompts: Prompts) -> bool:
     """Return whether the cache after prompts depends on their random keys."""
 
-    def storage(keys: Key[Array, " b"], weights: Weights) -> Any:
+    def caches(keys: Key[Array, " b"], weights: Weights) -> Any:
         decoder, keyed = bound_prompts(model, prompts).replace(weights=weights), prompts._replace(keys=keys)
         return read_together(*program_arguments(decoder, keyed), **program_settings(prompts))[0]
 
-    return "keys" in depends_on(storage, {"keys": prompts.keys, "weights": model.weights})
+    return "keys" in depends_on(caches, {"keys": prompts.keys, "weights": model.weights})
 
 
 def lower_prompts(model: LanguageModel | Bound, prompts: Prompts) -> list[jax.stages.Lowered]:
@@ -139,21 +135,19 @@ def read_one_layer(
     *,
     capacity: int,
     mesh: Mesh | None,
-) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b n width"]]:
+) -> tuple[LayerCache, Float[Array, "b n width"]]:
     """Read whole prompts through one layer; equal layers share the program."""
 
-    def read(
-        layer: Layer, limit: Array, reading: Reading, x: Array
-    ) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b n width"]]:
-        here = layer.replace(config=on_device(layer.config, mesh))
-        made = empty(here.policy, here.shape, here.number, limit=limit, slots=0, dtype=x.dtype)
-        after, x = read_layers((here,), Dense((made,)), reading, (capacity,), x, first=True)
-        return shared(after, mesh), x
+    def here(layer: Layer, limit: Array, reading: Reading, x: Array) -> tuple[LayerCache, Float[Array, "b n width"]]:
+        layer = layer.replace(config=on_device(layer.config, mesh))
+        cache = layer.init_cache(limit, 0, x.dtype).grow(capacity)
+        caches, _, x = read((layer,), (cache,), reading, x)
+        return shared(caches, mesh)[0], x
 
     def specs() -> tuple[PyTree, PyTree]:
-        return (layer_specs(layer, mesh), OF_HEADS, OF_ROWS, OF_ROWS), (read_specs(layer.policy, 1), OF_ROWS)
+        return (layer_specs(layer, mesh), OF_HEADS, OF_ROWS, OF_ROWS), (prompt_specs([layer])[0], OF_ROWS)
 
-    return on_mesh(read, mesh, specs)(layer, limit, reading, x)
+    return on_mesh(here, mesh, specs)(layer, limit, reading, x)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
@@ -176,8 +170,7 @@ def read_together(decoder: Bound, *texts: Any, **settings: Any) -> Read:
 
     def specs() -> tuple[PyTree, PyTree]:
         in_specs = bound_specs(decoder), *(OF_ROWS,) * 5, OF_HEADS
-        storage = read_specs(decoder.policy, decoder.config.layers)
-        return in_specs, (storage, OF_ROWS, OF_ROWS, logits_spec(decoder.config, decoder.mesh))
+        return in_specs, (prompt_specs(decoder.layers), OF_ROWS, OF_ROWS, logits_spec(decoder.config, decoder.mesh))
 
     return on_mesh(functools.partial(_read_on_device, **settings), decoder.mesh, specs)(decoder, *texts)
 
@@ -196,22 +189,23 @@ def _read_on_device(
     chunk: int | None,
 ) -> Read:
     decoder = decoder.here().replace(policy=decoder.policy.sized(lines))
-    policy, config, weights = decoder.policy, decoder.config, decoder.weights
     # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
-    buffers = (0,) * config.layers if chunk is None else capacities
-    storage: Any = Dense(empty_layers(policy, config.layer_configs, limits, buffers, weights.dtype))
+    slots = (0,) * decoder.config.layers if chunk is None else capacities
+    caches = decoder.init_caches(limits, slots)
     whole = _reading(decoder.kernels, tokens, lengths, horizon, keys, rope_length)
     if chunk is None:
-        storage, hidden = read_block(decoder, storage, whole, capacities, first=True)
+        caches, hidden = read_block(decoder, caches, whole, capacities)
         last = whole.at_last(hidden, otherwise=hidden[:, 0])
     else:
-        if policy.score.requires.host_memory:
-            for layer in range(config.layers):
-                storage = storage.moved(layer, jax.memory.Space.Host)
-        storage, last = read_chunks(decoder, storage, whole, capacities, chunk)
+        if decoder.policy.score.requires.host_memory:
+            caches = tuple(in_memory(cache, HOST) if isinstance(cache, Slots) else cache for cache in caches)
+        cache = Cache.empty(caches, 0, horizon, whole.end, whole.seed, rope_length=rope_length)
+        cache, last = read_chunks(decoder, cache, whole, chunk)
+        caches = cache.layers
     # Copy the lengths: a step may donate the positions, but the lengths must stay valid. As outputs of this program,
-    # positions are committed to devices like the storage; otherwise a step would compile again for its own results.
-    return shared(storage, decoder.mesh), jnp.copy(lengths), whole.seed, unembed(weights, config, last)
+    # positions are committed to devices like the caches; otherwise a step would compile again for its own results.
+    logits = unembed(decoder.weights, decoder.config, last)
+    return shared(caches, decoder.mesh), jnp.copy(lengths), whole.seed, logits
 
 
 def _reading(

@@ -13,38 +13,31 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.dense import Dense
 from kvjax.cache.evict import foreseen
-from kvjax.cache.paged.build import Selected, pack
-from kvjax.cache.paged.storage import Paged
+from kvjax.cache.keep import allocated, allocated_together, keep_best
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.paged.build import pack
+from kvjax.cache.paged.pages import Pool
+from kvjax.cache.paged.select import Selected
 from kvjax.cache.paged.table import page_slots, table
+from kvjax.cache.slots import Slots
 from kvjax.inference.cache import Bound, Cache
-from kvjax.inference.keep import allocated, allocated_together, keep_best
 from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.prepare import Prompts
-from kvjax.inference.sharding import (
-    OF_HEADS,
-    OF_POOL,
-    OF_ROWS,
-    OF_SELECTED,
-    joined,
-    on_mesh,
-    pool_specs,
-    read_specs,
-    run_on_mesh,
-    shared,
-)
+from kvjax.inference.sharding import joined, on_mesh, page_specs, prompt_specs, run_on_mesh, shared
 from kvjax.models.config import ModelConfig
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Queries, SlotResidual
 from kvjax.policies.stats import questions
-from kvjax.types import HEADS, ROWS, New, PyTree, View
+from kvjax.types import HEADS, OF_HEADS, OF_POOL, OF_ROWS, ROWS, New, PyTree
 from kvjax.utils.dependence import depends_on
 from kvjax.utils.processes import on_host
 
-Pressed = tuple[Dense | tuple[Selected, ...], Bool[Array, " b"]]
-"""Storage (or selected slots, under plans with slots for each head), and a mask of rows with scores of NaN."""
+Caches = tuple[LayerCache, ...]
+
+Pressed = tuple[Caches, Bool[Array, " b"]]
+"""Layers (with selected slots, under plans with slots for each head), and a mask of rows with scores of NaN."""
 
 Asking = tuple[tuple[Float[Array, "b h g n d"], ...], Bool[Array, "b n"]]
 """Queries of each layer that stand for later ones, and a mask of those that are no padding."""
@@ -52,7 +45,7 @@ Asking = tuple[tuple[Float[Array, "b h g n d"], ...], Bool[Array, "b n"]]
 Limits = tuple[Int[Array, "b h"], ...]
 """Slots that each head may use, by layer."""
 
-Ranked = tuple[Sequence[View], Sequence[New]]
+Ranked = tuple[Sequence[Slots], Sequence[New]]
 """All slots of a device's heads, by layer, and the tokens that rank them."""
 
 
@@ -75,7 +68,7 @@ def held_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     """Return the slots of a cache with other limits, to be ranked by the newest token."""
     reading, layers = cache.newest.replace(kernels=decoder.kernels), decoder.here().layers
     new = [reading.ahead(layer.shape, index, decoder.weights.dtype) for index, layer in enumerate(layers)]
-    views, policies = joined(cache.storage, decoder.mesh).unpack().layers, [layer.policy for layer in layers]
+    views, policies = joined(cache.slots, decoder.mesh), [layer.policy for layer in layers]
     if not foreseen(policies, views, new):
         raise ValueError(
             f"{named(policies[0])} ranks slots by the token that needs one, so it has no ranking before that token."
@@ -109,7 +102,7 @@ def press(
         limits,
         asking,
         argument_specs=(OF_HEADS, None if asking is None else (OF_HEADS, OF_ROWS)),
-        out_specs=lambda: (read_specs(decoder.policy, len(limits)), OF_ROWS),
+        out_specs=lambda: (prompt_specs(decoder.layers), OF_ROWS),
     )
 
 
@@ -132,17 +125,16 @@ def _press_on_device(
         views = allocated_together(policies, views, new)
     else:
         views = [allocated(policy, view, (), tokens) for policy, view, tokens in layers]
-    storage, selected, undefined = Dense(tuple(views)), list[Selected](), jnp.zeros(len(views[0].limit), bool)
-    for index, (policy, tokens, capacity) in enumerate(zip(policies, new, capacities, strict=True)):
-        keep = functools.partial(keep_best, policy, storage, index, tokens, capacity, first=True)
+    pressed, undefined = list[LayerCache](), jnp.zeros(len(views[0].limit), bool)
+    for index, (policy, view, tokens, capacity) in enumerate(zip(policies, views, new, capacities, strict=True)):
+        keep = functools.partial(keep_best, policy, view, tokens, capacity, select_heads=sizing.per_head)
         queries = None if asking is None else Queries(asking[0][index], asking[1])
         if queries is None and isinstance(policy.residual, SlotResidual):
             _check_no_queries(policy, keep, Queries(tokens.q, tokens.valid))
-        storage, kept = keep(queries=queries)
+        kept = keep(queries=queries)
         undefined = undefined if kept.undefined is None else undefined | kept.undefined
-        if kept.selected is not None:
-            selected.append(kept.selected)
-    return tuple(selected) if sizing.per_head else shared(storage, decoder.mesh), undefined
+        pressed.append(kept.slots)
+    return shared(tuple(pressed), decoder.mesh), undefined
 
 
 def _check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries) -> None:
@@ -160,34 +152,41 @@ def named(policy: Policy) -> str:
     return policy.label
 
 
-def stored(pressed: Pressed, decoder: Bound, longest: int) -> Any:
-    """Return the storage of texts of up to `longest` tokens after `press`; raise a ValueError if a score is NaN."""
-    storage, undefined = pressed
+def stored(pressed: Pressed, decoder: Bound, longest: int) -> dict[str, Any]:
+    """Return the fields `layers` and `pool` of a cache of texts of up to `longest` tokens after `press`.
+
+    Raises:
+        ValueError: a score is NaN.
+    """
+    layers, undefined = pressed
     if on_host(undefined).any():
         raise ValueError(
             f"{type(decoder.policy.score).__name__}.score gives NaN for tokens of a text; a score has to give numbers, "
             "or -inf, +inf."
         )
-    return (
-        storage if isinstance(storage, Dense) else on_pages(storage, decoder.policy, page_slots(longest), decoder.mesh)
-    )
+    return on_pages(layers, decoder.policy, page_slots(longest), decoder.mesh)
 
 
-def on_pages(selected: tuple[Selected, ...], policy: Policy, page_size: int, mesh: Mesh | None) -> Paged:
-    """Pack the selected tokens of all layers into pages."""
+def on_pages(layers: Caches, policy: Policy, page_size: int, mesh: Mesh | None) -> dict[str, Any]:
+    """Return the fields `layers` and `pool` of a cache: selected tokens are packed into pages, other layers stay."""
+    selected = tuple(layer for layer in layers if isinstance(layer, Selected))
+    if not selected:
+        return {"layers": layers, "pool": None}
     # Read the sizes on the host; one program then moves the tokens.
     spare = policy.evict_every - 1
     limits = np.stack([on_host(layer.view.limit) for layer in selected]) + spare
     devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
     *tables, most = table(limits, page_size, devices)
     sizes: dict[str, Any] = dict(page_size=page_size, most=most, spare=spare, devices=devices)
-    return pack_pages(selected, *map(jnp.asarray, tables), **sizes, mesh=mesh)
+    pages, pool = pack_pages(selected, *map(jnp.asarray, tables), **sizes, mesh=mesh)
+    return {"layers": pages, "pool": pool}
 
 
 @functools.partial(jax.jit, static_argnames=("page_size", "most", "spare", "devices", "mesh"))
-def pack_pages(selected: tuple[Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
+def pack_pages(selected: tuple[Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> tuple[Caches, Pool]:
     def specs() -> tuple[PyTree, PyTree]:
-        out_specs = pool_specs(len(selected), sizes["most"], sizes["spare"], sizes["devices"])
-        return ((OF_SELECTED,) * len(selected), *(OF_POOL,) * 3), out_specs
+        static = {name: size for name, size in sizes.items() if name != "page_size"}
+        pool: Any = Pool(*[OF_POOL] * 5, layers=len(selected), **static)
+        return ((Selected.specs,) * len(selected), *(OF_POOL,) * 3), page_specs(pool, len(selected))
 
     return on_mesh(functools.partial(pack, **sizes), mesh, specs)(selected, *tables)

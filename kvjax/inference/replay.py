@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.dense import Dense
-from kvjax.cache.step import Pending, sum_over_layers, update_score
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.pending import Pending, sum_over_layers
+from kvjax.cache.slots import Slots
 from kvjax.inference.cache import Bound, Cache
-from kvjax.inference.layers import append_and_attend
 from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import longest_text
-from kvjax.inference.sharding import OF_HEADS, joined, run_on_mesh, shared, storage_specs
+from kvjax.inference.sharding import joined, layer_cache_specs, run_on_mesh, shared
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import embed
+from kvjax.models.decoder import block, embed
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import Replay
 from kvjax.policies.stats import Seen, is_ask
-from kvjax.types import Reading
+from kvjax.types import OF_HEADS, Reading
 from kvjax.utils.processes import on_host
 
 LEAST = 32
@@ -47,7 +47,7 @@ def read_again(decoder: Bound, cache: Cache, tokens: Int[np.ndarray, "b n"], len
                 text = replay.before(tokens[row, :start].tolist()) + tokens[row, start:end].tolist()
                 ids[row, : len(text)], counts[row] = text, len(text)
         texts = jnp.asarray(ids), jnp.asarray(counts)
-        cache = cache.replace(storage=_read(decoder, cache, *texts))
+        cache = cache.replace(layers=_read(decoder, cache, *texts))
     return cache
 
 
@@ -69,17 +69,15 @@ def _chunks(
 
 
 @jax.jit
-def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> Dense:
-    def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> Dense:
+def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> tuple[LayerCache, ...]:
+    def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[LayerCache, ...]:
         reading = cache.following(tokens, lengths).replace(replayed=True, kernels=decoder.kernels)
-        storage: Dense = joined(cache.storage, decoder.mesh)
-        found = _told(decoder.here(), storage, reading)
-        of_cache = [_of_cache(told, view.capacity) for told, view in zip(found, storage.layers, strict=True)]
-        for index, told in enumerate(sum_over_layers(of_cache)):
-            storage = update_score(decoder.policy.layer(index), storage, index, *told)
-        return shared(storage, decoder.mesh)
+        slots, decoder = joined(cache.slots, decoder.mesh), decoder.here()
+        of_cache = map(_of_cache, _pending(decoder, slots, reading), [each.capacity for each in slots])
+        totals = zip(decoder.layers, slots, sum_over_layers(list(of_cache)), strict=True)
+        return shared(tuple(each.updated(layer.policy, pending) for layer, each, pending in totals), decoder.mesh)
 
-    return run_on_mesh(here, decoder, cache, tokens, lengths, out_specs=lambda: storage_specs(cache.storage))
+    return run_on_mesh(here, decoder, cache, tokens, lengths, out_specs=lambda: layer_cache_specs(cache.layers))
 
 
 @jax.jit
@@ -91,27 +89,27 @@ def replayed_queries(
     def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
         reading = cache.following(tokens, lengths)
         reading = reading.replace(prompt_length=reading.read, kernels=decoder.kernels)
-        storage: Dense = joined(cache.storage, decoder.mesh).unpack()
-        return tuple(told.new.q for told in _told(decoder.here(), storage, reading))
+        slots = joined(cache.slots, decoder.mesh)
+        return tuple(pending.new.q for pending in _pending(decoder.here(), slots, reading))
 
     return run_on_mesh(here, decoder, cache, tokens, lengths, out_specs=lambda: OF_HEADS)
 
 
-def _told(decoder: Bound, storage: Dense, reading: Reading) -> list[Pending]:
-    # Each layer's attention statistics and tokens, from a text that follows the cache and gets no slots in it.
-    x, found = embed(decoder.weights, decoder.config, reading.token, reading.position), list[Pending]()
-    for index, layer in enumerate(decoder.layers):
-        _, told, x = append_and_attend(layer, storage.alone(index), 0, reading, x)
-        found.append(told)
-    return found
+def _pending(decoder: Bound, slots: tuple[Slots, ...], reading: Reading) -> list[Pending]:
+    # Attention statistics and tokens of each layer, from a text that follows the cache and gets no slots.
+    x, pending = embed(decoder.weights, decoder.config, reading.token, reading.position), list[Pending]()
+    for layer, cache in zip(decoder.layers, slots, strict=True):
+        x, after = block(layer, cache.grow(), reading, x)
+        pending.append(after.pending)
+    return pending
 
 
-def _of_cache(told: Pending, slots: int) -> Pending:
+def _of_cache(pending: Pending, slots: int) -> Pending:
     # The score's statistics of the slots of the cache, without those of the tokens that are read again.
-    def cut(_: Any, found: Any) -> Any:
-        if isinstance(found, Seen):
-            return found._replace(probs=found.probs[..., :slots], seen=found.seen[..., :slots])
-        return found[..., :slots]
+    def cut(_: Any, stats: Any) -> Any:
+        if isinstance(stats, Seen):
+            return stats._replace(probs=stats.probs[..., :slots], seen=stats.seen[..., :slots])
+        return stats[..., :slots]
 
-    asks = told.asks["score"]
-    return Pending(asks, jax.tree.map(cut, asks, told.answers["score"], is_leaf=is_ask), told.new)
+    asks = pending.asks["score"]
+    return Pending(asks, jax.tree.map(cut, asks, pending.answers["score"], is_leaf=is_ask), pending.new)

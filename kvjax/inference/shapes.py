@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.buffers import empty_layers
-from kvjax.cache.dense import Dense
 from kvjax.inference.budget import Budget, lines_of, plan_slots
-from kvjax.inference.cache import Cache, policy_seeds
+from kvjax.inference.cache import Bound, Cache, policy_seeds
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.padding import among_devices
 from kvjax.inference.prefill import bound_prompts, prompt_shapes
@@ -65,7 +63,7 @@ def state_shapes(
         )
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
     made = bound_prompts(model, prompts).replace(kernels=kernels)
-    storage, position, seed, _ = prompt_shapes(made, prompts)
+    layers, position, seed, _ = prompt_shapes(made, prompts)
     placed = jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy)
     shared: dict[str, Any] = dict(config=made.config, kernels=kernels, mesh=made.mesh, origin=model.origin)
     decoder = Decoder(weights=made.weights, policy=placed, **shared)
@@ -73,7 +71,7 @@ def state_shapes(
     lengths: dict[str, Any] = dict.fromkeys(("position", "prompt_length", "horizon", "end"), position)
     active: Any = jax.ShapeDtypeStruct((rows,), np.bool_)
     lengths["rope_length"] = None if prompts.rope_length is None else position
-    cache = Cache(storage=storage, **lengths, key=prompts.keys, seed=seed, active=active)
+    cache = Cache(layers=layers, **lengths, key=prompts.keys, seed=seed, active=active)
     if model.mesh is None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), State(decoder, cache))
     return State(*placed_shapes((bound_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))
@@ -89,10 +87,11 @@ def empty_state(
     limits, capacities = plan_slots(policy, budget, np.ones(rows, np.int64), length - 1, config, 1)
     policy, allowed = policy.sized(lines_of(limits)), [jnp.asarray(limit, jnp.int32) for limit in limits]
     buffers = among_devices(capacities, model.mesh)
-    storage = Dense(empty_layers(policy, config.layer_configs, allowed, buffers, model.weights.dtype))
+    bound = Bound(model.weights, policy, config)
+    layers = bound.init_caches(allowed, buffers)
     keys, end = jax.random.split(jax.random.key(seed), rows), jnp.full(rows, length, jnp.int32)
     rope = config.rope_length(np.full(rows, length))
-    cache = Cache.empty(storage, 1, end - 1, end, policy_seeds(keys), keys, None if rope is None else jnp.asarray(rope))
+    cache = Cache.empty(layers, 1, end - 1, end, policy_seeds(keys), keys, None if rope is None else jnp.asarray(rope))
     placed = jax.tree.map(jnp.asarray, policy)
     decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh, origin=model.origin)
     return State(decoder, cache)

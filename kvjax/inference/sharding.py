@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.cache.dense import Dense
-from kvjax.cache.paged.build import Selected
-from kvjax.cache.paged.storage import Paged
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.paged.pages import Pool
+from kvjax.cache.paged.select import Selected
+from kvjax.cache.paged.storage import Pages
+from kvjax.cache.slots import Slots
 from kvjax.inference.cache import ROWS as OF_EACH_ROW
-from kvjax.inference.cache import Bound, Cache, Layer
+from kvjax.inference.cache import Bound, Cache
 from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Layer
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
-from kvjax.types import HEADS, ROWS, SLOTS, Heads, PyTree, Spread, View
+from kvjax.types import HEADS, OF_ROWS, REPLICATED, ROWS, SLOTS, PyTree, Spread
 
-WHOLE: Any = PartitionSpec()
-"""Spec of arrays that are replicated on every device."""
-OF_ROWS: Any = PartitionSpec(ROWS)
-"""Spec of arrays [b ...]."""
-OF_HEADS: Any = PartitionSpec(ROWS, HEADS)
-"""Spec of arrays [b h ...]."""
-OF_SLOTS: Any = PartitionSpec(ROWS, HEADS, SLOTS)
-"""Spec of arrays [b h c ...]."""
-OF_VIEW: Any = View(limit=OF_HEADS, state=OF_HEADS, kv=OF_SLOTS, position=OF_SLOTS, slots=OF_SLOTS)
-OF_SELECTED: Any = Selected(
-    view=View(limit=OF_HEADS, state=OF_HEADS, kv=OF_HEADS, position=OF_HEADS, slots=OF_HEADS),
-    order=OF_HEADS,
-    count=OF_HEADS,
-)
-OF_POOL: Any = PartitionSpec((ROWS, HEADS))
-"""Spec of arrays [P ...]: each device has its own pool of pages."""
+C = TypeVar("C", bound=LayerCache)
+Caches = tuple[LayerCache, ...]
 
 
 def on_mesh(
@@ -155,33 +144,35 @@ def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:
     return PartitionSpec(ROWS, (HEADS, SLOTS)) if on_device(config, mesh).spread.vocab else OF_ROWS
 
 
-def storage_specs(storage: Dense | Paged) -> Any:
-    """Return the `PartitionSpec` of each array of a storage."""
-    if isinstance(storage, Dense):
-        return Dense((OF_VIEW,) * len(storage.layers))
-    return pool_specs(len(storage.layers), storage.most, storage.spare, storage.devices)
+def layer_cache_specs(caches: Caches) -> Any:
+    """Return the specs of the arrays of each layer's cache."""
+    return tuple(type(cache).specs for cache in caches)
 
 
-def pool_specs(layers: int, most: int, spare: int, devices: tuple[int, int]) -> Any:
-    """Return the specs of the pages of some layers."""
-    of_pages: dict[str, Any] = dict.fromkeys(("kv", "position", "slots", "owner", "first", "start"), OF_POOL)
-    of_layers: Any = (Heads(limit=OF_HEADS, state=OF_HEADS),) * layers
-    return Paged(**of_pages, layers=of_layers, most=most, spare=spare, devices=devices)
+def prompt_specs(layers: Sequence[Layer]) -> Any:
+    """Return the specs of layers after prompts, which leave selected slots under plans with slots for each head."""
+
+    def of_layer(layer: Layer) -> Any:
+        limit = jax.ShapeDtypeStruct((1, layer.shape.kv_heads), jnp.int32)
+        cache = jax.eval_shape(lambda limit: layer.init_cache(limit, 0, jnp.float32), limit)
+        return Selected.specs if layer.policy.plan.sizing.per_head else type(cache).specs
+
+    return tuple(map(of_layer, layers))
 
 
-def read_specs(policy: Policy, layers: int) -> Any:
-    """Return the specs of layers after prompts: buffers, or selected slots under plans with slots for each head."""
-    return (OF_SELECTED,) * layers if policy.plan.sizing.per_head else Dense((OF_VIEW,) * layers)
+def page_specs(pool: Pool, layers: int) -> Any:
+    """Return the specs of layers with pages, and of their pool."""
+    return (Pages.specs,) * layers, pool.specs
 
 
-def shared(storage: Any, mesh: Mesh | None) -> Any:
+def shared(caches: tuple[C, ...], mesh: Mesh | None) -> tuple[C, ...]:
     """Keep this device's shard of the slots, after all devices with the same heads have computed all slots."""
-    return storage.of_slots(_slots_of(mesh).own_slots) if isinstance(storage, Dense) else storage
+    return tuple(cache.of_slots(_slots_of(mesh).own_slots) for cache in caches)
 
 
-def joined(storage: Any, mesh: Mesh | None) -> Any:
+def joined(caches: tuple[C, ...], mesh: Mesh | None) -> tuple[C, ...]:
     """Gather all slots of this device's heads; the inverse of `shared`."""
-    return storage.of_slots(_slots_of(mesh).all_slots) if isinstance(storage, Dense) else storage
+    return tuple(cache.of_slots(_slots_of(mesh).all_slots) for cache in caches)
 
 
 def _slots_of(mesh: Mesh | None) -> Spread:
@@ -190,7 +181,7 @@ def _slots_of(mesh: Mesh | None) -> Spread:
 
 def policy_specs(policy: Policy) -> Any:
     """Return the specs of a policy's arrays: sharded by KV head in the fields `of_heads`, otherwise replicated."""
-    return _head_specs(policy, jax.tree.map(lambda _: WHOLE, policy))
+    return _head_specs(policy, jax.tree.map(lambda _: REPLICATED, policy))
 
 
 def bound_specs(decoder: Bound) -> Any:
@@ -202,13 +193,14 @@ def bound_specs(decoder: Bound) -> Any:
 def layer_specs(layer: Layer, mesh: Mesh | None) -> Any:
     """Return the specs of a layer whose number is an array."""
     weights = weight_specs(layer.weights, layer.config, mesh)
-    return layer.replace(weights=weights, policy=policy_specs(layer.policy), number=WHOLE)
+    return layer.replace(weights=weights, policy=policy_specs(layer.policy), number=REPLICATED)
 
 
 def cache_specs(cache: Cache) -> Cache:
     """Return the `PartitionSpec` of each array of a cache on a mesh."""
     rows = {name: OF_ROWS for name in OF_EACH_ROW if getattr(cache, name) is not None}
-    return cache.replace(storage=storage_specs(cache.storage), **rows)
+    pool = None if cache.pool is None else cache.pool.specs
+    return cache.replace(layers=layer_cache_specs(cache.layers), pool=pool, **rows)
 
 
 def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:
@@ -219,14 +211,16 @@ def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:
 
 def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
     """Return a cache whose pages are unpacked into buffers of one size for all heads of a layer."""
+    if (pool := cache.pool) is None:
+        return cache
 
-    def unpack(storage: Dense | Paged) -> Any:
-        return shared(storage.unpack(), mesh)
+    def unpack(layers: Caches, pool: Pool) -> Caches:
+        return shared(Cache.unpacked(cache.replace(layers=layers, pool=pool)), mesh)
 
     def specs() -> tuple[PyTree, PyTree]:
-        return (storage_specs(cache.storage),), Dense((OF_VIEW,) * len(cache.storage.layers))
+        return page_specs(pool, len(cache.layers)), (Slots.specs,) * len(cache.layers)
 
-    return cache.replace(storage=on_mesh(unpack, mesh, specs)(cache.storage))
+    return cache.replace(layers=on_mesh(unpack, mesh, specs)(cache.layers, cache.pool), pool=None)
 
 
 def _head_specs(part: Any, specs: Any) -> Any:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.buffers import allocated_bytes
-from kvjax.cache.step import Storage
+from kvjax.cache.layer import LayerCache
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.padding import full_slots, round_slots
@@ -73,9 +73,9 @@ class State:
         return self.decoder.mesh
 
     @property
-    def storage(self) -> Storage:
-        """Slots of all layers."""
-        return self.cache.storage
+    def layers(self) -> tuple[LayerCache, ...]:
+        """State of each layer, of the kind that its mixer has."""
+        return self.cache.layers
 
     @property
     def position(self) -> Int[Array, " b"]:
@@ -168,12 +168,12 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
     if state.config != rows.config:
         raise ValueError("rows of another model's state do not fit; read them with the model of the state.")
     mine, theirs = (described(part.policy) for part in (state, rows))
-    if mine != theirs or type(state.storage) is not type(rows.storage):
+    if mine != theirs or (state.cache.pool is None) != (rows.cache.pool is None):
         raise ValueError(
             f"rows under policy {rows.policy.name!r} do not fit a state under {state.policy.name!r} or with other "
             "settings; read them with the policy of the state."
         )
-    dtypes = [sorted({str(leaf.dtype) for leaf in jax.tree.leaves(part.storage)}) for part in (state, rows)]
+    dtypes = [sorted({str(leaf.dtype) for leaf in jax.tree.leaves(part.cache.memory)}) for part in (state, rows)]
     if dtypes[0] != dtypes[1]:
         raise ValueError(f"rows of {dtypes[1]} do not fit a state of {dtypes[0]}; use one dtype for both.")
     return State(state.decoder, state.cache.put(where, rows.cache))
@@ -205,7 +205,7 @@ def cache_bytes(state: State) -> int:
         33824
     """
     check_state(state)
-    return allocated_bytes(state.storage)
+    return allocated_bytes(state.cache.memory)
 
 
 @on_the_host
@@ -247,10 +247,10 @@ def held_positions(state: State) -> list[np.ndarray]:
         ((1, 2, 16), [-1, 0, 1, 2])
     """
     check_state(state)
-    return state.storage.positions()
+    return state.cache.positions()
 
 
 @on_the_host
 def slot_limits(state: State) -> list[np.ndarray]:
     """Return the slots that each row and head may use, by layer, int [b, h] on the host."""
-    return [on_host(heads.limit) for heads in state.storage.layers]
+    return [on_host(heads.limit) for heads in state.cache.attending]

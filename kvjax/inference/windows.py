@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,19 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from kvjax.cache.buffers import with_empty_slots
-from kvjax.cache.dense import Dense
-from kvjax.cache.paged.build import Selected
-from kvjax.cache.paged.storage import Paged
-from kvjax.cache.step import Storage
+from kvjax.cache.layer import LayerCache
+from kvjax.cache.paged.select import Selected
+from kvjax.cache.slots import Slots
 from kvjax.inference.budget import lines_of
 from kvjax.inference.cache import Cache
 from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.press import on_pages
-from kvjax.inference.sharding import OF_HEADS, OF_SELECTED, OF_VIEW, joined, on_mesh, placed_rows, shared, storage_specs
+from kvjax.inference.sharding import cache_specs, joined, on_mesh, placed_rows, shared
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
 from kvjax.policies.policy import Policy
-from kvjax.types import PyTree
+from kvjax.types import OF_HEADS, PyTree
 from kvjax.utils.processes import on_host
 
 
@@ -46,7 +44,7 @@ def with_windows(
     windows = [layer.window or 0 for layer in config.layer_configs]
     limits = [
         np.where(here[:, None], window, on_host(heads.limit)).astype(np.int32)
-        for here, window, heads in zip(outgrown, windows, cache.storage.layers, strict=True)
+        for here, window, heads in zip(outgrown, windows, cache.attending, strict=True)
     ]
     fixed = jax.tree.structure(policy.sized(lines_of(limits))) != jax.tree.structure(policy)
     requires = policy.score.requires
@@ -59,27 +57,26 @@ def with_windows(
     cache = placed_rows(cache.replace(end=jnp.asarray(np.where(rows, end, before), jnp.int32)), mesh)
     wanted = [round_slots(window) if here.any() else 0 for here, window in zip(outgrown, windows, strict=True)]
     allowed = tuple(map(jnp.asarray, limits))
-    storage: Any = _grown(cache.storage, allowed, capacities=among_devices(wanted, mesh), mesh=mesh)
-    if isinstance(cache.storage, Paged):
-        storage = on_pages(storage, policy, cache.storage.page_size, mesh)
-    return cache.replace(storage=storage)
+    grown = _grown(cache.replace(key=None), allowed, capacities=among_devices(wanted, mesh), mesh=mesh)
+    page_size = 0 if cache.pool is None else cache.pool.page_size
+    return cache.replace(**on_pages(grown, policy, page_size, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("capacities", "mesh"))
 def _grown(
-    storage: Storage, limits: tuple[Int[Array, "b h"], ...], *, capacities: tuple[int, ...], mesh: Mesh | None
-) -> Dense | tuple[Selected, ...]:
-    paged = isinstance(storage, Paged)
+    cache: Cache, limits: tuple[Int[Array, "b h"], ...], *, capacities: tuple[int, ...], mesh: Mesh | None
+) -> tuple[LayerCache, ...]:
+    paged = cache.pool is not None
 
-    def here(storage: Any, limits: tuple[Array, ...]) -> Any:
-        layers = zip(joined(storage, mesh).unpack().layers, limits, capacities, strict=True)
+    def here(cache: Cache, limits: tuple[Array, ...]) -> tuple[LayerCache, ...]:
+        layers = zip(joined(cache.slots, mesh), limits, capacities, strict=True)
         views = [with_empty_slots(view.replace(limit=limit), capacity) for view, limit, capacity in layers]
         if not paged:
-            return shared(Dense(tuple(views)), mesh)
+            return shared(tuple(views), mesh)
         return tuple(Selected(view, text_order(view.position), view.live.sum(-1, dtype=jnp.int32)) for view in views)
 
     def specs() -> tuple[PyTree, PyTree]:
-        out_specs = (OF_SELECTED,) * len(limits) if paged else Dense((OF_VIEW,) * len(limits))
-        return (storage_specs(storage), (OF_HEADS,) * len(limits)), out_specs
+        layers = (Selected.specs if paged else Slots.specs,) * len(limits)
+        return (cache_specs(cache), (OF_HEADS,) * len(limits)), layers
 
-    return on_mesh(here, mesh, specs)(storage, limits)
+    return on_mesh(here, mesh, specs)(cache, limits)

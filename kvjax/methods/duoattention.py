@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.layer import LayerCache, LayerTokens
 from kvjax.methods.ends import EndsOrAll, ends_policy
 from kvjax.methods.register import register_score
-from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, block, embed
+from kvjax.models.decoder import Layer, block, embed, layers_of
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import require_weights
 from kvjax.rope import rotate
-from kvjax.types import LayerConfig, New, PyTree, View, at_least, setting, share
+from kvjax.types import New, PyTree, Reading, View, at_least, setting, share
 from pallas_kernels.attention import attend, with_sink
 
 
@@ -74,12 +74,12 @@ class RetrievalHeads(EndsOrAll):
         config, lag = model.config, min(self.length, model.config.max_positions // 2)
         half = np.random.default_rng(self.seed).integers(0, config.vocab_size, lag)
         tokens = jnp.asarray([[*half, *half]], jnp.int32)
-        positions = jnp.arange(2 * lag)[None]
-        x, found = embed(model.weights, config, tokens, positions), []
-        for layer, shape in zip(model.weights.layers, config.layer_configs, strict=True):
-            x, score = _read(layer, x, positions, config=config, shape=shape, lag=lag)
-            found.append(np.asarray(score))
-        return found
+        reading, scores = Reading.of_text(tokens, jnp.full(1, 2 * lag)), []
+        x = embed(model.weights, config, tokens, reading.position)
+        for layer in layers_of(model.weights, config):
+            x, score = _read(layer.replace(number=0), reading, x, lag=lag)
+            scores.append(np.asarray(score))
+        return scores
 
     def head_budgets(
         self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
@@ -88,24 +88,33 @@ class RetrievalHeads(EndsOrAll):
         return self.slots_of(~self.full[None], view, new), view.state.plan
 
 
-@functools.partial(jax.jit, static_argnames=("config", "shape", "lag"))
-def _read(
-    layer: LayerWeights,
-    x: Float[Array, "1 t width"],
-    positions: Int[Array, "1 t"],
-    *,
-    config: ModelConfig,
-    shape: LayerConfig,
-    lag: int,
-) -> tuple[Float[Array, "1 t width"], Float[Array, " h"]]:
-    """Run a layer over a repeated text, and return its output and F of its heads."""
+class _Repetition(LayerCache):
+    """Attention of a repeated text, which scores heads and stores nothing."""
 
-    def mix(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        q = rotate(shape.rope, q, positions[:, None, None], positions.shape[1])
-        k = rotate(shape.rope, k, positions[:, None], positions.shape[1])
+    lag: int = setting(0)
+    score: Float[Array, " h"] | None = None
+
+    def attend(
+        self,
+        tokens: LayerTokens,
+        q: Float[Array, "1 h g t d"],
+        k: Float[Array, "1 h t d"],
+        v: Float[Array, "1 h t e"],
+        sink_logits: Float[Array, "h g"] | None,
+    ) -> tuple[Float[Array, "1 h g t e"], _Repetition]:
+        shape, positions, length = tokens.shape, tokens.reading.position, tokens.reading.rope_length
+        q = rotate(shape.rope, q, positions[:, None, None], length)
+        k = rotate(shape.rope, k, positions[:, None], length)
         spec, at = shape.spec, positions[:, None]
         partial, probs = attend(q, k, v, spec.mask(positions, at), spec, spec.bias(at, at))
-        after = jnp.diagonal(probs[:, :, :, lag:-1, 1:], axis1=3, axis2=4)
-        return with_sink(partial, layer.mixer.sinks(shape)).out, after.mean((0, 2, 3))
+        after = jnp.diagonal(probs[:, :, :, self.lag : -1, 1:], axis1=3, axis2=4)
+        return with_sink(partial, sink_logits).out, self.replace(score=after.mean((0, 2, 3)))
 
-    return block(layer, config, shape, x, positions, mix)
+
+@functools.partial(jax.jit, static_argnames="lag")
+def _read(
+    layer: Layer, reading: Reading, x: Float[Array, "1 t width"], *, lag: int
+) -> tuple[Float[Array, "1 t width"], Float[Array, " h"]]:
+    """Run a layer over a repeated text, and return its output and F of its heads."""
+    x, cache = block(layer, _Repetition(lag=lag), reading, x)
+    return x, cache.score

@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from kvjax.cache.slots import sum_of_most
+from kvjax.cache.ranks import sum_of_most
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import combine, register
 from kvjax.models.model import LanguageModel

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.layer import LayerTokens
+from kvjax.cache.slots import Slots, empty_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import Linear, Norm, normalise
 from kvjax.types import LayerConfig
 from pallas_kernels.attention import wide
-
-Result = TypeVar("Result")
-
-Mix = Callable[[Array, Array, Array], tuple[Array, Result]]
-"""Function of queries [b h g t d], keys [b h t d] and values [b h t e] before RoPE. It returns attention [b h g t e],
-and any pytree."""
-Total = Callable[[Array, Result], tuple[Array, Result]]
-"""Function that sums outputs [b t width] over devices, and may change the pytree of a `Mix`."""
 
 
 @struct.dataclass
@@ -37,32 +30,38 @@ class Attention:
     key_norm: Norm | None = None
     sink_logits: Float[Array, " heads"] | None = None
 
+    def init_cache(self, tokens: LayerTokens, limit: Int[Array, "b h"], slots: int) -> Slots:
+        """Return a cache of empty slots.
+
+        Args:
+            tokens: no tokens of the layer, in the shapes that it reads.
+            limit: slots that each head may use.
+            slots: slots of each head in the buffers.
+        """
+        dtype = tokens.hidden.dtype
+        return empty_slots(tokens.policy, tokens.shape, tokens.number, limit=limit, slots=slots, dtype=dtype)
+
     def __call__(
-        self,
-        x: Float[Array, "b t width"],
-        config: ModelConfig,
-        shape: LayerConfig,
-        positions: Int[Array, "b t"],
-        mix: Mix[Result],
-        total: Total[Result] | None = None,
-    ) -> tuple[Float[Array, "b t width"], Result]:
-        """Project tokens, attend with `mix`, and project back.
+        self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: LayerTokens
+    ) -> tuple[Float[Array, "b t width"], Any]:
+        """Project tokens, attend from them to the layer's cache, and project back.
 
         Args:
             x: input of the layer, normalized unless the model normalizes outputs only.
-            positions: in the row's text; -1 marks padding.
-            mix: attention, see `Mix`.
-            total: None stands for `over_attention` of the layer's `spread`.
+            cache: layer cache with the method `attend`, as `Slots` has it.
+            tokens: the tokens of `x`.
+
+        Returns:
+            Outputs, and the cache afterwards.
         """
-        attended, result = mix(*self.project(x, config, shape, positions))
+        shape = tokens.shape
+        q, k, v = self.project(x, config, shape, tokens.reading.position)
+        attended, cache = cache.attend(tokens, q, k, v, self.sinks(shape))
         b, t, _ = x.shape
         attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
         out = dataclasses.replace(self.output, bias=None)(shape.spread.own_features(attended))
-        if total is None:
-            out = shape.spread.over_attention(out)
-        else:
-            out, result = total(out, result)
-        return out if self.output.bias is None else out + self.output.bias, result
+        out, cache = cache.sum_outputs(tokens, out)
+        return out if self.output.bias is None else out + self.output.bias, cache
 
     def project(
         self, x: Float[Array, "b t width"], config: ModelConfig, shape: LayerConfig, positions: Int[Array, "b t"]

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.models.attention import Attention, Mix, Result, Total
+from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.uncached import Uncached
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import Linear, Norm, normalise
-from kvjax.rope import rotate
-from kvjax.types import HEADS, SLOTS, LayerConfig
-from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide, with_sink
+from kvjax.policies.policy import Policy
+from kvjax.rope import Turns
+from kvjax.types import HEADS, SLOTS, LayerConfig, Reading, setting
+from pallas_kernels.attention import wide
+
+
+class Mixer(Protocol):
+    """First half of a layer, which mixes tokens: a pytree of weights that knows the kind of its cache."""
+
+    def init_cache(self, tokens: LayerTokens, limit: Int[Array, "b h"], slots: int) -> LayerCache:
+        """Return a cache that has read nothing.
+
+        Args:
+            tokens: no tokens of the layer, in the shapes that it reads.
+            limit: slots that each head may use, for mixers with attention.
+            slots: slots of each head in the buffers.
+        """
+        ...
+
+    def __call__(
+        self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: LayerTokens
+    ) -> tuple[Float[Array, "b t width"], Any]:
+        """Return the outputs of the tokens of `x`, and the cache after they were read."""
+        ...
 
 
 @struct.dataclass
@@ -24,11 +46,11 @@ class LayerWeights:
     """Weights of one decoder block.
 
     `attention_norm` is None if only outputs are normalized, and `mlp_norm` also if attention and MLP share one norm.
-    `mixer` and `mlp` are pytrees. The last two are None in models without them.
+    `mixer`, a `Mixer`, and `mlp` are pytrees. The last two are None in models without them.
     """
 
     attention_norm: Norm | None
-    mixer: Attention
+    mixer: Any
     mlp_norm: Norm | None
     mlp: Callable[[Float[Array, "b t width"], ModelConfig], Float[Array, "b t width"]]
     attention_post_norm: Norm | None = None
@@ -92,40 +114,71 @@ def _rows(table: Linear, tokens: Int[Array, "b t"], config: ModelConfig) -> Arra
     return config.spread.over_devices(jnp.where(found[..., None], table.rows(jnp.where(found, here, 0)), 0))
 
 
+class Layer(struct.PyTreeNode):
+    """One layer of a model, and the policy as the layer uses it."""
+
+    weights: LayerWeights
+    policy: Policy
+    number: int | Int[Array, ""]
+    """Index in the model; an array in programs that equal layers share."""
+    config: ModelConfig = setting(None)
+    like: int = setting(0)
+    """Index of the first layer of the same shape."""
+
+    @property
+    def shape(self) -> LayerConfig:
+        """Attention of the layer."""
+        return self.config.layer(self.like)
+
+    def tokens(self, reading: Reading, x: Float[Array, "b t width"], turns: Turns | None = None) -> LayerTokens:
+        """Return tokens as the layer reads them, from its input."""
+        return LayerTokens(reading, x, self.shape, self.number, self.policy, turns)
+
+    def init_cache(self, limit: Int[Array, "b h"], slots: int, dtype: DTypeLike) -> LayerCache:
+        """Return a cache that has read nothing, see `Mixer.init_cache`."""
+        reading = Reading.of_text(jnp.zeros((len(limit), 0), jnp.int32), jnp.zeros(len(limit), jnp.int32))
+        nothing = jnp.zeros((len(limit), 0, self.shape.width), dtype)
+        return self.weights.mixer.init_cache(self.tokens(reading, nothing), limit, slots)
+
+
 def block(
-    layer: LayerWeights,
-    config: ModelConfig,
-    shape: LayerConfig,
-    x: Float[Array, "b t width"],
-    positions: Int[Array, "b t"],
-    mix: Mix[Result],
-    total: Total[Result] | None = None,
-) -> tuple[Float[Array, "b t width"], Result]:
+    layer: Layer, cache: Any, reading: Reading, x: Float[Array, "b t width"], turns: Turns | None = None
+) -> tuple[Float[Array, "b t width"], Any]:
     """Run tokens through a layer: its mixer and its MLP, with norms and residual connections.
 
     Args:
+        cache: layer cache of the mixer's kind, see `Mixer`.
+        reading: the tokens of `x`.
         x: hidden states before the layer.
-        positions: in the row's text; -1 marks padding.
-        mix: attention of the layer's queries, keys and values, see `Mix`.
-        total: sum over devices, see `Attention`.
+        turns: rotations of queries and keys, if layers share them.
 
     Returns:
-        Hidden states after the layer, and the pytree that `mix` returned.
+        Hidden states after the layer, and the cache after its mixer.
     """
-    normed = x if layer.attention_norm is None else normalise(layer.attention_norm, x, config)
-    mixed, result = layer.mixer(normed, config, shape, positions, mix, total)
-    if layer.attention_post_norm is not None:
-        mixed = normalise(layer.attention_post_norm, mixed, config)
+    weights, config = layer.weights, layer.config
+    normed = x if weights.attention_norm is None else normalise(weights.attention_norm, x, config)
+    mixed, cache = weights.mixer(normed, config, cache, layer.tokens(reading, x, turns))
+    if weights.attention_post_norm is not None:
+        mixed = normalise(weights.attention_post_norm, mixed, config)
 
     def scaled(out: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
         return out if config.residual_scale is None else out * config.residual_scale
 
     if config.parallel:
-        mlp_input = normed if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config)
-        return x + scaled(mixed) + scaled(layer.mlp(mlp_input, config)), result
+        mlp_input = normed if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config)
+        return x + scaled(mixed) + scaled(weights.mlp(mlp_input, config)), cache
     x = x + scaled(mixed)
-    y = layer.mlp(x if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config), config)
-    return x + scaled(y if layer.mlp_post_norm is None else normalise(layer.mlp_post_norm, y, config)), result
+    y = weights.mlp(x if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config), config)
+    return x + scaled(y if weights.mlp_post_norm is None else normalise(weights.mlp_post_norm, y, config)), cache
+
+
+def layers_of(weights: Weights, config: ModelConfig, policy: Policy | None = None) -> list[Layer]:
+    """Return all layers of a model, each with a policy as it uses it; None for a policy that nothing will ask."""
+    first = [config.layer_configs.index(shape) for shape in config.layer_configs]
+    of_layers: Any = [None] * config.layers if policy is None else [policy.layer(i) for i in range(config.layers)]
+    return [
+        Layer(layer, of_layers[number], number, config, first[number]) for number, layer in enumerate(weights.layers)
+    ]
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
@@ -150,42 +203,10 @@ def forward(
         tokens: ids [b, t], padded on the right; the ids of padding are ignored.
         lengths: number of real tokens in each row [b]; logits of padding are meaningless but finite.
     """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     # The causal mask hides padding from real tokens, but ids outside the table would still give NaN.
-    tokens = jnp.where(positions < lengths[:, None], tokens, 0)
-    x = embed(weights, config, tokens, positions)
-    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        mix = functools.partial(_causal, shape, layer.mixer.sinks(shape), positions, lengths)
-        x, _ = block(layer, config, shape, x, positions, mix)
+    tokens = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
+    reading = Reading.of_text(tokens, lengths)
+    x = embed(weights, config, tokens, reading.position)
+    for layer in layers_of(weights, config):
+        x, _ = block(layer, Uncached(), reading, x)
     return unembed(weights, config, x)
-
-
-def _causal(
-    shape: LayerConfig,
-    sink_logits: Float[Array, "h g"] | None,
-    positions: Int[Array, "b t"],
-    lengths: Int[Array, " b"],
-    q: Float[Array, "b h g t d"],
-    k: Float[Array, "b h t d"],
-    v: Float[Array, "b h t e"],
-) -> tuple[Float[Array, "b h g t e"], None]:
-    """Compute causal attention in blocks of queries, which avoids an n x n matrix."""
-    q = rotate(shape.rope, q, positions[:, None, None], lengths)
-    k = rotate(shape.rope, k, positions[:, None], lengths)
-    spec, key_positions = shape.spec, positions[:, None]
-
-    def attend_block(queries: tuple[Array, Int[Array, "b t"]]) -> Float[Array, "b h g t e"]:
-        q, at = queries
-        bias = spec.bias(at[:, None], key_positions)
-        of_tokens, _ = attend(q, k, v, spec.mask(at, key_positions), spec, bias)
-        return with_sink(of_tokens, sink_logits).out.astype(q.dtype)
-
-    rows, t = positions.shape
-    size = query_block(QUERY_BLOCK, rows)
-    if t <= size:
-        return attend_block((q, positions)), None
-    padding = -t % size
-    q = jnp.pad(q, [(0, 0)] * 3 + [(0, padding), (0, 0)])
-    at = jnp.pad(positions, [(0, 0), (0, padding)])
-    blocks = jax.lax.map(attend_block, (split_queries(q, -2, size), split_queries(at, -1, size)))
-    return join_queries(blocks, -2)[..., :t, :], None

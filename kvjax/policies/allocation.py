@@ -99,7 +99,7 @@ class Plan(Part, interface=True, kw_only=True):
         Args:
             answers: attention statistics, in the structure of `asks`; () under `Sizing.all_layers`.
             view: all slots of the prompt; under `Sizing.all_layers` a `Heads` with the limits alone.
-            ranks: ranks of these slots, from `kvjax.cache.slots.rank`; empty slots have the lowest finite number. None
+            ranks: ranks of these slots, from `kvjax.cache.ranks.rank`; empty slots have the lowest finite number. None
                 unless the plan spreads a budget over heads.
             new: the prompt.
         """

@@ -7,15 +7,12 @@ import dataclasses
 import difflib
 import functools
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from flax import struct
 
 from kvjax.types import Heads, New, PyTree, check_kind, setting_names, written
 from kvjax.utils.fields import check_limit
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 
 class Part(struct.PyTreeNode, abc.ABC):
@@ -61,7 +58,7 @@ class Part(struct.PyTreeNode, abc.ABC):
                 check_limit(name, given[name], fields[name])
         return super().__new__(cls)
 
-    def bind(self, model: LanguageModel) -> Self:
+    def bind(self, model: Any) -> Self:
         """Return a copy prepared for a model; `prefill` calls this first, outside of compilation.
 
         Raises:

@@ -20,6 +20,7 @@ from pallas_kernels.decode_attention import Places, Sinks
 from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
 
 AnyHeads = TypeVar("AnyHeads", bound=Heads)
+AnyView = TypeVar("AnyView", bound=View)
 
 
 class Operands(NamedTuple):
@@ -266,7 +267,7 @@ class Codec(Part, interface=True, init=False):
         live = jnp.sort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
         return jnp.vectorize(jnp.searchsorted, signature="(c),(t)->(t)")(live, new.position[:, None])
 
-    def settle(self, view: View, new: New) -> View:
+    def settle(self, view: AnyView, new: New) -> AnyView:
         """Update the ranks of a layer's slots after a block is appended or tokens are evicted."""
         if self.ordered:
             live = new.spread.all_slots(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max))
@@ -279,7 +280,7 @@ class Codec(Part, interface=True, init=False):
             return _with(view, order, known.replace(count=jnp.where(reads, count, known.count)))
         return view
 
-    def exchanged(self, view: View, new: New, place: Any, left: Int[Array, "b h"]) -> View:
+    def exchanged(self, view: AnyView, new: New, place: Any, left: Int[Array, "b h"]) -> AnyView:
         """Update the ranks of a layer's slots, whose state is that before a new token took a slot in each head.
 
         The evicted token had rank `place` and position `left`, which is -1 if no token was evicted.
@@ -346,5 +347,5 @@ class Codec(Part, interface=True, init=False):
         return jnp.maximum(new.read[:, None] - self.sinks, 0) - live
 
 
-def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:
+def _with(view: AnyView, order: Int[Array, "b h c"], state: CodecState) -> AnyView:
     return view.replace(slots=view.slots.replace(codec=order), state=view.state.replace(codec=state))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -13,10 +13,6 @@ from kvjax.policies.base import Part
 from kvjax.types import PyTree, wide
 from pallas_kernels import operands
 from pallas_kernels.operands import Quantised
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
-
 
 LEAST_TOKENS = 8
 """Tokens of a text from which scales can be estimated: fewer keys show too little of each channel."""
@@ -144,7 +140,7 @@ class Int4(SymmetricQuantizer):
 
     bits: ClassVar[int] = 4
 
-    def bind(self, model: LanguageModel) -> Self:
+    def bind(self, model: Any) -> Self:
         """Refuse a model with keys or values of odd width, whose codes cannot be packed in pairs."""
         for index, layer in enumerate(model.config.layer_configs):
             for name, width in (("keys", layer.key_width), ("values", layer.value_width)):

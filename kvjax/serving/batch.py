@@ -12,16 +12,13 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.cache.buffers import empty_layers
-from kvjax.cache.dense import Dense
 from kvjax.generation.loop import Drawn, token_buffers, token_logprobs
 from kvjax.generation.sampling import Sampling, penalised, sample
 from kvjax.inference.cache import Cache, policy_seeds
 from kvjax.inference.decoder import Decoder, read_more
-from kvjax.inference.sharding import OF_ROWS, WHOLE, cache_specs, constrain, copying, logits_spec, on_mesh, whole_rows
+from kvjax.inference.sharding import cache_specs, constrain, copying, logits_spec, on_mesh, whole_rows
 from kvjax.models.config import ModelConfig
-from kvjax.policies.policy import Policy
-from kvjax.types import ROWS, PyTree, wide
+from kvjax.types import OF_ROWS, REPLICATED, ROWS, PyTree, wide
 
 UNDEFINED = -1
 """Value of `left` for rows whose logits are NaN."""
@@ -103,9 +100,9 @@ class Written(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
-def begin(policy: Policy, planned: Planned, *, sizes: Sizes) -> Text:
+def begin(decoder: Decoder, planned: Planned, *, sizes: Sizes) -> Text:
     """Create texts with empty caches."""
-    text = _begun(policy, planned, sizes)
+    text = _begun(decoder, planned, sizes)
     return constrain(text, lambda: _text_specs(text), reading_mesh(sizes.mesh))
 
 
@@ -114,19 +111,19 @@ def reading_mesh(mesh: Mesh | None) -> Mesh | None:
     return None if mesh is None else copying(mesh)
 
 
-def _begun(policy: Policy, planned: Planned, sizes: Sizes) -> Text:
-    rows, roomy = len(planned.seed), policy.sized(sizes.lines)
-    made = empty_layers(roomy, sizes.config.layer_configs, planned.limits, sizes.capacities, sizes.dtype)
+def _begun(decoder: Decoder, planned: Planned, sizes: Sizes) -> Text:
+    rows, policy = len(planned.seed), decoder.policy.sized(sizes.lines)
+    layers = decoder.replace(policy=policy).init_caches(planned.limits, sizes.capacities)
     key = jax.vmap(jax.random.key)(planned.seed)
     lengths = planned.horizon, planned.end
-    cache = Cache.empty(Dense(made), 0, *lengths, policy_seeds(key), key, planned.rope_length)
+    cache = Cache.empty(layers, 0, *lengths, policy_seeds(key), key, planned.rope_length)
     return Text(cache, jnp.zeros((rows, sizes.config.vocab_size), bool))
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
-def empty_rows(policy: Policy, planned: Planned, wishes: Wishes, *, sizes: Sizes) -> Rows:
+def empty_rows(decoder: Decoder, planned: Planned, wishes: Wishes, *, sizes: Sizes) -> Rows:
     """Create free rows."""
-    text = _begun(policy, planned, sizes)
+    text = _begun(decoder, planned, sizes)
     made = Rows(
         cache=text.cache.replace(active=jnp.zeros(len(planned.seed), bool)),
         logits=jnp.zeros(text.seen.shape, wide(sizes.dtype)),
@@ -181,7 +178,7 @@ def insert(
 
     def specs() -> tuple[PyTree, PyTree]:
         row_specs = _rows_specs(rows, sizes.config, mesh)
-        return (row_specs, whole_rows(row_specs), WHOLE), row_specs
+        return (row_specs, whole_rows(row_specs), REPLICATED), row_specs
 
     return on_mesh(put, mesh, specs)(rows, one, jnp.asarray(row))
 
@@ -225,18 +222,18 @@ def generate(
     made = token_buffers((each, most), decoder.weights.dtype, logprobs)
     _, rows, count, made = jax.lax.while_loop(more, one, (jnp.int32(0), rows, jnp.zeros(each, jnp.int32), made))
     cache, mesh = rows.cache, decoder.mesh
-    held = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in cache.storage.stored_positions()]).mean(0)
+    held = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in cache.stored_positions()]).mean(0)
     written = Written(made.token, count, cache.active, rows.wishes.left, cache.position, held)
     return constrain(rows, lambda: _rows_specs(rows, decoder.config, mesh), mesh), written, made
 
 
 def _written(decoder: Decoder, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
     """Generate one token per active row and a mask of those in their text; rows that continue read their token."""
-    storage = rows.cache.storage
+    layers = rows.cache.layers
     # Each device samples for its own rows, so no logits are transferred between devices.
     draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), decoder.mesh, lambda: ((OF_ROWS,), OF_ROWS))
-    rows, drawn, belongs = draw(rows.replace(cache=rows.cache.replace(storage=())))
-    cache, logits = decoder.step(rows.cache.replace(storage=storage), drawn.token)
+    rows, drawn, belongs = draw(rows.replace(cache=rows.cache.replace(layers=())))
+    cache, logits = decoder.step(rows.cache.replace(layers=layers), drawn.token)
     return rows.replace(cache=cache, logits=logits), drawn, belongs
 
 

@@ -33,7 +33,7 @@ class Snapshots:
 
     def put(self, key: Key, text: Text) -> None:
         """Store a text without copying it, unless it is larger than the limit."""
-        taken = text.cache.storage, text.seen
+        taken = text.cache.memory, text.seen
         size, here = allocated_bytes(taken), device_bytes(taken)
         if key in self._held or size > self.limit:
             return
@@ -85,7 +85,7 @@ def dependencies(decoder: Decoder, text: Text, chunk: int) -> frozenset[str]:
 
     def reading(**fields: jax.Array) -> object:
         after, _ = read(decoder, text.replace(cache=text.cache.replace(**fields)), tokens, lengths)
-        return after.cache.storage
+        return after.cache.memory
 
     names = ("seed", "horizon", "end", "rope_length")
     return frozenset(depends_on(reading, {name: getattr(text.cache, name) for name in names}))

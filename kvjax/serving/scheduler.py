@@ -84,9 +84,9 @@ class Device:
         rows_made = self._emptied()
         self.state: Rows | None = rows_made
         """Rows of the batch; None after a failure, until `put` creates new ones."""
-        self.bytes = allocated_bytes(rows_made.cache.storage)
+        self.bytes = allocated_bytes(rows_made.cache.memory)
         """Bytes of the caches of all rows."""
-        self.device_bytes = device_bytes(rows_made.cache.storage)
+        self.device_bytes = device_bytes(rows_made.cache.memory)
         self._depends = dependencies(self.reader, self.begin(self._one), self.chunk)
 
     @on_the_host
@@ -135,10 +135,10 @@ class Device:
     @on_the_host
     def begin(self, planned: Planned, held: Text | None = None) -> Text:
         """Create a text with an empty cache, or with the cache of a stored prefix."""
-        text = batch.begin(self.decoder.policy, planned, sizes=self._sizes)
+        text = batch.begin(self.decoder, planned, sizes=self._sizes)
         if held is None:
             return text
-        read = {name: getattr(held.cache, name) for name in ("storage", "position", "prompt_length")}
+        read = {name: getattr(held.cache, name) for name in ("layers", "position", "prompt_length")}
         return Text(text.cache.replace(**read), held.seen)
 
     @on_the_host
@@ -212,7 +212,7 @@ class Device:
     def _emptied(self) -> Rows:
         one = self._one, self._wishes(Request((0,), sampling=Sampling(0.0), ignore_eos=True))
         planned, wishes = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), one)
-        return batch.empty_rows(self.decoder.policy, planned, wishes, sizes=self._sizes)
+        return batch.empty_rows(self.decoder, planned, wishes, sizes=self._sizes)
 
     def _padded(self, length: int) -> int:
         return min(bucket(length), self.chunk)

@@ -49,7 +49,7 @@ def query_means(
     tokens = 0
     for text in texts:
         state, _ = prefill(model, policy, [text.tolist()], budget=1)
-        found = [[np.asarray(leaf[0], np.float64) for leaf in heads.state.score] for heads in state.storage.layers]
+        found = [[np.asarray(leaf[0], np.float64) for leaf in heads.state.score] for heads in state.cache.attending]
         totals = found if totals is None else jax.tree.map(np.add, totals, found)
         tokens += len(text)
         show(tokens)

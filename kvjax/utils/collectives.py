@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 ROWS, HEADS, SLOTS = "rows", "heads", "slots"
 """Mesh axes of a program: rows of a batch, KV heads of a layer, slots of a head."""
+REPLICATED: Any = PartitionSpec()
+"""Spec of arrays that every device has."""
+OF_ROWS: Any = PartitionSpec(ROWS)
+"""Spec of arrays [b ...]."""
+OF_HEADS: Any = PartitionSpec(ROWS, HEADS)
+"""Spec of arrays [b h ...]."""
+OF_SLOTS: Any = PartitionSpec(ROWS, HEADS, SLOTS)
+"""Spec of arrays [b h c ...]."""
+OF_POOL: Any = PartitionSpec((ROWS, HEADS))
+"""Spec of arrays [P ...]: each device has its own pool of pages."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.cache.paged.storage import Paged
 from kvjax.inference.cache import ROWS
 from kvjax.methods.adakv import AdaKV
 from kvjax.policies import Policy
@@ -136,8 +135,8 @@ def leaves_of(state: kvjax.State, row: int) -> list[np.ndarray]:
     """All that a state knows of a row."""
     alone = kvjax.take_rows(state, [row])
     fields = [getattr(alone.cache, name) for name in ROWS if name not in ("key", "active")]
-    storage = jax.tree.leaves(alone.storage)
-    return [np.asarray(leaf) for leaf in (*storage, *jax.tree.leaves(fields), jax.random.key_data(alone.key))]
+    memory = jax.tree.leaves(alone.cache.memory)
+    return [np.asarray(leaf) for leaf in (*memory, *jax.tree.leaves(fields), jax.random.key_data(alone.key))]
 
 
 def unchanged(before: kvjax.State, after: kvjax.State, row: int) -> None:
@@ -181,8 +180,8 @@ def test_rows_go_on_in_another_state_as_they_would_have(name: str, x64: None) ->
     guest, _ = write(read(name, [3, 4], budget=20, tokens=300, dtype=jnp.float64)[0], 5)
     if made(name).plan.sizing.mode == "unbounded":
         host, guest = guest, host
-    if isinstance(host.storage, Paged) and isinstance(guest.storage, Paged):
-        assert host.storage.page_size != guest.storage.page_size
+    if host.cache.pool is not None and guest.cache.pool is not None:
+        assert host.cache.pool.page_size != guest.cache.pool.page_size
     into = [0, 1] if len(host.position) == 2 else [2, 0]
     guests = kvjax.take_rows(guest, [1, 0])
     mixed = kvjax.put_rows(host, into, guests)
@@ -220,7 +219,7 @@ def unchanged_but_for_buffers(one: kvjax.State, other: kvjax.State) -> None:
     assert kept(one, 0) == kept(other, 0)
     for name in ("position", "prompt_length", "horizon", "end", "seed"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    for layer, same in zip(one.storage.layers, other.storage.layers, strict=True):
+    for layer, same in zip(one.cache.slots, other.cache.slots, strict=True):
         jax.tree.map(np.testing.assert_array_equal, layer.state, same.state)
 
 

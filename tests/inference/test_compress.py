@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.dense import Dense
 from kvjax.inference.state import slot_limits
 from kvjax.methods.kvzip import REPEAT, REPEAT_LATER, Reconstruction
 from tests.cases import core, slow
@@ -94,8 +93,7 @@ def test_a_smaller_budget_keeps_what_ranks_highest_and_a_larger_one_makes_room(s
 
 def test_the_scores_of_a_state_decide() -> None:
     state = read("h2o", 24)
-    assert isinstance(state.storage, Dense)
-    view = state.storage.layers[0]
+    view = state.cache.slots[0]
     scores, positions = view.slots.score[0, 0], view.position[0, 0]
     held = sorted((int(at) for at in positions if at >= 0), reverse=True)
     recent, rest = held[: BUDGET // 2], held[BUDGET // 2 :]

@@ -65,7 +65,7 @@ def test_a_decoder_does_what_a_state_does(model: kvjax.Model) -> None:
     cache, found = decoder.extend(cache, [[7, 9]], logits="all")
     state, wanted = kvjax.extend(state, [[7, 9]], logits="all")
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(cache.storage.positions(), kvjax.held_positions(state), strict=True):
+    for mine, theirs in zip(cache.positions(), kvjax.held_positions(state), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 

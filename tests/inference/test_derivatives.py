@@ -119,11 +119,10 @@ def test_of_statistics_of_attention(tau: float, noisy: bool, rows: int | None, x
 
 def test_of_what_a_cache_holds(x64: None) -> None:
     state, _ = kvjax.prefill(random_model(GQA, dtype=jnp.float64), "h2o", IDS, 6, max_new_tokens=4)
-    storage: Any = state.storage
 
     def of_pairs(pairs: Any) -> Any:
-        views = [view.replace(kv=kv) for view, kv in zip(storage.layers, pairs, strict=True)]
-        changed = state.replace(storage=storage.replace(layers=tuple(views)))
+        views = [view.replace(kv=kv) for view, kv in zip(state.cache.slots, pairs, strict=True)]
+        changed = state.replace(layers=tuple(views))
         return jnp.sin(kvjax.decode_step(changed, [3, 4])[1]).sum()
 
-    assert agree(of_pairs, [view.kv for view in storage.layers]) != 0
+    assert agree(of_pairs, [view.kv for view in state.cache.slots]) != 0

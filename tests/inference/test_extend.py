@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.paged.storage import Paged
 from kvjax.inference.state import slot_limits
 from kvjax.methods.adakv import AdaKV
 from kvjax.model import Model
@@ -219,7 +218,7 @@ def test_two_turns_on_pages_equal_dense_slots(name: str, x64: None) -> None:
     ends = []
     for plan in (None, AdaKV(floor=1.0)):
         state, logits = read(CASES[name], (41, 30), plan=plan)
-        assert isinstance(state.storage, Paged) is (plan is not None)
+        assert (state.cache.pool is not None) is (plan is not None)
         seen = [np.asarray(logits)]
         for counts in ((16, 9), (0, 5)):
             state, found = write(state, 6)
@@ -232,13 +231,13 @@ def test_two_turns_on_pages_equal_dense_slots(name: str, x64: None) -> None:
 
 def test_a_state_stays_valid_and_a_program_serves_a_bucket(x64: None) -> None:
     state, _ = read(POLICIES["h2o"])
-    before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.storage, state.position))]
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.cache.memory, state.position))]
     _, found, _ = turn(state, (10, 3))
     count = engine.read_more._cache_size()
     _, again, _ = turn(state, (16, 16))
     assert engine.read_more._cache_size() == count
     same(found[:, :3], again[:, :3])
-    for old, leaf in zip(before, jax.tree.leaves((state.storage, state.position)), strict=True):
+    for old, leaf in zip(before, jax.tree.leaves((state.cache.memory, state.position)), strict=True):
         np.testing.assert_array_equal(old, leaf)
 
 

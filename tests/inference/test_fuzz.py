@@ -13,8 +13,6 @@ import pytest
 from hypothesis import event, given, settings
 
 import kvjax
-from kvjax.cache.dense import Dense
-from kvjax.cache.paged.storage import Paged
 from kvjax.inference.state import slot_limits
 from kvjax.model import Model
 from kvjax.models.sharding import mesh_of, weight_shardings
@@ -162,7 +160,7 @@ def protected_tokens_stay(of: Drawn) -> None:
 @promise
 def bytes_are_true(of: Drawn) -> None:
     state, _ = of.read()
-    assert kvjax.cache_bytes(state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state.storage))
+    assert kvjax.cache_bytes(state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.memory))
     stepped, _ = kvjax.decode_step(state, of.written[0])
     assert kvjax.cache_bytes(stepped) == kvjax.cache_bytes(state)
     last, _ = of.go_on(state)
@@ -186,8 +184,8 @@ def pages_are_dense_slots(of: Drawn) -> None:
         return
     if policy.plan.sizing.mode == "profiled":  # a quota, which dense slots refuse
         return
-    dense = state.replace(storage=state.storage.unpack())
-    assert isinstance(state.storage, Paged) and isinstance(dense.storage, Dense)
+    dense = state.replace(layers=state.cache.slots, pool=None)
+    assert state.cache.pool is not None
     (paged, found), (dense, wanted) = of.go_on(state), of.go_on(dense)
     for logits, others in zip(found, wanted, strict=True):
         close(logits, others, of)

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.cache.paged.storage import Paged
 from kvjax.inference.decode import lower_step
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.less import checkpoint
@@ -133,7 +132,7 @@ def test_a_full_cache_honours_every_setting(changes: dict[str, Any]) -> None:
 def test_pages_honour_every_setting(changes: dict[str, Any]) -> None:
     policy = kvjax.policy("h2o", plan=AdaKV(floor=1.0))
     state = assert_cached_equals_plain(small_config(4, 2, **changes), policy)
-    assert isinstance(state.storage, Paged)
+    assert state.cache.pool is not None
 
 
 @pytest.mark.parametrize(("policy", "chunk"), in_turns(["h2o", "keyformer", "scissorhands", "lsh_e"], [None, 8, 1]))

@@ -98,7 +98,7 @@ def test_matches_the_queries_of_a_replay(plan: str | None, x64: None) -> None:
     whole, policy = read(model, "full"), matching(**{"residual.queries": 8, "residual.ridge": 0.03})
     pressed = kvjax.compress(whole, policy, BUDGET, plan=plan, text=REPLAYS)
     plain = kvjax.compress(whole, kvjax.policy("l2", recent=3), BUDGET, plan=plan)
-    before, after, queries = layers(whole)[0], pressed.storage.unpack().layers[0], asked(model)[0]
+    before, after, queries = layers(whole)[0], pressed.cache.slots[0], asked(model)[0]
     for row, (text, replay) in enumerate(zip(TEXTS, REPLAYS, strict=True)):
         assert kept(pressed, row) == kept(plain, row)
         at = [len(text) + (2 * i + 1) * len(replay) // 16 for i in range(8)]

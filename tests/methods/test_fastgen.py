@@ -15,7 +15,7 @@ import pytest
 import kvjax
 from kvjax import generate
 from kvjax.cache import recompute
-from kvjax.cache.paged import storage
+from kvjax.cache.paged.pages import Pool
 from kvjax.cache.paged.table import round_pages
 from kvjax.inference import decode, decoder, prefill, press
 from kvjax.inference.cache import Cache
@@ -55,12 +55,12 @@ def read(model, prompts, *, max_new_tokens=64, **settings):
 
 def choices(state) -> np.ndarray:
     """[layers, b, h]"""
-    return np.array([np.asarray(heads.state.plan.choice) for heads in pool(state).layers])
+    return np.array([np.asarray(heads.state.plan.choice) for heads in state.cache.attending])
 
 
-def pool(state) -> storage.Paged:
-    assert isinstance(state.storage, storage.Paged)
-    return state.storage
+def pool(state) -> Pool:
+    assert state.cache.pool is not None
+    return state.cache.pool
 
 
 @pytest.mark.parametrize("threshold", [0.2, slow(0.5), 0.7, slow(0.8), 0.9])
@@ -100,7 +100,7 @@ def test_memory_is_what_the_heads_call_for(tiny, rows, threshold):
     config = tiny.config
     # Key, value, position, accumulated attention, and whether it is kept for what it is.
     slot = 2 * config.head_width * 4 + 4 + 4 + 1
-    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(state.storage))
+    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.memory))
     assert allocated == kvjax.cache_bytes(state)
     page = pool(state).page_size
     assert called * slot <= allocated < 1.1 * called * slot + rows * config.layers * config.kv_heads * page * slot
@@ -231,7 +231,7 @@ def test_long_prompts_are_profiled_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     prefill.read_together.clear_cache()  # type: ignore[attr-defined]
     blocks, _ = read(random_model(GQA), prompts, **settings)
     prefill.read_together.clear_cache()  # type: ignore[attr-defined]
-    for one, other in zip(whole.storage.layers, blocks.storage.layers, strict=True):
+    for one, other in zip(whole.cache.attending, blocks.cache.attending, strict=True):
         np.testing.assert_allclose(one.state.plan.recovered, other.state.plan.recovered, atol=1e-5)
 
 
@@ -243,13 +243,13 @@ def dense_with_limits(model, policy, budget, limits):
         capacities=tuple(round_slots(int(limit.max())) for limit in limits),
     )
     arrays = prefill.program_arguments(prefill.bound_prompts(model, prompts), prompts)
-    storage, _, seed, logits = prefill.read_together(*arrays, **prefill.program_settings(prompts))
+    layers, _, seed, logits = prefill.read_together(*arrays, **prefill.program_settings(prompts))
     start, horizon = jnp.asarray(prompts.lengths), jnp.asarray(prompts.horizon)
     active = jnp.ones(start.shape, bool)
     ends = start + horizon
     of_rows = (start, start, horizon, ends, prompts.keys, seed, active)
     made = decoder.Decoder(weights=model.weights, policy=prompts.policy, config=model.config)
-    return State(made, Cache(storage, *of_rows)), logits
+    return State(made, Cache(layers, *of_rows)), logits
 
 
 @pytest.mark.parametrize(

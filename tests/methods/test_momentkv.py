@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.cache.slots import TOKEN_BLOCK
+from kvjax.cache.ranks import TOKEN_BLOCK
 from kvjax.cli import options
 from kvjax.methods.momentkv import Moments, MomentState
 from kvjax.types import Evicted, LayerConfig, New

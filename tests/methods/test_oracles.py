@@ -56,7 +56,7 @@ def _follow(state: kvjax.State, text: Int[Array, "b steps"]) -> tuple[Float[Arra
 
     def step(state: kvjax.State, token: Int[Array, " b"]) -> tuple[kvjax.State, tuple[Array, Any]]:
         state, logits = kvjax.decode_step(state, token)
-        return state, (logits, state.storage.stored_positions())
+        return state, (logits, state.cache.stored_positions())
 
     return jax.lax.scan(step, state, text.T)[1]
 
@@ -79,7 +79,7 @@ def compare_with_oracle(
     )
     following = np.stack([text[length:] for text, length in zip(texts, lengths, strict=True)])
     logits, positions = jax.tree.map(np.asarray, _follow(state, jnp.asarray(following, jnp.int32)))
-    positions = unpacked(state.storage, positions)
+    positions = unpacked(state.cache, positions)
     weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model.weights)
     evicted = 0
     for row, length in enumerate(lengths):

@@ -20,7 +20,7 @@ TEXT = np.random.default_rng(0).integers(0, 64, (1, 400))
 
 
 def held(state: kvjax.State, layer: int = 0) -> list[set[int]]:
-    return [set(head[head >= 0].tolist()) for head in state.storage.positions()[layer][0]]
+    return [set(head[head >= 0].tolist()) for head in state.cache.positions()[layer][0]]
 
 
 def with_larger_keys(factor: float) -> kvjax.Model:
@@ -84,9 +84,8 @@ def test_pursuit_counts_slots_that_stand_for_evicted_ones() -> None:
     settings = {"residual": "attention_matching", "residual.bound": 7.0}
     policy = kvjax.policy("omp", recent=2, each=1, **settings)
     state, _ = kvjax.prefill(MODEL, policy, TEXT[:, :120], 24, max_new_tokens=1)
-    storage: Any = state.cache.storage
-    unbiased = [view.replace(slots=view.slots.replace(residual=view.slots.residual * 0)) for view in storage.layers]
-    plain = state.replace(cache=state.cache.replace(storage=storage.replace(layers=tuple(unbiased))))
+    unbiased = [view.replace(slots=view.slots.replace(residual=view.slots.residual * 0)) for view in state.cache.slots]
+    plain = state.replace(cache=state.cache.replace(layers=tuple(unbiased)))
     ours, without = (kvjax.extend(each, TEXT[:, 120:180])[0] for each in (state, plain))
     firsts = [sum(len({p for p in head if p < 120}) for head in held(each)) for each in (ours, without)]
     assert firsts[0] > firsts[1]

@@ -13,7 +13,8 @@ import pytest
 from flax import struct
 
 import kvjax
-from kvjax.cache.buffers import allocated_bytes, empty
+from kvjax.cache.buffers import allocated_bytes
+from kvjax.cache.slots import empty_slots
 from kvjax.inference.prepare import prepare
 from kvjax.policies import Selection
 from tests.cases import in_turns
@@ -75,7 +76,7 @@ def planned(policy, budget, lengths):
     tokens = [[0] * length for length in lengths]
     prompts = prepare(MODEL, policy, tokens, budget, None, max_new_tokens=40, key=None, plan=None, chunk=None)
     layers = enumerate(zip(GQA.layer_configs, prompts.limits, prompts.capacities, strict=True))
-    made, roomy = functools.partial(empty, dtype=jnp.float32), prompts.policy.sized(prompts.lines)
+    made, roomy = functools.partial(empty_slots, dtype=jnp.float32), prompts.policy.sized(prompts.lines)
     return jax.eval_shape(
         lambda: tuple(
             made(roomy.layer(i), c, i, limit=jnp.asarray(limit), slots=slots) for i, (c, limit, slots) in layers

@@ -15,11 +15,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.cache import slots
-from kvjax.cache.dense import Dense
-from kvjax.cache.evict import hashed_codes
+from kvjax.cache import ranks
+from kvjax.cache.evict import hashed_codes, prepared, ranked
+from kvjax.cache.fused import FusedStep, may_fuse
+from kvjax.cache.keep import compressed
+from kvjax.cache.slots import Slots as LayerSlots
 from kvjax.methods.lsh_e import Hamming, projections
-from kvjax.types import KV, Kernels, New, Parts, View
+from kvjax.types import KV, Kernels, New, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token
@@ -97,7 +99,7 @@ def full_view(b, h, c, d, remembered):
     inputs = jax.tree.map(jnp.asarray, case(b, h, c, d, live="full").arrays[0])
     k, v = inputs["buffers"]["pair"]
     score = remembered(k, inputs["scores"])
-    return View(jnp.full((b, h), c), Parts(), KV(k, v), inputs["position"], Parts(score=score))
+    return LayerSlots(jnp.full((b, h), c), Parts(), KV(k, v), inputs["position"], Parts(score=score))
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
@@ -107,15 +109,14 @@ def test_a_token_takes_the_slot_that_compression_would_drop(way):
     b, h, c, d = 2, 2, 48, 64
     new = new_token(jax.random.key(0), b, h, 2, d, jnp.asarray([150, 120]), way)
     policy = kvjax.policy("h2o", sinks=2, recent=5)
-    dense = Dense((full_view(b, h, c, d, lambda k, scores: scores),))
-    exchanged, pair = dense.exchange(policy, 0, new, pairs=True)
-    appended = dense.append(policy, 0, new)
-    smaller, leaving = appended.compress(policy, 0, new, c)
-    (written,), (joined,) = exchanged.layers, appended.layers
+    slots = full_view(b, h, c, d, lambda k, scores: scores)
+    written, pair = slots.write(policy, new, pairs=True)
+    joined = slots.appended(policy, new)
+    smaller, leaving = compressed(policy, joined, new, c)
     left = jnp.where(leaving, joined.position, 0).sum(-1)
     np.testing.assert_array_equal(leaving.sum(-1), 1)
     assert pair.leaving.all() and not (written.position == left[..., None]).any()
-    np.testing.assert_array_equal(np.sort(written.position), np.sort(smaller.layers[0].position))
+    np.testing.assert_array_equal(np.sort(written.position), np.sort(smaller.position))
     for taken, stored in ((pair.k, joined.kv.k), (pair.v, joined.kv.v)):
         np.testing.assert_array_equal(taken[:, :, 0], (np.asarray(stored) * leaving[..., None]).sum(2))
     here = written.position == new.position[:, None]
@@ -136,10 +137,17 @@ def test_what_leaves_is_handed_out_where_it_is_asked_for(way):
 def test_a_step_reads_what_leaves_only_for_who_asks(pairs, reads):
     """The position alone is always read; and on a CPU keys and values alone are written by scatters."""
     new = new_token(jax.random.key(0), 2, 2, 2, 64, jnp.asarray([150, 120]), XLA)
-    dense = Dense((full_view(2, 2, 48, 64, lambda k, scores: scores),))
-    text = jax.jit(lambda dense: dense.exchange(kvjax.policy("h2o"), 0, new, pairs=pairs)).lower(dense).as_text()
+    slots = full_view(2, 2, 48, 64, lambda k, scores: scores)
+    text = jax.jit(lambda slots: slots.write(kvjax.policy("h2o"), new, pairs=pairs)).lower(slots).as_text()
     assert text.count('"stablehlo.gather"') == reads
     assert text.count('"stablehlo.scatter"') == 2
+
+
+def fused(policy, slots, new, asks):
+    """The step of one token per row as one kernel."""
+    slots = prepared(policy, slots, new)
+    ranking = ranked(policy, slots, new)
+    return FusedStep(policy, slots, new, asks, ranking, policy.codec.operands(slots, new, room=ranking.bounds.limit))
 
 
 @pytest.mark.parametrize("name", ["h2o", "keyformer", "tova", "lambda_mask", "lsh_e"])
@@ -159,20 +167,20 @@ def test_one_pass_is_exchange_then_attention(name):
         )
 
     view, heard = full_view(b, h, c, d, begun), []
-    dense = Dense((view.replace(limit=jnp.full((b, h), c - 1)),))
-    asks = policy.score.asks(dense.layers[0], new)
-    done = dense.exchange_and_attend(policy, 0, new, asks)
-    assert done is not None
+    slots = view.replace(limit=jnp.full((b, h), c - 1))
+    asks = policy.score.asks(slots, new)
+    step = fused(policy, slots, new, asks)
+    assert step.supported
     plain = new.replace(kernels=Kernels("xla"))
-    expected, _ = dense.exchange(policy, 0, plain)
-    expected, attended = expected.attend(policy, 0, plain, asks, None)
-    found, answered, _ = done
+    expected, _ = slots.write(policy, plain)
+    expected, attended = expected.attend_token(policy, plain, asks, None)
+    found, answered, _ = step()
     assert (answered.answers is None) == (name in ("h2o", "keyformer"))  # added to the scores on the way
-    for storage, out, answers in (
+    for after, out, answers in (
         (found, answered.partial.out, answered.answers),
         (expected, attended.partial.out, attended.answers),
     ):
-        heard.append((storage.fold(policy, 0, asks, answers, plain), out))
+        heard.append((after.fold(policy, asks, answers, plain), out))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *heard)
 
 
@@ -189,14 +197,15 @@ def test_one_pass_sees_the_sinks_that_a_layers_window_has_not_passed_from_near(b
         first = np.arange(max(0, last - window), sinks)
         held[row, :, :sinks] = [*first, *range(last - c + 1, last - c + 1 + sinks - len(first))]
         held[row, :, sinks : c - 1] = np.arange(last - c + 1 + sinks, last)
-    dense = Dense((view.replace(position=jnp.asarray(held, jnp.int32), limit=jnp.full((b, h), c - 1)),))
-    done = dense.exchange_and_attend(policy, 0, new, ())
-    assert done is not None
+    slots = view.replace(position=jnp.asarray(held, jnp.int32), limit=jnp.full((b, h), c - 1))
+    step = fused(policy, slots, new, ())
+    assert step.supported
+    found, answered, _ = step()
     plain = new.replace(kernels=Kernels("xla"))
-    expected, _ = dense.exchange(policy, 0, plain)
-    expected, attended = expected.attend(policy, 0, plain, (), None)
-    np.testing.assert_array_equal(done[0].layers[0].position, expected.layers[0].position)
-    np.testing.assert_allclose(done[1].partial.out, attended.partial.out, rtol=1e-5, atol=1e-5)
+    expected, _ = slots.write(policy, plain)
+    expected, attended = expected.attend_token(policy, plain, (), None)
+    np.testing.assert_array_equal(found.position, expected.position)
+    np.testing.assert_allclose(answered.partial.out, attended.partial.out, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +224,7 @@ def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
     policy = kvjax.policy(name, **settings)
     new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
     view = full_view(1, 2, c, 64, lambda k, scores: None)
-    dense = Dense((view,))
-    assert dense.exchange_and_attend(policy, 0, new, ()) is None
+    assert not (may_fuse(policy, view) and fused(policy, view, new, ()).supported)
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
@@ -235,8 +243,8 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     found = hamming(
         hashing.hashing.of_queries(), view.slots.score, view.position, new.position[:, 0], protection=bounds, **asked
     )
-    ranks = slots.rank(policy, view, new)
-    lowest = ranks == ranks.min(-1, keepdims=True)
+    of_slots = ranks.rank(policy, view, new)
+    lowest = of_slots == of_slots.min(-1, keepdims=True)
     oldest = jnp.where(lowest, view.position, 1000).argmin(-1)
     np.testing.assert_array_equal(found, oldest)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import use_abstract_mesh
 
 import kvjax
-from kvjax.cache.paged.storage import Paged
+from kvjax.cache.paged.storage import Pages, with_logits
 from kvjax.inference import decode
 from kvjax.inference.state import State, held_positions, slot_limits
 from kvjax.methods.adakv import AdaKV
@@ -62,8 +62,8 @@ def steps(state: State) -> tuple[list[np.ndarray], list[list[np.ndarray]], list[
         state, found = decode.decode_step(state, jnp.asarray(token))
         logits.append(np.asarray(found))
         held.append(held_positions(state))
-        assert isinstance(state.storage, Paged)
-        scores.append(jax.device_get(state.storage.slots.score))
+        assert state.cache.pool is not None
+        scores.append(jax.device_get(state.cache.pool.slots.score))
     return logits, held, scores
 
 
@@ -105,8 +105,8 @@ def test_a_step_on_pages_is_the_same_with_every_kernel(policy, way):
 @pytest.mark.parametrize("way", RUNNING, ids=str)
 def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
     state, config = state_of("keyformer"), MODEL.config.layer(0)
-    pool = state.storage
-    assert isinstance(pool, Paged)
+    pool = state.cache.pool
+    assert pool is not None
     rng, b, h, g, d = np.random.default_rng(0), 3, 2, 2, 16
     position = jnp.asarray([-1, 25, 33])[:, None]
     q, k, v = (jnp.asarray(rng.normal(size=(b, h, *some, 1, d)), jnp.float32) for some in ((g,), (), ()))
@@ -129,10 +129,12 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
         kernels=Kernels(**way.options),
     )
     policy = state.policy
-    opened, _ = pool.open(policy, [config], lambda layer: new).exchange(policy, 0, new)
-    asks = policy.score.asks(opened.layers[0], new)
-    attended, found = opened.attend(policy, 0, new, asks, None)
-    after = attended.fold(policy, 0, asks, found.answers, new)
+    layer = state.layers[0].link((), with_logits(pool, g, jnp.float32))
+    assert isinstance(layer, Pages)
+    written, _ = layer.write(policy, new)
+    asks = policy.score.asks(written, new)
+    attended, found = written.attend_token(policy, new, asks, None)
+    after = attended.fold(policy, asks, found.answers, new).linked
     assert (np.asarray(found.partial.out[0]) == 0).all() and (np.asarray(found.partial.out[1:]) != 0).all()
     rows = np.asarray(pool.owner) // h
     for old, now in zip(jax.tree.leaves(pool.slots.score), jax.tree.leaves(after.slots.score), strict=True):

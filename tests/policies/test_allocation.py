@@ -213,6 +213,6 @@ def test_the_full_cache_is_counted_as_full_allocates_it() -> None:
 @pytest.mark.parametrize("plan", [None, "adakv"])
 def test_slots_are_counted_as_they_are_allocated(plan: str | None) -> None:
     state, _ = kvjax.prefill(MODEL, "h2o", TEXT[:, :50], 65, max_new_tokens=30, plan=plan)
-    of_heads = [layer.shape for layer in state.storage.positions()] if plan is None else []
+    of_heads = [layer.shape for layer in state.cache.positions()] if plan is None else []
     assert all(shape[-1] == 80 for shape in of_heads) and (plan or allocated_slots(state) == 80)
     assert 65 <= allocated_slots(state) < 97

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 
 import kvjax
-from kvjax.cache.paged import storage
 from kvjax.inference import decode, decoder, prefill, press
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.state import held_positions, slot_limits
@@ -110,7 +109,7 @@ def scan(state: kvjax.State, token: Array, steps: int) -> tuple[Any, Array]:
         return (state, jnp.argmax(logits, -1).astype(jnp.int32)), logits
 
     (state, _), logits = jax.lax.scan(one, (state, token), length=steps)
-    return state.storage.stored_positions(), logits
+    return state.cache.stored_positions(), logits
 
 
 @functools.cache
@@ -154,10 +153,10 @@ def test_layers_that_share_a_program_read_the_same(name: str, monkeypatch: pytes
     layer: Any = prefill.read_one_layer
     before = layer._cache_size()
     alone, found = read(case)
-    sizes = 1 if state.policy.plan.sizing.per_head else len({view.shape for view in state.storage.positions()})
+    sizes = 1 if state.policy.plan.sizing.per_head else len({view.shape for view in state.cache.positions()})
     assert layer._cache_size() - before == (0 if name in IN_STEPS else sizes)
     close(logits, found)
-    jax.tree.map(close, state.storage, alone.storage)
+    jax.tree.map(close, state.cache.memory, alone.cache.memory)
 
 
 OWN_SIZE = {"fastgen", "simlayerkv", "duoattention"}
@@ -227,7 +226,7 @@ def test_plain_calls_jit_scan_vmap_and_in_place_agree(name: str) -> None:
     branches = jax.jit(jax.vmap(lambda token: scan(state, token, 3)))
     held, scanned = branches(jnp.stack([token, token + 1]))
     close(scanned[0], plain, 1e-5)
-    for layer, cached in enumerate(unpacked(state.storage, held)):
+    for layer, cached in enumerate(unpacked(state.cache, held)):
         np.testing.assert_array_equal(cached[0], positions[layer][-1])
     branch = jax.tree.map(jnp.copy, state)
     moved, again = kvjax.decode_step_in_place(branch, token)
@@ -300,7 +299,7 @@ def test_a_row_does_not_know_its_neighbours(name: str) -> None:
 @every_mixture
 def test_bfloat16_stays_finite(name: str) -> None:
     state, logits = read(CASES[name], model=random_model(GQA, dtype=jnp.bfloat16))
-    pairs = state.storage.kv if isinstance(state.storage, storage.Paged) else state.storage.layers[0].kv
+    pairs = state.cache.slots[0].kv if state.cache.pool is None else state.cache.pool.kv
     if isinstance(pairs.k, Quantised):
         assert pairs.k.codes.dtype == jnp.int8
     else:

@@ -275,7 +275,7 @@ def test_slots_of_layers_sum_to_the_budget(shares: Any, message: str) -> None:
 def test_slots_of_layers_may_be_a_list() -> None:
     policy = of_plan(layer_budgets=lambda self, budget, layers: [budget + 2.0, budget - 2.0])
     state, _ = kvjax.prefill(random_model(GQA), policy, [[1, 2, 3] * 6], 8)
-    assert [int(heads.limit.max()) for heads in state.storage.layers] == [10, 6]
+    assert [int(heads.limit.max()) for heads in state.cache.slots] == [10, 6]
 
 
 @pytest.mark.parametrize(

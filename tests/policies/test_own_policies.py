@@ -468,5 +468,5 @@ def test_a_residual_in_a_file_goes_with_any_policy(tmp_path: Path, plan: str | N
     assert np.abs(np.asarray(logits) - np.asarray(expected)).max() > 1e-3
     for layer in range(GQA.layers):
         held = np.asarray(kvjax.held_positions(state)[layer]) >= 0
-        counted = state.storage.layers[layer].state.residual
+        counted = state.cache.slots[layer].state.residual
         np.testing.assert_array_equal(counted + held.sum(-1), np.full((1, GQA.kv_heads), 31))

@@ -99,9 +99,9 @@ def test_fp8_takes_half_of_the_bytes_of_16_bits(plan: str | None) -> None:
     for codec in ("plain", "fp8"):
         policy = kvjax.policy("h2o", codec=codec, plan=plan)
         state, _ = kvjax.prefill(model, policy, TEXT[:, :40], 16, max_new_tokens=4)
-        storage: Any = state.storage
-        pairs = [layer.kv for layer in storage.layers] if plan is None else storage.kv
-        states = [layer.state.codec for layer in storage.layers]
+        cache = state.cache
+        pairs = [layer.kv for layer in cache.slots] if cache.pool is None else cache.pool.kv
+        states = [layer.state.codec for layer in cache.attending]
         scales = sum(state.factor.nbytes for state in states if state is not None)
         taken.append((sum(leaf.nbytes for leaf in jax.tree.leaves(pairs)), kvjax.cache_bytes(state) - scales))
     assert taken[1][0] == taken[0][0] / 2

@@ -218,7 +218,7 @@ def test_memory_is_what_it_was(served: Engine) -> None:
     for each in (GREEDY, SEEDED):
         held, rows = ask(served, each).held, served.device.state
         assert rows is not None
-        assert served.numbers()["cache_bytes"] == allocated_bytes(rows.cache.storage) == served.device.rows * held.bytes
+        assert served.numbers()["cache_bytes"] == allocated_bytes(rows.cache.memory) == served.device.rows * held.bytes
         assert held[:2] == (51, 24.0) and held.policy == "h2o"
 
 
@@ -384,7 +384,7 @@ def test_snapshots_save_reading_and_change_nothing(served: Engine) -> None:
 
 
 def text_of(size: int) -> Any:
-    return SimpleNamespace(cache=SimpleNamespace(storage=jnp.zeros(size, jnp.uint8)), seen=jnp.zeros(0, bool))
+    return SimpleNamespace(cache=SimpleNamespace(memory=jnp.zeros(size, jnp.uint8)), seen=jnp.zeros(0, bool))
 
 
 def test_snapshots_wanted_longest_ago_leave_first() -> None:
@@ -496,4 +496,4 @@ def test_a_dispatch_changes_the_caches_in_place() -> None:
         kept = np.ones(large.device.rows, bool)
         program = serving.generate.lower(large.device.decoder, rows, kept, 4, False, most=4, logprobs=20)
         memory: Any = program.compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= allocated_bytes(rows.cache.storage) > 4 * memory.temp_size_in_bytes
+    assert memory.alias_size_in_bytes >= allocated_bytes(rows.cache.memory) > 4 * memory.temp_size_in_bytes

@@ -1,41 +1,17 @@
-"""Paged caches of a prompt: tokens are selected head by head, then packed into pages."""
+"""Pool of pages from the selected tokens of a prompt."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
-from kvjax.cache import slots
-from kvjax.cache.paged.storage import Paged, write_pages
-from kvjax.policies.policy import Policy
-from kvjax.types import Heads, New, View
+from kvjax.cache.paged.pages import Pool, write_pages
+from kvjax.cache.paged.select import Selected
+from kvjax.cache.paged.storage import Pages
 
 PAGE_BLOCK = 64
 """Maximal number of pages whose keys and values are read together."""
-
-
-class Selected(struct.PyTreeNode):
-    """Prompt of a layer, and the selection of its tokens that stay."""
-
-    view: View
-    """Slots of the whole prompt, empty where tokens were evicted; `limit` holds the slots that each head requests."""
-    order: Int[Array, "b h c"]
-    """Slots, from the most to the least important one."""
-    count: Int[Array, "b h"]
-    """Number of slots that stay."""
-
-
-def select(policy: Policy, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
-    """Select the tokens of a prompt that stay, head by head, and a mask of those that are evicted; pages come later."""
-    order, count = slots.chosen(policy, view, new)
-    leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
-    if policy.plan.sizing.fixed_length:
-        # A head gets one token per step: do not allocate slots that it cannot fill.
-        view = view.replace(limit=jnp.minimum(view.limit, count + (new.end - new.read)[:, None]))
-    view = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
-    return Selected(view, order, count), leaving
 
 
 def pack(
@@ -48,44 +24,50 @@ def pack(
     most: int,
     spare: int = 0,
     devices: tuple[int, int] = (1, 1),
-) -> Paged:
+) -> tuple[tuple[Pages, ...], Pool]:
     """Pack selected tokens into a pool of pages, whose table is from `table`, or one device's part of it."""
 
-    def room(leaf: Array) -> Array:
+    def empty_buffer(leaf: Array) -> Array:
         return jnp.zeros((len(owner), page_size, *leaf.shape[3:]), leaf.dtype)
 
     example = selected[0].view
-    pool = Paged(
-        kv=jax.tree.map(room, example.kv),
-        position=room(example.position) - 1,
-        slots=jax.tree.map(room, example.slots),
+    pool = Pool(
+        kv=jax.tree.map(empty_buffer, example.kv),
+        position=empty_buffer(example.position) - 1,
+        slots=jax.tree.map(empty_buffer, example.slots),
         owner=owner,
         first=first,
-        start=start,
-        layers=tuple(Heads(layer.view.limit, layer.view.state) for layer in selected),
         most=most,
         spare=spare,
+        layers=len(selected),
         devices=devices,
     )
+    layers = list[Pages]()
     for index, layer in enumerate(selected):
+        view = layer.view
+        tokens = layer.order.shape[-1]
+        order, count = layer.order.reshape(-1, tokens), layer.count.reshape(-1)
 
-        def move(pool: Paged, at: Array, valid: Array, layer: Selected = layer) -> Paged:
-            tokens = layer.order.shape[-1]
-            order, count = layer.order.reshape(-1, tokens), layer.count.reshape(-1)
+        def move(
+            pool: Pool, at: Array, valid: Array, layer: Selected = layer, order: Array = order, count: Array = count
+        ) -> Pool:
+            tokens = order.shape[-1]
             owner = jax.lax.dynamic_slice_in_dim(pool.owner, at, len(valid))
             slot = jax.lax.dynamic_slice_in_dim(pool.first, at, len(valid))[:, None] + jnp.arange(page_size)
-            real = slot < count[owner][:, None]
+            exists = slot < count[owner][:, None]
             source = order[owner[:, None], jnp.minimum(slot, tokens - 1)] + (owner * tokens)[:, None]
 
             def fetch(leaf: Array) -> Array:
                 return leaf.reshape(-1, *leaf.shape[3:])[source]
 
             view = layer.view
-            moved = jax.tree.map(fetch, (view.kv, view.position, view.slots))
-            moved = moved[0], jnp.where(real, moved[1], -1), moved[2]
-            held = pool.kv, pool.position, pool.slots
-            kv, position, slots = jax.tree.map(lambda room, value: write_pages(room, value, at, valid), held, moved)
+            kv, position, slots = jax.tree.map(fetch, (view.kv, view.position, view.slots))
+            values = kv, jnp.where(exists, position, -1), slots
+            buffers = pool.kv, pool.position, pool.slots
+            kv, position, slots = jax.tree.map(lambda old, new: write_pages(old, new, at, valid), buffers, values)
             return pool.replace(kv=kv, position=position, slots=slots)
 
-        pool = pool.over_pages(index, move, pool, PAGE_BLOCK)
-    return pool
+        pages = Pages(view.limit, view.state, pages=start[index : index + 2], pool=pool)
+        layers.append(pages.replace(pool=None))
+        pool = pages.over_pages(move, pool, PAGE_BLOCK)
+    return tuple(layers), pool

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.paged.pages import Pages, owned
+from kvjax.cache.paged.pages import LayerPages, owned
 from kvjax.cache.stats import Outputs, damage, highest, normalised, outputs, seen_slots, summed, tempered
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import Again, Damage, Peak, Probs, Seen, Sums, questions
@@ -43,13 +43,13 @@ class PageAnswers(NamedTuple):
     """Number of keys that each head's query saw, if requested."""
 
 
-def page_answers(pool: Pages, layer: int, new: New, asks: PyTree, found: Found) -> PageAnswers:
+def page_answers(layer: LayerPages, new: New, asks: PyTree, found: Found) -> PageAnswers:
     """Collect the results of attention over a layer's pages for `of_pages`."""
     lse = found.lse.reshape(-1, found.lse.shape[-1])
     lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # queries that see no key contribute 0
     counts = any(isinstance(ask, Probs) for ask in questions(asks)[0])
-    visible = _visible(pool, layer, new) if counts else None
-    return PageAnswers(found.logits, lse, _totals(pool, layer, new, asks, found.logits, lse), visible)
+    visible = _visible(layer, new) if counts else None
+    return PageAnswers(found.logits, lse, _totals(layer, new, asks, found.logits, lse), visible)
 
 
 def of_pages(
@@ -82,7 +82,7 @@ def of_pages(
     return tree.unflatten(told(ask, total) for ask, total in zip(leaves, answers.totals, strict=True))
 
 
-def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse: Array) -> tuple[Any, ...]:
+def _totals(layer: LayerPages, new: New, asks: PyTree, logits: Array, lse: Array) -> tuple[Any, ...]:
     # A request's own softmax is normalised over all pages of a head, which takes another pass over the logits; so do
     # the outputs from which evictions take away.
     leaves = questions(asks)[0]
@@ -94,7 +94,7 @@ def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse:
     none = Outputs(jnp.zeros_like(lse), nothing, jnp.zeros_like(lse), nothing)
 
     def add(carry: Any, at: Array, valid: Array) -> Any:
-        view, seen, owner = pool.view(layer, new, at, len(valid))
+        view, seen, owner = layer.view(new, at, len(valid))
         probs = _probabilities(logits, lse, at, owner, len(valid))
         members = owned(owner, valid, len(lse)).astype(lse.dtype)
 
@@ -121,19 +121,19 @@ def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse:
         (none if isinstance(ask, Damage) else none.rest) if own else None
         for ask, own in zip(leaves, wanted, strict=True)
     ]
-    return pool.over_pages(layer, add, tuple(begun))
+    return layer.over_pages(add, tuple(begun))
 
 
-def _visible(pool: Pages, layer: int, new: New) -> Int[Array, " o"]:
+def _visible(layer: LayerPages, new: New) -> Int[Array, " o"]:
     # Counts the keys that each head's query saw.
-    owners = pool.layers[layer].limit.size
+    owners = layer.limit.size
 
     def count(carry: Array, at: Array, valid: Array) -> Array:
-        view, seen, owner = pool.view(layer, new, at, len(valid))
+        view, seen, owner = layer.view(new, at, len(valid))
         here = seen_slots(view.position, seen).sum((1, 2, 3), dtype=jnp.int32)
         return carry + jnp.where(owned(owner, valid, owners), here, 0).sum(1, dtype=jnp.int32)
 
-    return pool.over_pages(layer, count, jnp.zeros(owners, jnp.int32))
+    return layer.over_pages(count, jnp.zeros(owners, jnp.int32))
 
 
 def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: int) -> Float[Array, "p 1 g 1 s"]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache.paged.pages import Pages
-from kvjax.types import HEADS, ROWS, PyTree
+from kvjax.cache.paged.pages import LayerPages, Pool
+from kvjax.types import OF_POOL, ROWS, PyTree
 from kvjax.utils.processes import on_host
 
-P = TypeVar("P", bound=Pages)
+Paged = tuple[tuple[LayerPages, ...], Pool]
+"""Pages of all layers, and their pool."""
 
 
 def page_slots(tokens: int) -> int:
@@ -58,9 +59,9 @@ def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[
     return Table(owner, first, start, max(16, 1 << (int(limits.max()) - 1).bit_length()))
 
 
-def gathered(pools: Sequence[P], rows: Sequence[tuple[int, int]]) -> P:
-    """Gather rows, as pairs (index of a pool, row in it), from pools with equal page sizes into one pool."""
-    devices = pools[0].devices
+def gathered(sources: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged:
+    """Gather rows, as pairs (index of a source, row in it), from pools with equal page sizes into one pool."""
+    pools, devices = [pool for _, pool in sources], sources[0][1].devices
     if any(pool.devices != devices for pool in pools):
         raise ValueError("rows of a state on one mesh do not fit a state on another one; read both on the same.")
     if len(rows) % devices[0]:
@@ -68,64 +69,80 @@ def gathered(pools: Sequence[P], rows: Sequence[tuple[int, int]]) -> P:
             f"{len(rows)} rows with separate slots for each head cannot be sharded over data={devices[0]} devices; "
             f"take a multiple of {devices[0]} rows, or read these prompts on fewer devices along data."
         )
-    row_counts = [len(pool.layers[0].limit) for pool in pools]
-    layers, heads, here = len(pools[0].layers), pools[0].layers[0].limit.shape[1] // devices[1], len(rows) // devices[0]
-    tables = [tuple(on_host(x).reshape(*devices, -1) for x in (pool.owner, pool.first, pool.start)) for pool in pools]
-    owned = [count // devices[0] for count in row_counts]
+    limits = [layers[0].limit for layers, _ in sources]
+    row_counts, layers = [len(limit) for limit in limits], len(sources[0][0])
+    heads, rows_here = limits[0].shape[1] // devices[1], len(rows) // devices[0]
+
+    def by_device(array: Array) -> np.ndarray:
+        return on_host(array).reshape(*devices, -1)
+
+    tables = [(by_device(pool.owner), by_device(pool.first)) for pool in pools]
+    pages_of = [[by_device(layer.pages) for layer in layers] for layers, _ in sources]
+    rows_of_device = [count // devices[0] for count in row_counts]
     # A device gathers from all pages of its heads; the pages of the pools are concatenated.
-    counts = [first.shape[-1] for _, first, _ in tables]
+    counts = [first.shape[-1] for _, first in tables]
     before = np.concatenate([[0], np.cumsum(counts) * devices[0]])
     pages, starts = [], []
     for of_rows, of_heads in np.ndindex(devices):
-        sources, owners, firsts, start = [], [], [], [0]
+        origins, owners, firsts, start = [], [], [], [0]
         for layer in range(layers):
-            for row, (which, old) in enumerate(rows[of_rows * here : (of_rows + 1) * here]):
-                device, place = divmod(old, owned[which])
-                owner, first, begin = (table[device, of_heads] for table in tables[which])
+            for row, (which, old) in enumerate(rows[of_rows * rows_here : (of_rows + 1) * rows_here]):
+                device, place = divmod(old, rows_of_device[which])
+                owner, first = (table[device, of_heads] for table in tables[which])
+                begin, end = pages_of[which][layer][device, of_heads]
                 for head in range(heads):
-                    mine = np.flatnonzero(owner[begin[layer] : begin[layer + 1]] == place * heads + head)
-                    mine += begin[layer]
-                    sources.append(before[which] + device * counts[which] + mine)
-                    owners += [row * heads + head] * len(mine)
-                    firsts.append(first[mine])
+                    of_head = np.flatnonzero(owner[begin:end] == place * heads + head) + begin
+                    origins.append(before[which] + device * counts[which] + of_head)
+                    owners += [row * heads + head] * len(of_head)
+                    firsts.append(first[of_head])
             start.append(len(owners))
-        pages.append(np.stack([np.concatenate(sources), owners, np.concatenate(firsts)]))
+        pages.append(np.stack([np.concatenate(origins), owners, np.concatenate(firsts)]))
         starts.append(start)
     total = round_pages(max(page.shape[1] for page in pages))
-    real = np.arange(total) < np.array([[page.shape[1]] for page in pages])
+    exists = np.arange(total) < np.array([[page.shape[1]] for page in pages])
     padded = np.stack([np.pad(page, ((0, 0), (0, total - page.shape[1]))) for page in pages], axis=1)
-    numbers = (jnp.asarray(x.reshape(-1), jnp.int32) for x in (*padded, np.array(starts)))
-    held = [(pool.kv, pool.position, pool.slots) for pool in pools]
+    of_layers = [np.array(starts)[:, layer : layer + 2] for layer in range(layers)]
+    numbers = [jnp.asarray(x.reshape(-1), jnp.int32) for x in (*padded, *of_layers)]
+    contents = [(pool.kv, pool.position, pool.slots) for pool in pools]
     mesh = None if devices == (1, 1) else pools[0].position.sharding.mesh  # type: ignore[attr-defined]
-    (kv, position, remembered), owner, first, start = _moved(held, jnp.asarray(real.reshape(-1)), *numbers, mesh=mesh)
+    moved = _moved(contents, jnp.asarray(exists.reshape(-1)), *numbers, mesh=mesh)
+    (kv, position, states), owner, first, *ranges = moved
     offset = np.concatenate([[0], np.cumsum(row_counts)])
-    chosen = np.array([offset[which] + row for which, row in rows])
+    index = np.array([offset[which] + row for which, row in rows])
 
     def rows_of(*leaves: Array) -> Array:
-        return (leaves[0] if len(pools) == 1 else jnp.concatenate(leaves))[chosen]
+        return (leaves[0] if len(pools) == 1 else jnp.concatenate(leaves))[index]
 
-    of_layers = jax.tree.map(rows_of, *(pool.layers for pool in pools))
-    most = max(pool.most for pool in pools)
-    of_pages = dict(kv=kv, position=position, slots=remembered, owner=owner, first=first, start=start)
-    return pools[0].replace(**of_pages, layers=of_layers, most=most)
+    of_heads = [[(layer.limit, layer.state) for layer in layers] for layers, _ in sources]
+    heads_of_layers = jax.tree.map(rows_of, *of_heads)
+    pool = pools[0].replace(
+        kv=kv, position=position, slots=states, owner=owner, first=first, most=max(pool.most for pool in pools)
+    )
+    after = zip(sources[0][0], heads_of_layers, ranges, strict=True)
+    return tuple(layer.replace(limit=limit, state=state, pages=pages) for layer, (limit, state), pages in after), pool
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def _moved(
-    held: list[PyTree], real: Bool[Array, " P"], index: Int[Array, " P"], *table: Int[Array, " n"], mesh: Mesh | None
-) -> tuple[PyTree, ...]:
+    contents: list[PyTree],
+    exists: Bool[Array, " P"],
+    index: Int[Array, " P"],
+    *table: Int[Array, " n"],
+    mesh: Mesh | None,
+) -> tuple[Any, ...]:
     """Gather the indexed pages of pools, and return them with their table; on a mesh, for each device."""
 
-    def here(held: list[PyTree], real: Array, index: Array, *table: Array) -> tuple[PyTree, ...]:
+    def move(contents: list[PyTree], exists: Array, index: Array, *table: Array) -> tuple[PyTree, ...]:
         def pages_of(*leaves: Array) -> Array:
             if mesh is not None:
                 leaves = tuple(jax.lax.all_gather(leaf, ROWS, tiled=True) for leaf in leaves)
             return (leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves))[index]
 
-        kv, position, remembered = jax.tree.map(pages_of, *held)
-        return (kv, jnp.where(real[:, None], position, -1), remembered), *table
+        kv, position, states = jax.tree.map(pages_of, *contents)
+        return (kv, jnp.where(exists[:, None], position, -1), states), *table
 
     if mesh is None:
-        return here(held, real, index, *table)
-    spec = PartitionSpec((ROWS, HEADS))
-    return jax.shard_map(here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(held, real, index, *table)
+        return move(contents, exists, index, *table)
+    return jax.shard_map(move, mesh=mesh, in_specs=OF_POOL, out_specs=OF_POOL, check_vma=False)(
+        contents, exists, index, *table
+    )

@@ -63,7 +63,7 @@ def collect(
     total, n = tokens.shape
     rows = next(size for size in range(min(ROWS, total), 0, -1) if total % size == 0)
     state = empty_state(model, bound, rows, n, budget)
-    held = zip(layers, state.storage.layers, strict=True)
+    held = zip(layers, state.cache.attending, strict=True)
     if min(int(heads.limit.min()) for layer, heads in held if not layer.bounds(n)) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
     seeds = jax.random.bits(jax.random.key(seed), (total,), jnp.uint32)

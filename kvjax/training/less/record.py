@@ -10,16 +10,17 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import with_evicted
-from kvjax.cache.dense import Dense
+from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.pending import Pending, sum_over_layers
 from kvjax.cache.recompute import with_again, without_again
+from kvjax.cache.slots import Slots
 from kvjax.cache.stats import answered
-from kvjax.cache.step import Pending, exchange, share_of_residual, sum_over_layers, update_score
 from kvjax.inference.state import State
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed
+from kvjax.models.decoder import Weights, block, embed, layers_of
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, Reading, wide
@@ -79,7 +80,7 @@ class Replayed(struct.PyTreeNode):
     """Evicted key; arbitrary if there is none."""
     v: Float[Array, "b h 1 e"]
     """Evicted value; arbitrary if there is none."""
-    left: Int[Array, "b h"]
+    evicted_position: Int[Array, "b h"]
     """Position of the evicted pair, -1 for none."""
     partial: Partial
     """Attention over the kept pairs, the residual's memory and the sink."""
@@ -100,40 +101,39 @@ def record(state: State, tokens: Int[Array, "b n"], *, mask: str = "decode") -> 
         Features, stacked over layers, and the position evicted at each step, -1 for none.
     """
     cache = state.cache
-    assert isinstance(cache.storage, Dense)
     rows, n = tokens.shape
     reading = cache.reading(tokens, jnp.broadcast_to(jnp.arange(n), tokens.shape), jnp.full(rows, n))
     texts, attended = read_full(state.weights, state.config, reading)
     policies = [state.policy.layer(layer) for layer in range(state.config.layers)]
 
-    def step(storage: Dense, t: Int[Array, ""]) -> tuple[Dense, tuple[Replayed, ...]]:
-        pending, seen = [], []
-        for policy, text, full in zip(policies, texts, attended, strict=True):
+    def step(layers: tuple[Slots, ...], t: Int[Array, ""]) -> tuple[tuple[Slots, ...], tuple[Replayed, ...]]:
+        after, pending, steps = list[Slots](), list[Pending](), list[Replayed]()
+        for policy, slots, text, full in zip(policies, layers, texts, attended, strict=True):
             lse = jax.lax.dynamic_slice_in_dim(full.lse, t, 1, axis=3)
-            storage, told, found = replay(policy, mask, storage, text.part(t, 1).rotated(), lse)
-            pending.append(told)
-            seen.append(found.replace(probs=None))
-        for layer, told in enumerate(sum_over_layers(pending)):
-            storage = update_score(policies[layer], storage, layer, told.asks, told.answers, told.new)
-        return storage, tuple(seen)
+            slots, stats, replayed = replay(policy, mask, slots, text.part(t, 1).rotated(), lse)
+            after.append(slots)
+            pending.append(stats)
+            steps.append(replayed.replace(probs=None))
+        updates = zip(policies, after, sum_over_layers(pending), strict=True)
+        return tuple(slots.updated(policy, stats) for policy, slots, stats in updates), tuple(steps)
 
-    _, seen = jax.lax.scan(step, cache.storage, jnp.arange(n))
+    _, steps = jax.lax.scan(step, cache.slots, jnp.arange(n))
     features, evicted = [], []
-    for text, full, found in zip(texts, attended, seen, strict=True):
-        left = jnp.moveaxis(found.left, 0, -1)
-        k, v = (jnp.where(left[..., None] >= 0, join_steps(x, 2), 0) for x in (found.k, found.v))
+    for text, full, replayed in zip(texts, attended, steps, strict=True):
+        position = jnp.moveaxis(replayed.evicted_position, 0, -1)
+        k, v = (jnp.where(position[..., None] >= 0, join_steps(x, 2), 0) for x in (replayed.k, replayed.v))
         features.append(
             Features(
                 q=rotate(text.config.rope, text.q, jnp.arange(n), n),
                 k=k,
                 v=v,
-                leaving=(left >= 0).astype(found.partial.lse.dtype),
-                sparse=join_steps(found.partial.out, 3),
-                lse=join_steps(found.partial.lse, 3),
+                leaving=(position >= 0).astype(replayed.partial.lse.dtype),
+                sparse=join_steps(replayed.partial.out, 3),
+                lse=join_steps(replayed.partial.lse, 3),
                 full=with_sink(full, text.sink_logits).out,
             )
         )
-        evicted.append(left)
+        evicted.append(position)
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers).astype(wide(layers[0].dtype)), *features)
     return stacked, jnp.stack(evicted)
 
@@ -149,36 +149,54 @@ def join_steps(x: Float[Array, "n ..."], axis: int) -> Array:
 
 
 def replay(
-    policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
-) -> tuple[Dense, Pending, Replayed]:
+    policy: Policy, mask: str, slots: Slots, new: New, full_lse: Float[Array, "b h g 1"]
+) -> tuple[Slots, Pending, Replayed]:
     """Replay one layer of a decode step on given queries, keys and values; `full_lse` is that of the full text."""
-    layer = int(new.layer)
-    storage, evicted = exchange(policy, storage, layer, new, pairs=True)
-    view = storage.layers[layer]
-    given = policy.codec.operands(view, new)
-    dtype = given.q.dtype
-    found = decode_attention(
-        given.q[:, :, :, 0],
-        values(given.k, dtype),  # codes are read without rounding queries
-        values(given.v, dtype),
-        view.position,
+    slots, evicted = slots.write(policy, new, pairs=True)
+    operands = policy.codec.operands(slots, new)
+    dtype = operands.q.dtype
+    attended = decode_attention(
+        operands.q[:, :, :, 0],
+        values(operands.k, dtype),  # codes are read without rounding queries
+        values(operands.v, dtype),
+        slots.position,
         new.position[:, 0],
         new.config.spec,
-        places=given.token_places,
-        sinks=given.sinks,
+        places=operands.token_places,
+        sinks=operands.sinks,
         scores="each",
         implementation="xla",
     )
-    assert found.scores is not None
-    partial, probs = found.partial, found.scores[:, :, :, None]
+    assert attended.scores is not None
+    partial, probs = attended.partial, attended.scores[:, :, :, None]
     if mask == "full-softmax":  # the same logits, normalized over the whole text
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
-    partial = with_evicted(partial, share_of_residual(policy, storage, layer, new))
+    partial = with_evicted(partial, slots.memory_of_evicted(policy, new))
     partial = with_sink(partial, new.sink_logits)
-    asks = policy.score.asks(view, new)
-    answers = answered(without_again(asks), probs, given.v, view.position, new)
-    told = Pending(asks, with_again(asks, answers, policy.codec, given, view, new), new)
-    return storage, told, Replayed(evicted.k, evicted.v, evicted.position[..., 0], partial, probs)
+    asks = policy.score.asks(slots, new)
+    stats = answered(without_again(asks), probs, operands.v, slots.position, new)
+    pending = Pending(asks, with_again(asks, stats, policy.codec, operands, slots, new), new)
+    return slots, pending, Replayed(evicted.k, evicted.v, evicted.position[..., 0], partial, probs)
+
+
+class FullText(LayerCache):
+    """Attention of whole texts to all of their tokens, of which the tokens and the result are kept."""
+
+    new: New | None = None
+    """The tokens, which are not rotated yet."""
+    partial: Partial | None = None
+
+    def attend(
+        self,
+        tokens: LayerTokens,
+        q: Float[Array, "b h g n d"],
+        k: Float[Array, "b h n d"],
+        v: Float[Array, "b h n e"],
+        sink_logits: Float[Array, "h g"] | None,
+    ) -> tuple[Float[Array, "b h g n e"], FullText]:
+        partial = attend_fully(tokens.shape, q, k, v, tokens.reading.position)
+        new = tokens.attending(q, k, v, sink_logits)
+        return with_sink(partial, sink_logits).out, FullText(new=new, partial=partial)
 
 
 def read_full(weights: Weights, config: ModelConfig, reading: Reading) -> tuple[list[New], list[Partial]]:
@@ -186,27 +204,11 @@ def read_full(weights: Weights, config: ModelConfig, reading: Reading) -> tuple[
     texts: list[New] = []
     attended: list[Partial] = []
     x = embed(weights, config, reading.token, reading.position)
-    for number, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
-        attend = functools.partial(_attend_text, reading, shape, number, x, layer.mixer.sinks(shape))
-        x, (text, partial) = block(layer, config, shape, x, reading.position, attend)
-        texts.append(text)
-        attended.append(partial)
+    for layer in layers_of(weights, config):
+        x, text = block(layer, FullText(), reading, x)
+        texts.append(text.new)
+        attended.append(text.partial)
     return texts, attended
-
-
-def _attend_text(
-    reading: Reading,
-    shape: LayerConfig,
-    number: int,
-    hidden: Float[Array, "b n width"],
-    sink_logits: Float[Array, "h g"] | None,
-    q: Float[Array, "b h g n d"],
-    k: Float[Array, "b h n d"],
-    v: Float[Array, "b h n e"],
-) -> tuple[Float[Array, "b h g n e"], tuple[New, Partial]]:
-    partial = attend_fully(shape, q, k, v, reading.position)
-    text = reading.of_layer(shape, number, hidden, q, k, v, sink_logits)
-    return with_sink(partial, sink_logits).out, (text, partial)
 
 
 def attend_fully(
@@ -219,5 +221,5 @@ def attend_fully(
     """Attend from whole texts to all of their tokens; queries and keys are those before rotation."""
     q, k = (rotate(shape.rope, x, positions[0], positions.shape[1]) for x in (q, k))
     held = jnp.broadcast_to(positions[:, None], k.shape[:3])
-    found = prefill_scores(q, k, v, positions, held, shape.spec, scores=False)
-    return Partial(found.out, found.lse)
+    attended = prefill_scores(q, k, v, positions, held, shape.spec, scores=False)
+    return Partial(attended.out, attended.lse)

@@ -19,7 +19,6 @@ from benchmarks.aot.bundles import Schedule, read_schedule
 from benchmarks.aot.module import read_module
 from benchmarks.aot.programs import programs
 from benchmarks.aot.tpu import Grid, Kernel, counted, grids_of
-from kvjax.cache.dense import Dense
 from kvjax.models.weights import weight_shapes
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised
@@ -438,8 +437,7 @@ def test_steps_have_what_their_names_say():
     assert len({str(step) for step in found}) == len(found)
     step = next(step for step in found if str(step) == "llama_7b, 64 rows, 204 slots, h2o, int8")
     state = chip_steps.step_state(step)
-    assert isinstance(state.storage, Dense)
-    layer = state.storage.layers[0]
+    layer = state.cache.slots[0]
     assert state.config.layers == 2 and layer.position.shape == (64, 32, 208)
     assert isinstance(layer.kv.k, Quantised) and layer.kv.k.codes.dtype == "int8"
     weights, caches = chip_steps.traffic_of(chip_steps.SHAPES["llama_7b"], step, state)

@@ -16,7 +16,7 @@ import pytest
 import kvjax
 from experiments import lowrank_oracle
 from kvjax import generate
-from kvjax.cache.slots import TOKEN_BLOCK
+from kvjax.cache.ranks import TOKEN_BLOCK
 from kvjax.cli import options
 from kvjax.methods.less import checkpoint
 from kvjax.methods.less.feature_maps import Psi, init_kernels, performer_kernels, unstack

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.dense import Dense
+from kvjax.cache.slots import Slots
 from kvjax.cli import main, train_less
 from kvjax.evaluation.perplexity import begin
 from kvjax.inference.prepare import ready
@@ -47,15 +47,15 @@ N, BUDGET = 60, 12
 TOKENS = np.random.default_rng(3).integers(0, 64, (2, N))
 
 
-class FullAnswers(Dense):
-    """Evicts as it always does, while the model goes on with the given attention outputs [L b h g n e]."""
+class FullAnswers(Slots, kw_only=True):
+    """Evicts as it always does, while the model goes on with the given attention outputs [b h g n e]."""
 
     answers: Any = None
 
-    def attend(self, rules: Any, layer: int, new: New, *rest: Any, **more: Any) -> Any:
-        storage, found = super().attend(rules, layer, new, *rest, **more)
-        out = jnp.take_along_axis(self.answers[layer], new.position[:, None, None, :, None], axis=3)
-        return storage, found._replace(partial=found.partial._replace(out=out))
+    def attend_token(self, policy: Any, new: New, asks: Any, evicted: Any) -> Any:
+        slots, attended = super().attend_token(policy, new, asks, evicted)
+        out = jnp.take_along_axis(self.answers, new.position[:, None, None, :, None], axis=3)
+        return slots, attended._replace(partial=attended.partial._replace(out=out))
 
 
 def replay(model: Model, policy: kvjax.Policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
@@ -78,7 +78,10 @@ def test_evicts_what_decoding_evicts(name: str, settings: dict[str, Any], x64: N
     features, left = replay(model, base)
     state = begin(model, base, 2, N, BUDGET)
     seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
-    state = state.replace(storage=FullAnswers(layers(state), answers=features.full), seed=seed)
+    answering = (
+        FullAnswers(**vars(slots), answers=full) for slots, full in zip(layers(state), features.full, strict=True)
+    )
+    state = state.replace(layers=tuple(answering), seed=seed)
     plain = model.logits(TOKENS)
     for t in range(N):
         state, logits = kvjax.decode_step(state, jnp.asarray(TOKENS[:, t]))

@@ -1,0 +1,98 @@
+"""A decode step over a layer's slots in one kernel, which reads keys and values once: evict, write and attend."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.attention import kernel_scores, requested_stats
+from kvjax.cache.evict import Ranks, evicted_pairs
+from kvjax.cache.ranks import Attended
+from kvjax.cache.recompute import with_again, without_again
+from kvjax.policies.codec import Operands
+from kvjax.policies.policy import Policy
+from kvjax.policies.score import AccumulatedScore
+from kvjax.types import KV, Evicted, New, PyTree, View
+from pallas_kernels.decode_step import Query, Slots, Token, decode_step, one_pass
+from pallas_kernels.decode_step import Ranking as Choice
+
+
+class FusedStep(NamedTuple):
+    """Arguments of the kernel, for one token per row."""
+
+    policy: Policy
+    view: View
+    """Slots from `prepared`."""
+    new: New
+    asks: PyTree
+    ranking: Ranks
+    operands: Operands
+
+    @property
+    def supported(self) -> bool:
+        """True if a kernel runs this step here, and one kernel is faster than two."""
+        options, hashed = self.new.kernels._asdict(), self.ranking.hashed
+        if self.operands.places is not None or not one_pass(
+            self._query(None), *self.operands.stored, hashed, **options
+        ):
+            return False
+        scores, _ = self._scores
+        return one_pass(self._query(scores), *self.operands.stored, hashed, **options)
+
+    @property
+    def _scores(self) -> tuple[Any, bool]:
+        return kernel_scores(without_again(self.asks), self.new)
+
+    def _query(self, scores: Any) -> Query:
+        return Query(self.operands.q[:, :, :, 0], self.new.config.spec, self.operands.sinks, scores)
+
+    def __call__(self) -> tuple[Any, Attended, Evicted | None]:
+        """Return the slots with the new token, attention to them, and the evicted pairs for a residual.
+
+        Statistics are None if scores include them already.
+        """
+        policy, view, new, asks, ranking, operands = self
+        scores, summed = self._scores
+        token = {"kv": policy.codec.numbers(new, view.state.codec), "slots": policy.slots(new, view.state)}
+        token = jax.tree.map(lambda leaf: leaf[:, :, 0], token)
+        before = view.slots.score
+        adds = isinstance(policy.score, AccumulatedScore) and policy.score.only_adds(asks, new)
+        adds &= summed and ranking.scores is before and before.dtype == jnp.float32
+        stats, states, token_states = None, view.slots, token["slots"]
+        if adds or ranking.hashed is not None:  # the kernel itself writes the score's state
+            states, token_states = states.replace(score=None), token_states.replace(score=None)
+        step = decode_step(
+            Slots(view.position, *operands.stored, states),
+            Token(new.position[:, 0], token["kv"].k, token["kv"].v, token_states),
+            Choice(ranking.hashed or ranking.scores, ranking.bounds, ranking.keep, policy.may_shrink),
+            self._query(scores),
+            pairs=policy.residual is not None,
+            adds=adds,
+            rounds=policy.residual is None,
+            **new.kernels._asdict(),
+        )
+        position, k, v, states = step.slots
+        if step.codes is not None:
+            states = states.replace(score=step.codes)
+        if adds:
+            states = states.replace(score=step.attended.scores)
+        after = view.replace(position=position, kv=view.kv.replace(k=k, v=v), slots=states)
+        if not adds:
+            operands = operands._replace(k=k, v=v)
+            stats = requested_stats(without_again(asks), step.attended, operands, position, new, summed=summed)
+            stats = with_again(asks, stats, policy.codec, operands, after, new)
+        evicted = None if step.pair is None else evicted_pairs(view.state, new, KV(*step.pair), step.left)
+        return after, Attended(step.attended.partial, stats), evicted
+
+
+def may_fuse(policy: Policy, view: View) -> bool:
+    """Return whether a policy's step over these slots can be one kernel, if there is a kernel for its arguments.
+
+    If the codec tracks the order of slots, the positions of keys are known only after the eviction.
+    """
+    codec = policy.codec
+    if codec.ordered or not codec.encoded_by_kernels:
+        return False
+    return policy.selection is None and policy.slot_bias(view) is None
