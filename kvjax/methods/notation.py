@@ -29,10 +29,10 @@ class Named(NamedTuple):
         Raises:
             ValueError: a name or a setting is unknown, or there are two parts of the same kind.
         """
-        return policy(self.name, **merge_parts(self.parts, parts), **(self.settings | dict(settings)))
+        return policy(self.name, **combined_parts(self.parts, parts), **(self.settings | dict(settings)))
 
 
-def merge_parts(in_name: Mapping[str, str], options: Mapping[str, str | None]) -> dict[str, str | None]:
+def combined_parts(in_name: Mapping[str, str], options: Mapping[str, str | None]) -> dict[str, str | None]:
     """Merge the parts in a policy's name with those of separate options, by kind of part.
 
     Raises:

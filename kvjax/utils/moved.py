@@ -51,8 +51,8 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     ) -> importlib.machinery.ModuleSpec | None:
         """Return a spec for an old name, None for any other."""
         # `python -m` puts the origin at the head of sys.argv, where jax reads strings.
-        moved = MOVED.get(fullname)
-        return None if moved is None else importlib.util.spec_from_loader(fullname, self, origin=moved)
+        new_name = MOVED.get(fullname)
+        return None if new_name is None else importlib.util.spec_from_loader(fullname, self, origin=new_name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the moved module under its old name."""
