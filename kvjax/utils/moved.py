@@ -25,7 +25,6 @@ MOVED: Mapping[str, str] = {
     "kvjax.env": "kvjax.cli.env",
     "kvjax.evaluate": "kvjax.evaluation",
     "kvjax.pictures": "kvjax.evaluation",
-    "kvjax.methods.combine": "kvjax.methods.register",
     "kvjax.policies.plan": "kvjax.policies.allocation",
     "kvjax.policies.selection": "kvjax.policies.residual",
     "kvjax.sampling": "kvjax.generation",
