@@ -48,7 +48,7 @@ def policies() -> dict[str, list[Description]]:
 
 
 def describe_policy(name: str, without_common: bool = False) -> Description:
-    """Describe a registered policy, with or `without_common` settings, which nearly all policies take."""
+    """Describe a registered policy; `without_common` omits settings of nearly all policies with usual defaults."""
     method = REGISTRY[name]
     paper = next(papers[name] for papers in PAPERS.values() if name in papers)
     plain = policy(name)
