@@ -80,12 +80,12 @@ class Rope:
         if self.scaling == "dynamic" and self.width < 4:
             raise ValueError(f"dynamic RoPE needs a width from 4, not {self.width}.")
         for name in ("short_factors", "long_factors"):
-            given = getattr(self, name)
-            wanted = self.width // 2 if self.scaling == "longrope" else None
-            if (None if given is None else len(given)) != wanted:
+            factors = getattr(self, name)
+            count = self.width // 2 if self.scaling == "longrope" else None
+            if (None if factors is None else len(factors)) != count:
                 raise ValueError(
-                    f"{name}={given!r} does not fit {self.scaling} RoPE of width {self.width}; give "
-                    f"{'none' if wanted is None else f'{wanted} numbers, one for each pair'}."
+                    f"{name}={factors!r} does not fit {self.scaling} RoPE of width {self.width}; give "
+                    f"{'none' if count is None else f'{count} numbers, one for each pair'}."
                 )
 
     @property
@@ -198,37 +198,37 @@ def rotate_by(rope: Rope, x: Float[Array, "*b t d"], turns: Turns) -> Float[Arra
 
 def rotate_heads(
     rope: Rope,
-    turned: Sequence[Float[Array, "b *h t d"]],
+    qk: Sequence[Float[Array, "b *h t d"]],
     turns: Turns,
     still: Sequence[Float[Array, "b *h t e"]] = (),
     *,
     implementation: str = "auto",
     **target: Any,
 ) -> tuple[Float[Array, "b *h t d"], ...]:
-    """Rotate queries and keys, `turned`, and return values, `still`, unchanged.
+    """Rotate queries and keys, `qk`, and return values, `still`, unchanged.
 
     Single tokens use the operation `rotate`, which on a TPU also moves the heads of values to separate rows. XLA
     replaces an implementation that does not support the inputs.
     """
     # Put all heads in one axis: with more axes, XLA on TPU copies the halves.
-    given = (*turned, *still)
-    joined = [x.reshape(len(x), -1, *x.shape[-2:]) for x in given]
+    arrays = (*qk, *still)
+    flat = [x.reshape(len(x), -1, *x.shape[-2:]) for x in arrays]
     if turns.cos.shape[1] > 1:
         of_heads = Turns(*(x[:, None] for x in turns))
-        found = [*(rotate_by(rope, x, of_heads) for x in joined[: len(turned)]), *still]
+        outputs = [*(rotate_by(rope, x, of_heads) for x in flat[: len(qk)]), *still]
     else:
-        heads, (cos, sin) = [x[:, :, 0] for x in joined], (x[:, 0] for x in turns)
+        heads, (cos, sin) = [x[:, :, 0] for x in flat], (x[:, 0] for x in turns)
         with jax.named_scope("rope"):
-            found = rotate_token(
-                heads[: len(turned)],
+            outputs = rotate_token(
+                heads[: len(qk)],
                 cos,
                 sin,
-                heads[len(turned) :],
+                heads[len(qk) :],
                 interleaved=rope.interleaved,
                 implementation=or_xla(implementation),
                 **target,
             )
-    return tuple(x.reshape(like.shape) for x, like in zip(found, given, strict=True))
+    return tuple(x.reshape(like.shape) for x, like in zip(outputs, arrays, strict=True))
 
 
 def cos_sin_table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:

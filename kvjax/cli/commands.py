@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from kvjax.utils.compilation import enable_compilation_cache, one_line_warnings
 from kvjax.utils.platforms import platform_failure
 from kvjax.utils.processes import join
-from kvjax.utils.suggest import alike, choices, meant
+from kvjax.utils.suggest import choices, meant, normalized
 from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
 
 if TYPE_CHECKING:
@@ -67,29 +67,29 @@ class Parser(argparse.ArgumentParser):
 
     def _named(self, words: Sequence[str]) -> list[str]:
         """Replace the names of options and of a subcommand by their declared spelling."""
-        options = {alike(name): name for name in self._option_string_actions if name.startswith("--")}
+        options = {normalized(name): name for name in self._option_string_actions if name.startswith("--")}
         named = list(words)
         for index, word in enumerate(words):
             if self._subparsers is not None and not word.startswith("-"):
                 # The subcommand parses the rest.
                 choices = next(each.choices for each in self._actions if each.nargs == argparse.PARSER) or {}
-                named[index] = next((each for each in choices if alike(each) == alike(word)), word)
+                named[index] = next((each for each in choices if normalized(each) == normalized(word)), word)
                 break
             if word == "--":
                 break
             name, equals, value = word.partition("=")
             if not name.startswith("--") or " " in name:  # argparse takes it for a value
                 continue
-            if alike(name) not in options:
+            if normalized(name) not in options:
                 near = meant(name, options.values())
                 hint = f"did you mean {near}?" if near else f"{self.prog} --help lists them"
                 self.error(f"there is no option {name}; {hint}")
-            named[index] = f"{options[alike(name)]}{equals}{value}"
+            named[index] = f"{options[normalized(name)]}{equals}{value}"
         return named
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.choices is not None and action.type is None and action.nargs != argparse.PARSER:
-            return next((each for each in action.choices if alike(each) == alike(arg_string)), arg_string)
+            return next((each for each in action.choices if normalized(each) == normalized(arg_string)), arg_string)
         return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

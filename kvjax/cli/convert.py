@@ -25,7 +25,7 @@ def convert(checkpoint: Checkpoint, out: Path) -> None:
         if checkpoint.metadata is not None:
             with damage_named(unreadable(checkpoint.place)):
                 tokenizer = lazy_tokenizer(*gguf_tokenizer(checkpoint.metadata), checkpoint.place)
-                tokenizer.whole.save_pretrained(aside)
+                tokenizer.transformers.save_pretrained(aside)
             if checkpoint.sampling.settings:
                 content = json.dumps(dict(checkpoint.sampling.settings), indent=2)
                 (aside / "generation_config.json").write_text(content + "\n", encoding="utf-8")

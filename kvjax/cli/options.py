@@ -18,7 +18,7 @@ from kvjax.generation.sampling import TEMPERATURE, Sampling, defaults_in_force
 from kvjax.inference.budget import WHOLES
 from kvjax.inference.prepare import check_bounded
 from kvjax.methods import describe
-from kvjax.methods.notation import both, parse_policy
+from kvjax.methods.notation import combined_parts, parse_policy
 from kvjax.models.model import LanguageModel
 from kvjax.models.sampling_defaults import SETTINGS
 from kvjax.policies.policy import Policy
@@ -246,7 +246,7 @@ def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, An
     asked = its if options.policy is None else parse_policy(options.policy)
     of_config = its.parts | {part: config[part] for part in PART_KEYS if part in config}
     parts, settings_given = parts_of(options)
-    given = both(asked.parts, parts)
+    given = combined_parts(asked.parts, parts)
     parts = of_config | {part: name for part, name in given.items() if name is not None}
     # A config's settings apply only to its own policy and parts.
     own = its.settings | config.get("settings", {})

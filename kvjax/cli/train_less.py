@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvjax.cli.commands import Parser, add_model_options, command
 from kvjax.cli.options import add_policy, named, parts_of
-from kvjax.methods.notation import both, parse_policy
+from kvjax.methods.notation import combined_parts, parse_policy
 from kvjax.utils.files import check_not_empty, output_directory
 from kvjax.utils.settings import check_options, parse_budget
 
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
         recipe,
         sequences=options.sequences,
         length=options.length or min(4096, model.config.max_positions),
-        plan=both(parse_policy(options.policy or "h2o").parts, parts)["plan"],
+        plan=combined_parts(parse_policy(options.policy or "h2o").parts, parts)["plan"],
         mask=options.mask,
         save_dtype=options.save_dtype,
         keep_features=options.keep_features,

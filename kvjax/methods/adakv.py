@@ -46,14 +46,14 @@ class AdaKV(Uniform, interface=True):
     ) -> tuple[Int[Array, "b h"], PyTree]:
         """Return the slots of each head, by the number of its tokens among the highest-ranked ones of all heads."""
         assert ranks is not None
-        every, budget = new.spread.all_heads(ranks), new.spread.all_heads(view.limit)
-        limit = self.split(every, budget, (new.read + new.horizon)[:, None])
+        all_ranks, budget = new.spread.all_heads(ranks), new.spread.all_heads(view.limit)
+        limit = self.split(all_ranks, budget, (new.read + new.horizon)[:, None])
         return new.spread.own_heads(limit), view.state.plan
 
     def split(
-        self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], most: Int[Array, "b 1"]
+        self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], length: Int[Array, "b 1"]
     ) -> Int[Array, "b h"]:
-        """Return the slots of each KV head, `most` at the most: the tokens of the whole text."""
+        """Return the slots of each KV head, `length` at the most: the tokens of the whole text."""
         rows, heads, slots = ranks.shape
         total = budget.sum(1, keepdims=True)
         head = jnp.broadcast_to(jnp.arange(heads)[:, None], ranks.shape).reshape(rows, -1)
@@ -64,11 +64,11 @@ class AdaKV(Uniform, interface=True):
         counts = (best[:, None] & (head[:, None] == jnp.arange(heads)[:, None])).sum(-1)
         # Slots without a token to compete for them; heads of layers that keep to a window have no budget.
         part = budget > 0
-        left = (total - counts.sum(1, keepdims=True)) / jnp.maximum(part.sum(1, keepdims=True), 1)
-        shares = self.floor * budget + (1 - self.floor) * (counts + jnp.where(part, left, 0))
-        whole = jnp.floor(shares + 1e-4).astype(jnp.int32)
+        unclaimed = (total - counts.sum(1, keepdims=True)) / jnp.maximum(part.sum(1, keepdims=True), 1)
+        shares = self.floor * budget + (1 - self.floor) * (counts + jnp.where(part, unclaimed, 0))
+        slots_of_heads = jnp.floor(shares + 1e-4).astype(jnp.int32)
         # Of equal remainders the first head's counts, whichever way a program rounds them.
-        remainders = jnp.round((shares - whole) * 64)
+        remainders = jnp.round((shares - slots_of_heads) * 64)
         order = jnp.argsort(jnp.argsort(-remainders, axis=-1, stable=True), axis=-1)
-        whole += order < total - whole.sum(1, keepdims=True)
-        return jnp.minimum(whole, most).astype(jnp.int32)
+        slots_of_heads += order < total - slots_of_heads.sum(1, keepdims=True)
+        return jnp.minimum(slots_of_heads, length).astype(jnp.int32)

@@ -59,7 +59,7 @@ class Matching(SlotResidual):
 
     queries: int = setting(256, at_least(1, "a number"))
     ridge: float = setting(1e-2, above_zero("a number"))
-    bound: float = setting(3.0, Limit(lambda bound: 0 < bound < 30, "a number above 0 and below 30"))
+    bound: float = setting(3.0, Limit(lambda x: 0 < x < 30, "a number above 0 and below 30"))
 
     def rewrite(self, before: View, after: View, queries: Queries, new: New) -> Rewritten | None:
         """Return values and biases of the slots that stay, fitted to the attention over the slots before eviction."""
@@ -71,16 +71,16 @@ class Matching(SlotResidual):
         kind = wide(new.k.dtype)
         q, counts = sampled(queries, self.queries, kind)
 
-        every, staying = (slot_logits(q, view, new) for view in (before, after))
-        highest = finite_max(every)
-        shares, kept = (jnp.exp(x - highest) * counts[..., None] for x in (every, staying))
+        logits, logits_after = (slot_logits(q, view, new) for view in (before, after))
+        highest = finite_max(logits)
+        shares, shares_after = (jnp.exp(x - highest) * counts[..., None] for x in (logits, logits_after))
         mass = shares.sum(-1)
-        gram = products(kept)
-        solve = solver(gram, ridge_weight(kept, self.ridge))
-        factors = matched_factors(kept, solve, jnp.abs(gram).sum(-1).max(-1), mass, self.bound)
+        gram = products(shares_after)
+        solve = solver(gram, ridge_weight(shares_after, self.ridge))
+        factors = matched_factors(shares_after, solve, jnp.abs(gram).sum(-1).max(-1), mass, self.bound)
         values, old = (jnp.where(view.live[..., None], view.values(new), 0).astype(kind) for view in (before, after))
         output = jnp.einsum("bhrc,bhce->bhre", shares, values, precision="highest") / _safe(mass)[..., None]
-        weights = kept * factors[:, :, None]
+        weights = shares_after * factors[:, :, None]
         weights = weights / _safe(weights.sum(-1))[..., None]
         missing = output - jnp.einsum("bhrc,bhce->bhre", weights, old, precision="highest")
         solve = solver(products(weights), ridge_weight(weights, self.ridge))
@@ -136,34 +136,34 @@ class Pursuit(PromptScore):
         q, counts = sampled(Queries(new.q, new.valid), self.queries, wide(new.k.dtype))
         logits = slot_logits(q, view, new)
         shares = jnp.exp(logits - finite_max(logits)) * counts[..., None]
-        most = min(self.lines[0], view.capacity) if self.lines else view.capacity
-        return chosen_first(shares, -(-most // self.each), min(self.each, most), self.ridge)
+        count = min(self.lines[0], view.capacity) if self.lines else view.capacity
+        return chosen_first(shares, -(-count // self.each), min(self.each, count), self.ridge)
 
 
-def chosen_first(shares: Float[Array, "b h r c"], rounds: int, each: int, ridge: float) -> Float[Array, "b h c"]:
+def chosen_first(shares: Float[Array, "b h r c"], rounds: int, per_round: int, ridge: float) -> Float[Array, "b h c"]:
     """Return the score of each column: 1 for that chosen first, less for later ones, and 0 for all others.
 
     Args:
         shares: Phi, zero for empty slots.
         rounds: number of choices.
-        each: columns chosen at a time.
+        per_round: columns chosen at a time.
     """
     (b, h, r, c), kind = shares.shape, shares.dtype
-    mass, total = shares.sum(-1), rounds * each
-    weight = ridge_weight(shares, ridge)[..., None, None] * jnp.eye(each, dtype=kind)
+    mass, total = shares.sum(-1), rounds * per_round
+    weight = ridge_weight(shares, ridge)[..., None, None] * jnp.eye(per_round, dtype=kind)
 
     def choose(carry: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
         scores, missing, chosen, inverse, sums = carry
         gain = jnp.einsum("bhrc,bhr->bhc", shares, missing, precision="highest")
-        _, at = jax.lax.top_k(jnp.where(scores > 0, -jnp.inf, gain), each)
-        order = (total - number * each - jnp.arange(each)) / total
+        _, at = jax.lax.top_k(jnp.where(scores > 0, -jnp.inf, gain), per_round)
+        order = (total - number * per_round - jnp.arange(per_round)) / total
         # The last round may find all columns chosen.
         first = jnp.maximum(jnp.take_along_axis(scores, at, -1), order.astype(scores.dtype))
         scores = jnp.put_along_axis(scores, at, first, -1, inplace=False)
         columns = jnp.take_along_axis(shares, at[:, :, None], -1)
 
         before, among = jnp.einsum("bhrn,bhrc->bhnc", columns, chosen, precision="highest"), products(columns)
-        start = number * each
+        start = number * per_round
         inverse = with_rows(inverse, before, among + weight, start)
         before, among = jnp.abs(before), jnp.abs(among)
         added = before.sum(-1) + among.sum(-1)
@@ -215,28 +215,28 @@ def finite_max(logits: Float[Array, "b h r c"]) -> Float[Array, "b h r 1"]:
 
 
 def matched_factors(
-    kept: Float[Array, "b h r c"],
+    columns: Float[Array, "b h r c"],
     solve: Solve,
     steepest: Float[Array, "b h"],
     mass: Float[Array, "b h r"],
-    bound: float,
+    log_limit: float,
 ) -> Float[Array, "b h c"]:
     """Return B: least squares of the mass, clipped, then projected steps of the gradient.
 
     Args:
-        kept: M, zero for empty slots.
+        columns: M, zero for empty slots.
         solve: of the products of M's columns with each other, see `solver`.
         steepest: largest sum of the absolute products of a column with all columns.
         mass: of all keys, for each query.
-        bound: largest absolute logarithm of B.
+        log_limit: largest absolute logarithm of B.
     """
-    box = math.exp(-bound), math.exp(bound)
-    right = jnp.einsum("bhrc,bhr->bhc", kept, mass - kept.sum(-1), precision="highest")
+    box = math.exp(-log_limit), math.exp(log_limit)
+    right = jnp.einsum("bhrc,bhr->bhc", columns, mass - columns.sum(-1), precision="highest")
     factors = jnp.clip(1 + solve(right[..., None])[..., 0], *box)
     step = 1 / _safe(steepest)[..., None]
     for _ in range(STEPS):
-        error = jnp.einsum("bhrc,bhc->bhr", kept, factors, precision="highest") - mass
-        slope = jnp.einsum("bhrc,bhr->bhc", kept, error, precision="highest")
+        error = jnp.einsum("bhrc,bhc->bhr", columns, factors, precision="highest") - mass
+        slope = jnp.einsum("bhrc,bhr->bhc", columns, error, precision="highest")
         factors = jnp.clip(factors - step * slope, *box)
     return factors
 
@@ -259,13 +259,13 @@ def solver(gram: Float[Array, "b h c c"], weight: Float[Array, "b h"]) -> Solve:
     return functools.partial(jax.scipy.linalg.cho_solve, jax.scipy.linalg.cho_factor(gram + ridge, lower=True))
 
 
-def sampled(queries: Queries, most: int, kind: DTypeLike) -> tuple[Float[Array, "b h r d"], Float[Array, "b h r"]]:
+def sampled(queries: Queries, limit: int, kind: DTypeLike) -> tuple[Float[Array, "b h r d"], Float[Array, "b h r"]]:
     """Return at most so many queries of each head, at even distances and in groups, and 1 for each that counts."""
     b, h, g, t, d = queries.q.shape
     count = queries.valid.sum(1, dtype=jnp.int32)[:, None]
-    index: Int[Array, "b m"] = jnp.broadcast_to(jnp.arange(min(t, most), dtype=jnp.int32), (b, min(t, most)))
-    spread = (2 * index + 1) * count // (2 * min(t, most))
-    at = jnp.where(count >= most, spread, index)
+    index: Int[Array, "b m"] = jnp.broadcast_to(jnp.arange(min(t, limit), dtype=jnp.int32), (b, min(t, limit)))
+    spread = (2 * index + 1) * count // (2 * min(t, limit))
+    at = jnp.where(count >= limit, spread, index)
     counts = jnp.broadcast_to((index < count)[:, None, None], (b, h, g, index.shape[1])).astype(kind)
     q = jnp.take_along_axis(queries.q, at[:, None, None, :, None], 3).astype(kind)
     return q.reshape(b, h, -1, d), counts.reshape(b, h, -1)

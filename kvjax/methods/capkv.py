@@ -40,8 +40,8 @@ class Capacity(MomentScore):
     def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
         keys, values, mean, counts = of.keys, of.values, of.mean, of.counts[:, :, None]
         match = jnp.where(counts, jnp.einsum("bhcd,bhgd->bhgc", _unit(keys), _unit(mean)), -jnp.inf)
-        most = match.max(-1, keepdims=True)
-        weights = jnp.where(counts, jnp.exp(self.tau * (match - jnp.where(most > -jnp.inf, most, 0.0))), 0.0)
+        highest = match.max(-1, keepdims=True)
+        weights = jnp.where(counts, jnp.exp(self.tau * (match - jnp.where(highest > -jnp.inf, highest, 0.0))), 0.0)
         inside = jnp.where(counts[:, :, 0, :, None], values, 0.0)
         capacity = jnp.einsum("bhgc,bhce,bhcf->bhgef", weights, inside, inside)
         root = jnp.linalg.cholesky(capacity + jnp.eye(values.shape[-1], dtype=values.dtype))

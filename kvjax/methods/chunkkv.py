@@ -36,22 +36,22 @@ class ChunkSum(ScoreOver):
 
     def asks(self, heads: Heads, new: New) -> PyTree:
         """Return the requests of the other score; prompts and turns are always ranked."""
-        found = self.base_score.asks(heads, new)
-        return () if found is None and new.given else found
+        requests = self.base_score.asks(heads, new)
+        return () if requests is None and new.given else requests
 
     def fold(self, answers: PyTree, view: View, new: New) -> tuple[PyTree, Float[Array, "b h c"]]:
         """Update the other score, and sum it at the end of a prompt or turn."""
-        own, summed = view.slots.score
-        inner = view.replace(slots=view.slots.replace(score=own))
+        base, summed = view.slots.score
+        inner = view.replace(slots=view.slots.replace(score=base))
         if self.base_score.asks(view, new) is not None:
-            own = self.base_score.fold(answers, inner, new)
-            inner = view.replace(slots=view.slots.replace(score=own))
+            base = self.base_score.fold(answers, inner, new)
+            inner = view.replace(slots=view.slots.replace(score=base))
         if not new.given or new.token.shape[1] == 1:
-            return own, summed
+            return base, summed
         scores = as_numbers(self.base_score.score(inner, new), inner).astype(summed.dtype)
         # Tokens that are not ranked add nothing, and those that are to stay take their chunk with them.
         added = jnp.where(is_ranked(scores), scores, jnp.where(scores > 0, -UNRANKED, 0.0))
-        return own, self._summed(jnp.where(view.live, added, 0.0), view)
+        return base, self._summed(jnp.where(view.live, added, 0.0), view)
 
     def _summed(self, scores: Float[Array, "b h c"], view: View) -> Float[Array, "b h c"]:
         # Slots in the order of the text have the chunks one after another.

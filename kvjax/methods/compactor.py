@@ -35,9 +35,9 @@ class TextScore(PromptScore):
         counts = new.valid[:, None] & (new.position[:, None] >= self.sinks) & past
         counts = jnp.broadcast_to(counts, new.k.shape[:3])
         before = view.slots.score[..., : view.capacity - counts.shape[-1]]
-        held = jnp.where(before == UNRANKED, 0.0, before)
-        found = jnp.where(counts, self._of_text(view, new, counts), UNRANKED)
-        return jnp.concatenate([held, found.astype(held.dtype)], axis=-1)
+        cached = jnp.where(before == UNRANKED, 0.0, before)
+        scores = jnp.where(counts, self._of_text(view, new, counts), UNRANKED)
+        return jnp.concatenate([cached, scores.astype(cached.dtype)], axis=-1)
 
     @abc.abstractmethod
     def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
@@ -69,8 +69,8 @@ class Leverage(TextScore):
     def bind(self, model: LanguageModel) -> Leverage:
         shapes = [(layer.kv_heads, layer.key_width, self.sketch) for layer in model.config.layer_configs]
         keys = [jax.random.fold_in(jax.random.key(self.seed), layer) for layer in range(len(shapes))]
-        drawn = (jax.random.normal(key, shape, jnp.float32) for key, shape in zip(keys, shapes, strict=True))
-        return self.replace(projections=tuple(each * self.sketch**-0.5 for each in drawn))
+        normals = (jax.random.normal(key, shape, jnp.float32) for key, shape in zip(keys, shapes, strict=True))
+        return self.replace(projections=tuple(x * self.sketch**-0.5 for x in normals))
 
     def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
         keys, weight = new.raw_k.astype(wide(new.k.dtype)), counts[..., None]
@@ -78,8 +78,8 @@ class Leverage(TextScore):
         x = jnp.einsum("bhtd,hdm->bhtm", jnp.where(weight, keys - mean, 0.0), self.projections)
         gram = jnp.einsum("bhtm,bhtn->bhmn", x, x)
         # Below the rounding of the largest sums, 0.01 would not make a singular matrix positive.
-        least = 4 * jnp.finfo(x.dtype).eps * jnp.trace(gram, axis1=2, axis2=3)
-        gram += jnp.maximum(0.01, least)[..., None, None] * jnp.eye(self.sketch, dtype=x.dtype)
+        rounding = 4 * jnp.finfo(x.dtype).eps * jnp.trace(gram, axis1=2, axis2=3)
+        gram += jnp.maximum(0.01, rounding)[..., None, None] * jnp.eye(self.sketch, dtype=x.dtype)
         solved = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), jnp.swapaxes(x, 2, 3), lower=True)
         return standardized((solved**2).sum(2), counts, new.spread)
 
@@ -153,6 +153,6 @@ class Compacted(Leverage):
     def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
         share: Any = self.blending
         if share is None:
-            held = jnp.maximum(view.live.sum(-1), 1)
-            share = jnp.maximum(1 - view.limit / held, 0.0)[..., None]
+            tokens = jnp.maximum(view.live.sum(-1), 1)
+            share = jnp.maximum(1 - view.limit / tokens, 0.0)[..., None]
         return share * super()._of_text(view, new, counts) + noncausal_attention(new, counts, self.sinks, self.chunk)

@@ -107,8 +107,8 @@ def _of_fixed_budgets(sizing: Sizing) -> bool:
 
 
 def _protection(policy: Policy) -> str:
-    usual = type(policy.protection) is Protection
-    return "protection by sinks, recent and special" if usual else f"the protection of {policy.label}"
+    plain = type(policy.protection) is Protection
+    return "protection by sinks, recent and special" if plain else f"the protection of {policy.label}"
 
 
 def fitted(policy: Policy) -> Policy:

@@ -68,15 +68,15 @@ class Critical(ScoreOver):
         base = _of_base(view)
         s = as_numbers(self.base_score.score(base, new), base)
         scaled = (s + self.epsilon) * view.slots.score[1].astype(s.dtype)
-        position, every = map(new.spread.all_slots, (view.position, s))
+        position, all_scores = map(new.spread.all_slots, (view.position, s))
         recent = jnp.broadcast_to(recent_slots(self.recent, view.limit), view.limit.shape)
         free = (position >= self.sinks) & (position <= (new.newest[:, None] - recent)[..., None])
-        best_first = jnp.lexsort((-position, jnp.where(free, -every, jnp.inf)))
+        best_first = jnp.lexsort((-position, jnp.where(free, -all_scores, jnp.inf)))
         half = jnp.maximum(view.limit - self.sinks - recent, 0) // 2
         critical = free & (jnp.argsort(best_first, axis=-1) < half[..., None])
         highest = float(jnp.finfo(s.dtype).max) / 4
-        found = jnp.where(is_ranked(s) & jnp.isfinite(scaled), scaled, s)
-        return SplitRanking(jnp.where(new.spread.own_slots(critical), highest, found), s)
+        scores = jnp.where(is_ranked(s) & jnp.isfinite(scaled), scaled, s)
+        return SplitRanking(jnp.where(new.spread.own_slots(critical), highest, scores), s)
 
     def _norms(self, v: Float[Array, "b h t e"]) -> Float[Array, "b h t"]:
         if self.outputs is None:

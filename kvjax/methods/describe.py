@@ -44,27 +44,27 @@ def policies() -> dict[str, list[Description]]:
     """
     for name in installed():
         load_installed(name, REGISTRY, *TABLES.values())
-    return {group: [describe_policy(name, own=True) for name in names] for group, names in PAPERS.items()}
+    return {group: [describe_policy(name, without_common=True) for name in names] for group, names in PAPERS.items()}
 
 
-def describe_policy(name: str, own: bool = False) -> Description:
-    """Describe a registered policy, with its `own` settings alone or with those that nearly all policies take."""
+def describe_policy(name: str, without_common: bool = False) -> Description:
+    """Describe a registered policy; `without_common` omits settings of nearly all policies with usual defaults."""
     method = REGISTRY[name]
     paper = next(papers[name] for papers in PAPERS.values() if name in papers)
-    made = policy(name)
-    inner = getattr(made.plan, "plan", None)
-    parts = (made.score, made.protection, made.plan, inner, made.selection, made.codec, made.residual)
-    known = _meanings(combine, *(base for part in reversed(parts) for base in reversed(type(part).__mro__)), method)
+    plain = policy(name)
+    inner = getattr(plain.plan, "plan", None)
+    parts = (plain.score, plain.protection, plain.plan, inner, plain.selection, plain.codec, plain.residual)
+    meanings = _meanings(combine, *(base for part in reversed(parts) for base in reversed(type(part).__mro__)), method)
     kinds = annotations_of(combine) | annotations_of(method)
-    usual = {setting.name: setting.default for setting in common()}
+    defaults = {setting.name: setting.default for setting in common()}
     settings = [
-        Setting(setting, kinds[setting], default, known.get(setting, ""))
+        Setting(setting, kinds[setting], default, meanings.get(setting, ""))
         for setting, default in settings_of(name).items()
-        if not own or usual.get(setting, ...) != default
+        if not without_common or defaults.get(setting, ...) != default
     ]
     of_parts = [type(part) for part in parts if part is not None and type(part) not in (Protection, Uniform, Codec)]
     sources = [inspect.unwrap(method), *of_parts]  # the class of a registered score stands for its function
-    return Description(name, _summary(method), paper, settings, _said("When", method), list(dict.fromkeys(sources)))
+    return Description(name, _summary(method), paper, settings, _under("When", method), list(dict.fromkeys(sources)))
 
 
 def describe_named(name: str, parts_by_kind: Mapping[str, str]) -> list[Description]:
@@ -79,7 +79,7 @@ def describe_named(name: str, parts_by_kind: Mapping[str, str]) -> list[Descript
         first = describe_policy(name)
     else:
         raise ValueError(f"there is no policy {name!r}; {choices(name, REGISTRY)}")
-    return [first, *(each for kind in parts_by_kind for each in parts()[kind] if each.name == parts_by_kind[kind])]
+    return [first, *(part for kind in parts_by_kind for part in parts()[kind] if part.name == parts_by_kind[kind])]
 
 
 def describe_own(name: str) -> Description:
@@ -87,36 +87,36 @@ def describe_own(name: str) -> Description:
     source = from_file("policy", name)
     described = source if callable(source) else type(source)
     takes = inspect.signature(source).parameters.values() if callable(source) else ()
-    named = {each.name: each for each in takes if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    known = _meanings(combine, *reversed(getattr(described, "__mro__", (described,))))
-    own = [
-        Setting(each.name, _written(each.annotation), each.default, known.get(each.name, "")) for each in named.values()
+    parameters = {p.name: p for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    meanings = _meanings(combine, *reversed(getattr(described, "__mro__", (described,))))
+    settings = [
+        Setting(p.name, _type_name(p.annotation), p.default, meanings.get(p.name, "")) for p in parameters.values()
     ]
-    usual = [setting for setting in common() if setting.name not in named]
+    common_settings = [setting for setting in common() if setting.name not in parameters]
     if isinstance(source, Policy):
         values = {name: getattr(source.protection, name) for name in ("sinks", "recent", "special")}
         values |= {"positions": source.codec.positions, "evict_every": source.evict_every}
-        usual = [setting._replace(default=values[setting.name]) for setting in usual]
+        common_settings = [setting._replace(default=values[setting.name]) for setting in common_settings]
     summary = repr(source) if isinstance(source, Policy) else _summary(described)
-    return Description(name, summary, "", [*own, *usual], _said("When", described), [described])
+    return Description(name, summary, "", [*settings, *common_settings], _under("When", described), [described])
 
 
-def _written(annotation: Any) -> str:
+def _type_name(annotation: Any) -> str:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
 def common() -> list[Setting]:
     """Return the settings that nearly all policies take, with their usual defaults."""
-    known = _meanings(combine)
+    meanings = _meanings(combine)
     parameters = inspect.signature(combine).parameters.values()
-    return [Setting(p.name, p.annotation, p.default, known[p.name]) for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return [Setting(p.name, p.annotation, p.default, meanings[p.name]) for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
 def parts() -> dict[str, list[Description]]:
     """Return the plans, residuals, codecs and selections, with settings named as on the command line."""
     return {
         part: [
-            Description(name, _summary(kind), _said("From", kind), _fields(part, kind), _said("When", kind), [kind])
+            Description(name, _summary(kind), _under("From", kind), _fields(part, kind), _under("When", kind), [kind])
             for name, kind in table.items()
         ]
         for part, table in TABLES.items()
@@ -126,16 +126,16 @@ def parts() -> dict[str, list[Description]]:
 def explanation(source: Any) -> str:
     """Return a docstring's other paragraphs, without summary, `From`, `When`, arguments and exceptions, as reST."""
     _, *paragraphs = _text(source).split("\n\n")
-    apart = ("From: ", "When: ", "Args:", "Raises:", "Returns:")
-    return "\n\n".join(paragraph for paragraph in paragraphs if not paragraph.startswith(apart))
+    sections = ("From: ", "When: ", "Args:", "Raises:", "Returns:")
+    return "\n\n".join(paragraph for paragraph in paragraphs if not paragraph.startswith(sections))
 
 
 def _fields(part: str, kind: Any) -> list[Setting]:
     if not isinstance(kind, type):
         return []
-    known, names = _meanings(*reversed(kind.__mro__)), setting_names(kind)
+    meanings, names = _meanings(*reversed(kind.__mro__)), setting_names(kind)
     return [
-        Setting(f"{part}.{field.name}", str(field.type), field.default, known.get(field.name, ""))
+        Setting(f"{part}.{field.name}", str(field.type), field.default, meanings.get(field.name, ""))
         for field in dataclasses.fields(kind)
         if field.name in names
     ]
@@ -143,25 +143,25 @@ def _fields(part: str, kind: Any) -> list[Setting]:
 
 def _text(described: Any) -> str:
     # A class may inherit a docstring, so take only its own.
-    own = vars(described).get("__doc__") if isinstance(described, type) else described.__doc__
-    return inspect.cleandoc(own or "")
+    docstring = vars(described).get("__doc__") if isinstance(described, type) else described.__doc__
+    return inspect.cleandoc(docstring or "")
 
 
 def _summary(described: Any) -> str:
     return _text(described).partition("\n")[0]
 
 
-def _said(what: str, described: Any) -> str:
+def _under(what: str, described: Any) -> str:
     # The paragraph of a docstring that begins with this word and a colon.
-    found = (each.partition(": ") for each in _text(described).split("\n\n"))
-    return next((" ".join(said.split()) for word, _, said in found if word == what), "")
+    paragraphs = (paragraph.partition(": ") for paragraph in _text(described).split("\n\n"))
+    return next((" ".join(text.split()) for word, _, text in paragraphs if word == what), "")
 
 
 def _meanings(*described: Any) -> dict[str, str]:
     # The entries under Args in docstrings; later ones replace earlier ones.
-    found: dict[str, str] = {}
-    for each in described:
-        arguments = _text(each).partition("Args:\n")[2].partition("\n\n")[0]
+    meanings: dict[str, str] = {}
+    for source in described:
+        arguments = _text(source).partition("Args:\n")[2].partition("\n\n")[0]
         for name, meaning in re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", arguments, flags=re.MULTILINE):
-            found[name] = " ".join(meaning.split())
-    return found
+            meanings[name] = " ".join(meaning.split())
+    return meanings

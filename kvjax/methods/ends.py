@@ -31,11 +31,11 @@ class EndsOrAll(Uniform, interface=True):
 
     def slots_of(self, ends: Bool[Array, "b #h"], view: View, new: New) -> Int[Array, "b h"]:
         """Return slots for the ends, and for special tokens of the prompt, in the heads of a mask, else for all."""
-        few, every, special = self.sinks + self.recent, new.end[:, None], view.slots.protection
+        end_slots, length, special = self.sinks + self.recent, new.end[:, None], view.slots.protection
         if special is not None:
-            few += (view.live & special & (view.position >= self.sinks)).sum(-1)
+            end_slots += (view.live & special & (view.position >= self.sinks)).sum(-1)
         ends = jnp.broadcast_to(ends, view.limit.shape)
-        return jnp.where(ends, jnp.minimum(few, every), every).astype(jnp.int32)
+        return jnp.where(ends, jnp.minimum(end_slots, length), length).astype(jnp.int32)
 
 
 def ends_policy(plan: EndsOrAll, *, sinks: int, recent: int, special: tuple[int, ...] = (), **common: Any) -> Policy:

@@ -39,7 +39,7 @@ class Profile(struct.PyTreeNode):
     """Index into `Profiled.choices`."""
     recovered: Float[Array, "b h choices"]
     """Fraction of the prompt's attention that each choice except the full cache recovers, averaged over queries."""
-    wanted: UInt8[Array, "b h"]
+    class_mask: UInt8[Array, "b h"]
     """Bits for the tokens that the choice keeps."""
     local: Float[Array, "b h"]
     """Width of the local window as a fraction of the length; 0 without a window."""
@@ -72,8 +72,8 @@ class TokenClasses(Protection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole = isinstance(self.recent, int) or not written(self.recent)
-        check(whole, "recent", self.recent, "a number of tokens from 0")
+        is_count = isinstance(self.recent, int) or not written(self.recent)
+        check(is_count, "recent", self.recent, "a number of tokens from 0")
 
     def bind(self, model: LanguageModel) -> TokenClasses:
         size = model.config.vocab_size
@@ -87,10 +87,10 @@ class TokenClasses(Protection):
         special, punctuation, markers = self.special, self.punctuation, self.markers
         if not (special or punctuation or markers):
             try:
-                found = model.token_classes
+                token_classes = model.token_classes
             except ValueError as error:
                 raise ValueError(f"fastgen needs special=(ids) or punctuation=(ids) here: {error}") from None
-            special, punctuation, markers = found.special, found.punctuation, found.markers
+            special, punctuation, markers = token_classes.special, token_classes.punctuation, token_classes.markers
         classes = np.zeros(size, np.uint8)
         for ids, bit in ((special, SPECIAL), (punctuation, PUNCTUATION)):
             classes[[i for i in ids if 0 <= i < size]] |= bit
@@ -115,17 +115,17 @@ class TokenClasses(Protection):
 
     def guard(self, view: View, new: New) -> Protected:
         """Protect what each head's choice keeps (Algorithm 2); its fractions are of the tokens before the new one."""
-        found: Profile = view.state.plan
-        window = _share(found.local, length_before(new)[:, None])
-        kept = (view.slots.protection & found.wanted[..., None]) > 0
+        profile: Profile = view.state.plan
+        window = _share(profile.local, length_before(new)[:, None])
+        in_classes = (view.slots.protection & profile.class_mask[..., None]) > 0
         generated = (view.slots.protection & GENERATED) > 0
         recent = jnp.maximum(window, self.recent - 1) + (not new.given)
         # floor(r_f L) for L earlier tokens; 0 in heads without frequent tokens, no bound in full heads.
         frequent = _share(self.frequent, length_before(new))[:, None]
-        most = jnp.where((found.wanted & FREQUENT) > 0, frequent, 0)
-        most = jnp.where((found.wanted & EVERYTHING) > 0, jnp.iinfo(jnp.int32).max, most)
-        quota = Quota(most, self.frequent_among == "all")
-        return Protected(jnp.zeros_like(view.limit), recent, kept & ~generated, kept & generated, quota)
+        limit = jnp.where((profile.class_mask & FREQUENT) > 0, frequent, 0)
+        limit = jnp.where((profile.class_mask & EVERYTHING) > 0, jnp.iinfo(jnp.int32).max, limit)
+        quota = Quota(limit, self.frequent_among == "all")
+        return Protected(jnp.zeros_like(view.limit), recent, in_classes & ~generated, in_classes & generated, quota)
 
 
 class Profiled(Uniform):
@@ -195,17 +195,17 @@ class Profiled(Uniform):
         return Profile(
             choice=jnp.full((rows, heads), len(self.order), jnp.int32),
             recovered=jnp.zeros((rows, heads, len(self.order)), none.dtype),
-            wanted=jnp.full((rows, heads), EVERYTHING, jnp.uint8),
+            class_mask=jnp.full((rows, heads), EVERYTHING, jnp.uint8),
             local=none,
         )
 
     def asks(self, heads: Heads, new: New) -> tuple[Sums, Near, Near]:
         """Request the attention to each prompt token from all queries, from those nearby, and from itself."""
-        most = max(int(self.local * new.position.shape[1]) + 1, self.recent, 1)
+        widest = max(int(self.local * new.position.shape[1]) + 1, self.recent, 1)
         newest = Near(jnp.full_like(new.position, self.recent), self.recent) if self.recent > 1 else Near()
         # The window of a row of eq. 1 in tokens, the row's own token included.
         window = jnp.maximum(_share(self.local, new.position + 1), max(1, self.recent))
-        return Sums(), Near(window, most), newest
+        return Sums(), Near(window, widest), newest
 
     def head_budgets(
         self, answers: tuple[Array, Array, Array], view: View, ranks: Float[Array, "b h c"] | None, new: New
@@ -216,25 +216,25 @@ class Profiled(Uniform):
         queries = (new.q.shape[2] * new.read)[:, None]
         recovered = []
         for parts in self.choices[:-1]:
-            kept = view.live & ((classes & _wanted(parts)) > 0)
+            in_classes = view.live & ((classes & _class_mask(parts)) > 0)
             near = local if "local" in parts else newest
-            mass = jnp.where(kept, total, near).sum(-1)
+            mass = jnp.where(in_classes, total, near).sum(-1)
             if "frequent" in parts:
                 among = view.live
                 if self.frequent_among == "others":
                     width = self._newest(new.read, "local" in parts)
-                    among &= ~kept & (position <= (new.newest - width)[:, None, None])
-                gain, most = jnp.where(kept, 0.0, total - near), _share(self.frequent, new.read)[:, None]
-                mass += sum_of_most(jnp.where(among, total, -jnp.inf), position, gain, most)
+                    among &= ~in_classes & (position <= (new.newest - width)[:, None, None])
+                gain, quota = jnp.where(in_classes, 0.0, total - near), _share(self.frequent, new.read)[:, None]
+                mass += sum_of_most(jnp.where(among, total, -jnp.inf), position, gain, quota)
             recovered.append(mass / queries)
         last = len(self.order)
         shares = jnp.stack(recovered, axis=-1)
         enough = (shares >= self.threshold) & (self.threshold < 1)
         choice = jnp.where(enough.any(-1), jnp.argmax(enough, axis=-1).astype(jnp.int32), last)
-        wanted = jnp.asarray([_wanted(parts) for parts in self.choices], jnp.uint8)[choice]
+        class_mask = jnp.asarray([_class_mask(parts) for parts in self.choices], jnp.uint8)[choice]
         window = jnp.asarray([self.local * ("local" in parts) for parts in self.choices], total.dtype)[choice]
-        kept = (view.live & ((classes & wanted[..., None]) > 0)).sum(-1, dtype=jnp.int32)
-        return self._slots(choice, kept, new), Profile(choice, shares.astype(total.dtype), wanted, window)
+        class_tokens = (view.live & ((classes & class_mask[..., None]) > 0)).sum(-1, dtype=jnp.int32)
+        return self._slots(choice, class_tokens, new), Profile(choice, shares.astype(total.dtype), class_mask, window)
 
     def _newest(self, length: Int[Array, "*b"], local: bool | Bool[Array, "b h"]) -> Int[Array, "..."]:
         """Return the number of newest tokens that heads keep after `length` tokens, with a local window or without."""
@@ -243,11 +243,11 @@ class Profiled(Uniform):
     def _has(self, part: str, choice: Int[Array, "b h"]) -> Bool[Array, "b h"]:
         return jnp.asarray([part in parts for parts in self.choices])[choice]
 
-    def _slots(self, choice: Array, kept: Array, new: New) -> Int[Array, "b h"]:
+    def _slots(self, choice: Array, class_tokens: Array, new: New) -> Int[Array, "b h"]:
         """Return the slots that heads need up to the planned length of the text."""
         end = new.end[:, None]
         spare = jnp.ceil(self.spare_punctuation * new.horizon - 1e-6).astype(jnp.int32)[:, None]
-        slots = kept + jnp.where(self._has("special", choice), self.spare_special, 0)
+        slots = class_tokens + jnp.where(self._has("special", choice), self.spare_special, 0)
         slots += jnp.where(self._has("punctuation", choice), spare, 0)
 
         def shares(length: Int[Array, "b 1"]) -> Int[Array, "b h"]:
@@ -268,7 +268,7 @@ def _share(share: Any, length: Int[Array, "..."]) -> Int[Array, "..."]:
     return jnp.floor(share * length + 1e-6).astype(jnp.int32)
 
 
-def _wanted(parts: tuple[str, ...]) -> int:
+def _class_mask(parts: tuple[str, ...]) -> int:
     # A choice without parts is the full cache.
     bits = {"special": SPECIAL, "punctuation": PUNCTUATION, "frequent": FREQUENT}
     return sum(bits.get(part, 0) for part in parts) if parts else EVERYTHING
@@ -297,6 +297,6 @@ def fastgen(
     perplexity collapses (SmolLM2 on WikiText-2).
     """
     of_frequent: dict[str, Any] = dict(frequent=frequent, frequent_among=frequent_among)
-    kept = TokenClasses(sinks, recent, special, punctuation=punctuation, markers=markers, **of_frequent)
+    protection = TokenClasses(sinks, recent, special, punctuation=punctuation, markers=markers, **of_frequent)
     plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent, frequent_among)
-    return combine(Accumulated(), protection=kept, plan=plan, **common)
+    return combine(Accumulated(), protection=protection, plan=plan, **common)

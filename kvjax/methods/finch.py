@@ -50,16 +50,16 @@ class Question(PromptWindow):
         newest = super()._begin(heads, new)
         if self.delimiter is None:
             return newest
-        here = new.valid & (new.token == self.delimiter) & (new.position < new.newest[:, None])
-        last = jnp.where(here, new.position, -1).max(1)[:, None, None]
+        delimiters = new.valid & (new.token == self.delimiter) & (new.position < new.newest[:, None])
+        last = jnp.where(delimiters, new.position, -1).max(1)[:, None, None]
         return jnp.where(last >= 0, last + 1, newest)
 
     def asks(self, heads: Heads, new: New) -> Sums | None:
-        found = super().asks(heads, new)
-        if found is None or found.weights is None:
-            return found
-        return found.replace(weights=found.weights * (new.position[:, None] + 1))
+        request = super().asks(heads, new)
+        if request is None or request.weights is None:
+            return request
+        return request.replace(weights=request.weights * (new.position[:, None] + 1))
 
-    def _pooled(self, own: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+    def _pooled(self, sums: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
         question = view.position >= self._begin(view, new)
-        return jnp.where(question, QUESTION, super()._pooled(own, view, new))
+        return jnp.where(question, QUESTION, super()._pooled(sums, view, new))

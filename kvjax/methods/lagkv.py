@@ -55,8 +55,8 @@ class LagRelative(PromptScore):
             units = (x[:, :, :-1] - low) / jnp.where(high > low, high - low, 1.0)
             return jax.nn.softmax(units.std(-1, ddof=1), axis=-1)
 
-        found = (measured(view.keys(new)) + measured(view.values(new))) / 2
-        ranks = jnp.argsort(jnp.argsort(found, axis=-1), axis=-1) / self.lag
+        scores = (measured(view.keys(new)) + measured(view.values(new))) / 2
+        ranks = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1) / self.lag
         count = (view.live.sum(-1) - self.sinks) // self.lag
         followed = jnp.arange(chunks - 1) < count[..., None] - 1
         ranks = jnp.where(followed[..., None], ranks, 1.0).reshape(*view.position.shape[:2], -1)

@@ -19,15 +19,15 @@ def no_queries(shape: New, count: int) -> Float[Array, "b h a g d"]:
 
 
 def with_newest_queries(
-    kept: Float[Array, "b h a g d"], new: New, window: Int[Array, "b #h"]
+    queries: Float[Array, "b h a g d"], new: New, window: Int[Array, "b #h"]
 ) -> Float[Array, "b h a g d"]:
     """Return stored queries with the oldest ones replaced by new ones."""
-    rows, number, room = kept.shape[:3]
+    rows, number, room = queries.shape[:3]
     # Of a block that is longer than the window only its end: no two queries have the same place.
     last = new.valid & (new.position > new.newest[:, None] - window)
     place = jnp.where(last, new.position % window, room + jnp.arange(last.shape[1]))[:, None]
     row, head = jnp.arange(rows)[:, None, None], jnp.arange(number)[:, None]
-    return kept.at[row, head, place].set(jnp.moveaxis(new.raw_q, 3, 2), mode="drop", unique_indices=True)
+    return queries.at[row, head, place].set(jnp.moveaxis(new.raw_q, 3, 2), mode="drop", unique_indices=True)
 
 
 def positions_of_queries(count: int, new: New, window: Int[Array, "b #h"]) -> Int[Array, "b a"]:
@@ -65,12 +65,12 @@ class WindowAttention(Score, interface=True):
 
     def asks(self, heads: Heads, new: New) -> Again:
         """Request the mean attention of the queries if the next token will find no empty slot."""
-        kept = self.advance(heads, new)
+        queries = self.advance(heads, new)
         position = positions_of_queries(self.recent, new, self._window(new))
         share = 1 / jnp.clip(new.read, 1, self.recent)
         counts = (position >= 0) & self._due(new)[:, None]
         weights = jnp.where(counts, share[:, None], 0.0).astype(wide(new.q.dtype))
-        return self._looking(Again(kept, position, jnp.broadcast_to(weights[:, None], kept.shape[:3])), new)
+        return self._looking(Again(queries, position, jnp.broadcast_to(weights[:, None], queries.shape[:3])), new)
 
     @abc.abstractmethod
     def _looking(self, queries: Again, new: New) -> Again:
@@ -85,17 +85,17 @@ class WindowAttention(Score, interface=True):
 
     def attention(self, view: View, new: New) -> Float[Array, "b h all"]:
         """Return the attention to all slots, pooled over neighbors for the tokens before the window."""
-        position, found = map(new.spread.all_slots, (view.position, view.slots.score))
+        position, scores = map(new.spread.all_slots, (view.position, view.slots.score))
         before = (position >= 0) & (position <= self._before(new))
-        pool = in_text_order(lambda x: pooled(x, self.kernel, self.pooling), jnp.where(before, found, 0.0), position)
+        pool = in_text_order(lambda x: pooled(x, self.kernel, self.pooling), jnp.where(before, scores, 0.0), position)
         return jnp.where(before, pool, 0.0)
 
-    def with_window(self, found: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+    def with_window(self, scores: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
         """Return the scores, infinite for tokens of the window.
 
         The recent tokens that are protected include the next one, and so not the oldest one of the window.
         """
-        return jnp.where(view.position > jnp.maximum(self._before(new), -1), jnp.inf, found)
+        return jnp.where(view.position > jnp.maximum(self._before(new), -1), jnp.inf, scores)
 
     def _before(self, new: New) -> Int[Array, "b 1 1"]:
         # The newest position before the window; a decoded token has no slot yet.

@@ -83,18 +83,18 @@ class AfterLimit(Plan):
         Raises:
             ValueError: the context limit is below C_1.
         """
-        left = limit  # beyond the context limit
+        slots = limit  # beyond the context limit
         if self.middle == "mask" and self.mask.one_in is not None:
             middle = one_slot_in(self.mask.one_in, limit)
-            left = jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
+            slots = jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
         if self.context_limit is None:
-            return left
+            return slots
         if not isinstance(limit, Tracer) and self.context_limit < limit.max():
             raise ValueError(
                 f"context_limit={self.context_limit} is below the C_1 = {limit.max()} slots of the first layer, and no "
                 "layer may hold more than the limit; use a higher limit, a smaller budget or a smaller ratio."
             )
-        return jnp.where(length[:, None] <= self.context_limit, self.context_limit, left)
+        return jnp.where(length[:, None] <= self.context_limit, self.context_limit, slots)
 
 
 class _Observed(Score):
@@ -168,10 +168,10 @@ class LastQueries(_Observed, StoredScore):
 
     def asks(self, heads: Heads, new: New) -> PyTree:
         """Request equation 4 for the last queries, including the new ones."""
-        kept = self.advance(heads, new)
-        position = positions_of_queries(kept.shape[2], new, self._alpha(heads)[:, :1])
-        counts = jnp.broadcast_to(position[:, None] >= 0, kept.shape[:3])
-        return Again(kept, position, counts.astype(wide(new.q.dtype)))
+        queries = self.advance(heads, new)
+        position = positions_of_queries(queries.shape[2], new, self._alpha(heads)[:, :1])
+        counts = jnp.broadcast_to(position[:, None] >= 0, queries.shape[:3])
+        return Again(queries, position, counts.astype(wide(new.q.dtype)))
 
     def advance(self, heads: Heads, new: New) -> PyTree:
         return with_newest_queries(heads.state.score, new, self._alpha(heads)[:, :1])
@@ -210,8 +210,8 @@ class RunningQueries(_Observed):
 
     def _windows(self, heads: Heads, new: New) -> tuple[Windows, Int[Array, "b h t"]]:
         # Where windows lie once the new tokens are read, and how many windows ago each of these came.
-        alpha, known = self._alpha(heads), heads.state.score.prompt_end
-        end = jnp.where(known < 0, new.prompt_length[:, None], known)
+        alpha, prompt_end = self._alpha(heads), heads.state.score.prompt_end
+        end = jnp.where(prompt_end < 0, new.prompt_length[:, None], prompt_end)
         window = (new.read[:, None] - end) // alpha
         return Windows(end, window), window[..., None] - (new.position[:, None] - end[..., None]) // alpha[..., None]
 

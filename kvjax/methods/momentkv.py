@@ -51,8 +51,8 @@ class Moments(Residual):
     def init(self, shape: New) -> MomentState:
         rows, heads, _, keys = shape.k.shape
         values, dtype = shape.v.shape[-1], wide(shape.k.dtype)
-        each = [(rows, heads), (rows, heads, keys), (rows, heads, values), (rows, heads, values, keys)]
-        return MomentState(*(jnp.zeros(size, dtype) for size in each))
+        shapes = [(rows, heads), (rows, heads, keys), (rows, heads, values), (rows, heads, values, keys)]
+        return MomentState(*(jnp.zeros(size, dtype) for size in shapes))
 
     def absorb(self, state: MomentState, evicted: Evicted) -> MomentState:
         """Merge the moments of evicted pairs into those of earlier ones."""
@@ -78,11 +78,11 @@ class Moments(Residual):
     def share(self, state: MomentState, new: New) -> Partial:
         """Return the attention to evicted pairs, to first order."""
         q = new.q.astype(state.pairs.dtype)
-        found = jnp.einsum("bhgtd,bhd->bhgt", q, state.key, precision="highest")
-        logit, scale = jax.jvp(new.config.spec.capped, (found,), (jnp.ones_like(found),))
-        some = (state.pairs > 0)[:, :, None, None]
+        uncapped = jnp.einsum("bhgtd,bhd->bhgt", q, state.key, precision="highest")
+        logit, scale = jax.jvp(new.config.spec.capped, (uncapped,), (jnp.ones_like(uncapped),))
+        has_pairs = (state.pairs > 0)[:, :, None, None]
         count = jnp.maximum(state.pairs, 1)
         tilted = jnp.einsum("bhgtd,bhed,bh->bhgte", q, state.products, 1 / count, precision="highest")
         out = state.value[:, :, None, None] + scale[..., None] * tilted
-        lse = jnp.where(some, jnp.log(count)[:, :, None, None] + logit, -jnp.inf)
-        return Partial(jnp.where(some[..., None], out, 0), lse)
+        lse = jnp.where(has_pairs, jnp.log(count)[:, :, None, None] + logit, -jnp.inf)
+        return Partial(jnp.where(has_pairs[..., None], out, 0), lse)

@@ -23,25 +23,25 @@ class Named(NamedTuple):
     settings: dict[str, Any]
     """Settings; written in brackets."""
 
-    def made(self, parts: Mapping[str, str | None], settings: Mapping[str, Any]) -> Policy:
+    def build(self, parts: Mapping[str, str | None], settings: Mapping[str, Any]) -> Policy:
         """Build the policy, with additional parts and settings from other options.
 
         Raises:
             ValueError: a name or a setting is unknown, or there are two parts of the same kind.
         """
-        return policy(self.name, **both(self.parts, parts), **(self.settings | dict(settings)))
+        return policy(self.name, **combined_parts(self.parts, parts), **(self.settings | dict(settings)))
 
 
-def both(written: Mapping[str, str], options: Mapping[str, str | None]) -> dict[str, str | None]:
+def combined_parts(in_name: Mapping[str, str], options: Mapping[str, str | None]) -> dict[str, str | None]:
     """Merge the parts in a policy's name with those of separate options, by kind of part.
 
     Raises:
         ValueError: both name a part of the same kind, and the parts differ.
     """
     for kind, name in options.items():
-        if name is not None and written.get(kind, name) != name:
-            raise ValueError(f"--{kind} {name} does not go with {written[kind]} in the policy's name; name one {kind}.")
-    return dict(options) | dict(written)
+        if name is not None and in_name.get(kind, name) != name:
+            raise ValueError(f"--{kind} {name} does not go with {in_name[kind]} in the policy's name; name one {kind}.")
+    return dict(options) | dict(in_name)
 
 
 def parse_policy(text: str) -> Named:
@@ -50,22 +50,22 @@ def parse_policy(text: str) -> Named:
     Raises:
         ValueError: the text has another form, a part is unknown, or there are two parts of the same kind.
     """
-    found = re.fullmatch(r"((?:.*\.py:)?[^\[\]+]*)((?:\+[^\[\]+]*)*)(?:\[(.*)\])?", text.strip())
-    if found is None:
+    match = re.fullmatch(r"((?:.*\.py:)?[^\[\]+]*)((?:\+[^\[\]+]*)*)(?:\[(.*)\])?", text.strip())
+    if match is None:
         raise ValueError(f"{text!r} is not of the form name+part[setting=value].")
     parts: dict[str, str] = {}
-    load_installed(found[1].strip(), REGISTRY)
-    for part in map(str.strip, found[2].split("+")[1:]):
+    load_installed(match[1].strip(), REGISTRY)
+    for part in map(str.strip, match[2].split("+")[1:]):
         load_installed(part, *TABLES.values())
         kind = next((kind for kind, names in TABLES.items() if part in names), None)
         if kind is None:
-            known = [each for names in TABLES.values() for each in names]
-            raise ValueError(f"{text!r}: there is no part {part!r}; {choices(part, known)}")
+            part_names = [name for names in TABLES.values() for name in names]
+            raise ValueError(f"{text!r}: there is no part {part!r}; {choices(part, part_names)}")
         if kind in parts:
             raise ValueError(f"{text!r} has two parts of one kind, {parts[kind]} and {part}; name one {kind}.")
         parts[kind] = part
-    words = [word.strip() for word in re.split(r",(?![^(]*\))", found[3])] if found[3] else []
-    return Named(found[1].strip(), parts, parse_settings(words))
+    words = [word.strip() for word in re.split(r",(?![^(]*\))", match[3])] if match[3] else []
+    return Named(match[1].strip(), parts, parse_settings(words))
 
 
 def combination(text: str) -> Policy:
@@ -74,7 +74,7 @@ def combination(text: str) -> Policy:
     Raises:
         ValueError: a name or a setting is unknown, or parts are incompatible.
     """
-    return parse_policy(text).made({}, {})
+    return parse_policy(text).build({}, {})
 
 
 def compared(
@@ -94,35 +94,35 @@ def compared(
     Raises:
         ValueError: a name is unknown, no policy takes a setting, or parts are incompatible.
     """
-    named = {text.strip(): parse_policy(text) for text in re.split(r",(?![^\[]*\])", texts)}
-    known = {label: _known(each) for label, each in named.items()}
+    specs = {text.strip(): parse_policy(text) for text in re.split(r",(?![^\[]*\])", texts)}
+    defaults = {label: _settings(spec) for label, spec in specs.items()}
     for setting in settings:
-        if "." not in setting and not any(its is None or setting in its for its in known.values()):
+        if "." not in setting and not any(its is None or setting in its for its in defaults.values()):
             raise ValueError(f"--set {setting}: none of the policies {texts} has this setting.")
-    made: dict[str, Policy] = {}
-    for label, each in named.items():
-        if each.name == "full" and not each.parts:
-            made["full"] = each.made({}, {})
+    policies: dict[str, Policy] = {}
+    for label, spec in specs.items():
+        if spec.name == "full" and not spec.parts:
+            policies["full"] = spec.build({}, {})
             continue
-        its = known[label]
-        own = {key: value for key, value in settings.items() if "." in key or its is None or key in its}
-        more = [name for kind, name in parts.items() if name is not None and kind not in each.parts]
+        its = defaults[label]
+        supported = {key: value for key, value in settings.items() if "." in key or its is None or key in its}
+        more = [name for kind, name in parts.items() if name is not None and kind not in spec.parts]
         head, bracket, inside = label.partition("[")
-        words = [word for word in (inside.removesuffix("]"), *(f"{key}={value}" for key, value in own.items())) if word]
+        words = list(filter(None, (inside.removesuffix("]"), *(f"{key}={value}" for key, value in supported.items()))))
         label = "+".join([head, *more]) + (f"[{','.join(words)}]" if bracket or words else "")
         try:
-            made[label] = each.made(parts, own)
+            policies[label] = spec.build(parts, supported)
         except ValueError as error:
             if left_out is None:
                 raise
             left_out(f"{label} is left out: {error}")
-    return made
+    return policies
 
 
-def _known(named: Named) -> dict[str, Any] | None:
+def _settings(spec: Named) -> dict[str, Any] | None:
     """Return the settings and defaults of a policy and its base; None for a user's policy, which checks them."""
-    if named.name not in REGISTRY:
-        return None if ".py:" in named.name else {}
-    its = settings_of(named.name)
-    base = named.settings.get("base", its.get("base"))
+    if spec.name not in REGISTRY:
+        return None if ".py:" in spec.name else {}
+    its = settings_of(spec.name)
+    base = spec.settings.get("base", its.get("base"))
     return its | (settings_of(base) if base in REGISTRY else {})

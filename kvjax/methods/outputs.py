@@ -15,7 +15,7 @@ from kvjax.types import wide
 
 def output_weights(model: LanguageModel, change: Callable[[Array], Array] = lambda x: x) -> tuple[Array, ...]:
     """Return the output weights [h g e width] of each layer after a `change`; shapes, if the model has only these."""
-    dtype, found = wide(model.weights.dtype), []
+    dtype, matrices = wide(model.weights.dtype), []
     for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
         heads = config.kv_heads, config.groups, config.value_width, -1
 
@@ -23,5 +23,5 @@ def output_weights(model: LanguageModel, change: Callable[[Array], Array] = lamb
             return change(output.matrix.astype(dtype).T.reshape(heads))
 
         output = layer.mixer.output
-        found.append(jax.eval_shape(split, output) if is_shape(output.weight) else split(output))
-    return tuple(found)
+        matrices.append(jax.eval_shape(split, output) if is_shape(output.weight) else split(output))
+    return tuple(matrices)

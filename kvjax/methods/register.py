@@ -65,8 +65,8 @@ def combine(
         evict_every: number of tokens from one eviction to the next; in between a head grows beyond its budget.
         parts: further parts of the policy, as keywords of `Policy`.
     """
-    usual = Policy(score, Protection(sinks, recent, special), codec=Codec(positions), evict_every=evict_every)
-    return dataclasses.replace(usual, **parts)
+    policy = Policy(score, Protection(sinks, recent, special), codec=Codec(positions), evict_every=evict_every)
+    return dataclasses.replace(policy, **parts)
 
 
 def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
@@ -101,7 +101,7 @@ def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
 
 
 def register_score(
-    name: str, *, paper: str, group: Group, make: Callable[..., Policy] = combine, **usual: Any
+    name: str, *, paper: str, group: Group, make: Callable[..., Policy] = combine, **overrides: Any
 ) -> Callable[[_S], _S]:
     """Register a policy that consists of a class of scores and of what `combine` adds.
 
@@ -112,7 +112,7 @@ def register_score(
         paper: as in `register`.
         group: as in `register`.
         make: function that makes the policy from the score and the other settings; it may also take a plan.
-        usual: defaults of settings, where they differ from those of the score and of `combine`; or other parts.
+        overrides: defaults of settings, where they differ from those of the score and of `combine`; or other parts.
 
     Example:
         >>> from kvjax.methods.register import register_score
@@ -123,20 +123,20 @@ def register_score(
     def registered(kind: _S) -> _S:
         score: Any = kind
         names = setting_names(score)
-        own = {field.name: field for field in dataclasses.fields(score) if field.name in names and not field.kw_only}
-        common = {each.name: each for each in signature(combine).parameters.values() if each.kind is each.KEYWORD_ONLY}
-        kinds = {name: each.annotation for name, each in common.items()} | {name: own[name].type for name in own}
-        defaults: dict[str, Any] = {name: field.default for name, field in own.items()}
-        defaults |= {name: value for name, value in usual.items() if name in kinds}
+        fields = {field.name: field for field in dataclasses.fields(score) if field.name in names and not field.kw_only}
+        common = {p.name: p for p in signature(combine).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        kinds = {name: p.annotation for name, p in common.items()} | {name: fields[name].type for name in fields}
+        defaults: dict[str, Any] = {name: field.default for name, field in fields.items()}
+        defaults |= {name: value for name, value in overrides.items() if name in kinds}
 
         def method(**settings: Any) -> Policy:
-            given = usual | defaults | settings
-            others = {name: value for name, value in given.items() if name in common or name not in own}
-            return make(score(**{name: given[name] for name in own}), **others)
+            arguments = overrides | defaults | settings
+            of_make = {name: value for name, value in arguments.items() if name in common or name not in fields}
+            return make(score(**{name: arguments[name] for name in fields}), **of_make)
 
         takes = [
-            Parameter(each, Parameter.KEYWORD_ONLY, default=value, annotation=kinds[each])
-            for each, value in defaults.items()
+            Parameter(setting, Parameter.KEYWORD_ONLY, default=value, annotation=kinds[setting])
+            for setting, value in defaults.items()
         ]
         functools.update_wrapper(method, kind, ("__module__", "__doc__"), ())
         method.__name__ = name
@@ -199,12 +199,12 @@ def load_installed(name: str, *tables: Mapping[str, Any]) -> None:
         raise ValueError(f"{point.value} does not register {name!r}; decorate it with kvjax.methods.register there.")
 
 
-def _insert(what: str, table: dict[str, Any], name: str, made: Any) -> None:
+def _insert(what: str, table: dict[str, Any], name: str, entry: Any) -> None:
     # The same module may register a name again, as a cell of a notebook that is run twice does.
-    known = table.get(name)
-    if known is not None and known.__module__ != made.__module__:
-        raise ValueError(f"{what} {name!r} is already registered by {known.__module__}; choose another name.")
-    table[name] = made
+    previous = table.get(name)
+    if previous is not None and previous.__module__ != entry.__module__:
+        raise ValueError(f"{what} {name!r} is already registered by {previous.__module__}; choose another name.")
+    table[name] = entry
     _sort(table)
 
 

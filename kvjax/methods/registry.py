@@ -60,18 +60,18 @@ def policy(
         >>> policy.protection.recent, policy.plan
         (0.25, AdaKV(extra_slots=0, floor=0.3, over='layer'))
     """
-    of_parts, own = _by_part(settings)
-    made = _registered(name, own) if isinstance(name, str) else name
-    if not isinstance(made, Policy):
-        raise TypeError(f"a policy is a name or a kvjax.Policy, not {_described(made)}.")
-    if made is name and own:
-        raise ValueError(f"{next(iter(own))} cannot be set for a policy that is an instance; set it on its parts.")
-    return replaced(made, plan, residual, codec, selection, of_parts)
+    of_parts, settings = _by_part(settings)
+    instance = _registered(name, settings) if isinstance(name, str) else name
+    if not isinstance(instance, Policy):
+        raise TypeError(f"a policy is a name or a kvjax.Policy, not {_described(instance)}.")
+    if instance is name and settings:
+        raise ValueError(f"{next(iter(settings))} cannot be set for a policy that is an instance; set it on its parts.")
+    return replaced(instance, plan, residual, codec, selection, of_parts)
 
 
-def _registered(name: str, own: Mapping[str, Any]) -> Policy:
+def _registered(name: str, settings: Mapping[str, Any]) -> Policy:
     if names_file(name):
-        return _from_file(name, own)
+        return _from_file(name, settings)
     load_installed(name, REGISTRY)
     if name not in REGISTRY:
         head = name.partition("+")[0].partition("[")[0]
@@ -83,13 +83,13 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
         raise ValueError(
             f"there is no policy {name!r}; {choices(name, REGISTRY, ', or one of your own as FILE.py:NAME')}"
         )
-    known = settings_of(name)
-    for setting in own:
-        if setting not in known and "base" not in known:
-            raise ValueError(f"policy {name!r} has no setting {setting!r}; {choices(setting, known, lead='it takes')}")
-    made = REGISTRY[name](**_typed(own, annotations_of(REGISTRY[name]) | annotations_of(combine)))
+    takes = settings_of(name)
+    for setting in settings:
+        if setting not in takes and "base" not in takes:
+            raise ValueError(f"policy {name!r} has no setting {setting!r}; {choices(setting, takes, lead='it takes')}")
+    instance = REGISTRY[name](**_typed(settings, annotations_of(REGISTRY[name]) | annotations_of(combine)))
     # A policy over another one keeps the other's name.
-    return made if "base" in known else dataclasses.replace(made, name=name)
+    return instance if "base" in takes else dataclasses.replace(instance, name=name)
 
 
 def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
@@ -121,8 +121,8 @@ def from_file(what: str, name: str) -> Any:
             del sys.modules[name]
             raise ValueError(f"{file} cannot be run ({type(error).__name__}: {error}).") from error
     if not hasattr(module, attribute):
-        own = [each for each, value in vars(module).items() if _defined_in(module.__name__, value)]
-        raise ValueError(f"{file} has no {attribute!r}; {choices(attribute, own, lead='it has')}")
+        names = [key for key, value in vars(module).items() if _defined_in(module.__name__, value)]
+        raise ValueError(f"{file} has no {attribute!r}; {choices(attribute, names, lead='it has')}")
     return getattr(module, attribute)
 
 
@@ -130,49 +130,49 @@ def _defined_in(module: str, value: Any) -> bool:
     return isinstance(value, _NAMEABLE) or (callable(value) and getattr(value, "__module__", "") == module)
 
 
-def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
+def _from_file(name: str, settings: Mapping[str, Any]) -> Policy:
     # A policy of somebody's own: made, or whatever makes one or its score from settings.
-    found = from_file("policy", name)
+    source = from_file("policy", name)
     file, _, attribute = name.rpartition(":")
     file = expanded(file)
     # What every policy has is no setting of the score, unless it says so.
-    takes = inspect.signature(found).parameters if callable(found) else {}
+    takes = inspect.signature(source).parameters if callable(source) else {}
     all_of_them = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    usual = [] if all_of_them else [name for name in _keywords(combine) if name in own and name not in takes]
-    common = _typed({name: own[name] for name in usual}, annotations_of(combine))
-    own = {name: value for name, value in own.items() if name not in common}
-    for setting in own if callable(found) and not all_of_them else ():
+    names = [] if all_of_them else [name for name in _keywords(combine) if name in settings and name not in takes]
+    common = _typed({name: settings[name] for name in names}, annotations_of(combine))
+    settings = {name: value for name, value in settings.items() if name not in common}
+    for setting in settings if callable(source) and not all_of_them else ():
         if setting not in takes:
-            known = dict.fromkeys([*takes, *_keywords(combine)])
+            allowed = dict.fromkeys([*takes, *_keywords(combine)])
             raise ValueError(
-                f"{attribute} in {file} has no setting {setting!r}; {choices(setting, known, lead='it takes')}"
+                f"{attribute} in {file} has no setting {setting!r}; {choices(setting, allowed, lead='it takes')}"
             )
     try:
-        made = found(**own) if callable(found) else found
+        instance = source(**settings) if callable(source) else source
     except TypeError as error:
         raise ValueError(f"{file}: {attribute} cannot be constructed ({error}).") from error
-    if made is found and own:
-        raise ValueError(f"{next(iter(own))} cannot be set: {attribute} in {file} is already an instance.")
-    if isinstance(made, Score):
-        made = combine(made, **common)
+    if instance is source and settings:
+        raise ValueError(f"{next(iter(settings))} cannot be set: {attribute} in {file} is already an instance.")
+    if isinstance(instance, Score):
+        instance = combine(instance, **common)
         if not common.keys() & {"sinks", "recent", "special"}:
             warnings.warn(
                 f"{attribute} protects no tokens, not even the newest ones; recent=0.5 keeps the "
                 "newest half of the budget, as most policies here do, and recent=0 turns this note off.",
                 stacklevel=4,
             )
-    elif isinstance(made, Policy) and common:
-        codec = dataclasses.replace(made.codec, positions=common.pop("positions", made.codec.positions))
-        every = common.pop("evict_every", made.evict_every)
-        protection = dataclasses.replace(made.protection, **common)
-        made = dataclasses.replace(made, protection=protection, codec=codec, evict_every=every)
-    if not isinstance(made, Policy):
-        raise ValueError(f"{attribute} in {file} is not a kvjax.Policy or Score and does not return one: {made!r}.")
-    return made
+    elif isinstance(instance, Policy) and common:
+        codec = dataclasses.replace(instance.codec, positions=common.pop("positions", instance.codec.positions))
+        evict_every = common.pop("evict_every", instance.evict_every)
+        protection = dataclasses.replace(instance.protection, **common)
+        instance = dataclasses.replace(instance, protection=protection, codec=codec, evict_every=evict_every)
+    if not isinstance(instance, Policy):
+        raise ValueError(f"{attribute} in {file} is not a kvjax.Policy or Score and does not return one: {instance!r}.")
+    return instance
 
 
 def replaced(
-    made: Policy,
+    policy: Policy,
     plan: str | Plan | None = None,
     residual: str | Residual | None = None,
     codec: str | Codec | Quantizer | None = None,
@@ -180,29 +180,30 @@ def replaced(
     settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Policy:
     """Return a policy with some of its parts replaced; see `policy`."""
-    for part, given in {"residual": residual, "codec": codec, "selection": selection, "plan": plan}.items():
-        own = (settings or {}).get(part, {})
-        if given is None and own:
+    for part, choice in {"residual": residual, "codec": codec, "selection": selection, "plan": plan}.items():
+        values = (settings or {}).get(part, {})
+        if choice is None and values:
             if part not in _USUAL:
-                raise ValueError(f"{part}.{next(iter(own))} is a setting of a {part}; name one.")
-            given = _USUAL[part]
-        if given is None:
+                raise ValueError(f"{part}.{next(iter(values))} is a setting of a {part}; name one.")
+            choice = _USUAL[part]
+        if choice is None:
             continue
-        if part == "codec" and isinstance(given, Codec):
-            _none_left(part, own)
-            made = dataclasses.replace(made, codec=given)
+        if part == "codec" and isinstance(choice, Codec):
+            _none_left(part, values)
+            policy = dataclasses.replace(policy, codec=choice)
         elif part == "codec":
             # A quantizer keeps the positions of keys, and a codec brings its own.
-            made = dataclasses.replace(made, codec=dataclasses.replace(made.codec, quantizer=_made(part, given, own)))
+            quantizer = _build(part, choice, values)
+            policy = dataclasses.replace(policy, codec=dataclasses.replace(policy.codec, quantizer=quantizer))
         elif part == "plan":
-            made = made.spread(_made(part, given, own))
+            policy = policy.spread(_build(part, choice, values))
         else:
-            by_name = part == "residual" and isinstance(given, str)
-            chosen: Any = residual_by_name(given, **own) if by_name else _made(part, given, own)
-            if by_name and "base" in {field.name for field in dataclasses.fields(chosen)} - own.keys():
-                chosen = dataclasses.replace(chosen, base=name_of(made))
-            made = dataclasses.replace(made, **{part: chosen})
-    return fitted(made)
+            by_name = part == "residual" and isinstance(choice, str)
+            chosen: Any = residual_by_name(choice, **values) if by_name else _build(part, choice, values)
+            if by_name and "base" in {field.name for field in dataclasses.fields(chosen)} - values.keys():
+                chosen = dataclasses.replace(chosen, base=name_of(policy))
+            policy = dataclasses.replace(policy, **{part: chosen})
+    return fitted(policy)
 
 
 def residual_by_name(name: str, **settings: Any) -> Residual:
@@ -213,29 +214,29 @@ def residual_by_name(name: str, **settings: Any) -> Residual:
     """
     if not isinstance(settings.get("kernels", ""), str):
         settings["layers"] = settings.pop("kernels")
-    return _made("residual", name, settings)
+    return _build("residual", name, settings)
 
 
-def _made(part: str, given: Any, settings: Mapping[str, Any]) -> Any:
-    base, table, name = BASES[part], TABLES[part], given
+def _build(part: str, choice: Any, settings: Mapping[str, Any]) -> Any:
+    base, table, name = BASES[part], TABLES[part], choice
     if isinstance(name, str):
         load_installed(name, table)
         if not names_file(name) and name not in table:
             raise ValueError(f"there is no {part} {name!r}; {choices(name, table)}")
-        given = from_file(part, name) if names_file(name) else table[name]
-        if isinstance(given, type) and issubclass(given, base):
-            known = {field.name: field.type for field in dataclasses.fields(given)}
+        choice = from_file(part, name) if names_file(name) else table[name]
+        if isinstance(choice, type) and issubclass(choice, base):
+            fields = {field.name: field.type for field in dataclasses.fields(choice)}
             for setting in settings:
-                if setting not in known:
-                    hint = choices(setting, known, lead="it takes")
+                if setting not in fields:
+                    hint = choices(setting, fields, lead="it takes")
                     raise ValueError(f"{part} {name!r} has no setting {setting!r}; {hint}")
-            return given(**_typed(settings, known))
-        if not isinstance(given, base):
-            raise ValueError(f"{name} is no {base.__name__}, neither a class nor an instance: {given!r}.")
+            return choice(**_typed(settings, fields))
+        if not isinstance(choice, base):
+            raise ValueError(f"{name} is no {base.__name__}, neither a class nor an instance: {choice!r}.")
     _none_left(part, settings)
-    if not isinstance(given, base):
-        raise TypeError(f"a {part} is a name or an instance of {base.__name__}, not {_described(given)}.")
-    return given
+    if not isinstance(choice, base):
+        raise TypeError(f"a {part} is a name or an instance of {base.__name__}, not {_described(choice)}.")
+    return choice
 
 
 def _typed(settings: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
@@ -270,23 +271,23 @@ def _none_left(part: str, settings: Mapping[str, Any]) -> None:
 def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     # Settings with a dot by part, and the rest.
     of_parts: dict[str, dict[str, Any]] = {}
-    own: dict[str, Any] = {}
+    of_policy: dict[str, Any] = {}
     for name, value in settings.items():
         part, dot, setting = name.partition(".")
         if not dot:
-            own[name] = value
+            of_policy[name] = value
             continue
         if part not in BASES:
             raise ValueError(f"{name}={value!r} is no setting of a part; {choices(part, BASES)}")
         of_parts.setdefault(part, {})[setting] = value
-    return of_parts, own
+    return of_parts, of_policy
 
 
 def settings_of(name: str) -> dict[str, Any]:
     """Return a policy's settings and their defaults."""
     method = REGISTRY[name]
-    own = _keywords(method)
-    return own | _keywords(combine) | own if "common" in annotations_of(method) else own
+    defaults = _keywords(method)
+    return defaults | _keywords(combine) | defaults if "common" in annotations_of(method) else defaults
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -299,25 +300,25 @@ def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def settings_in(made: Policy) -> dict[str, Any]:
+def settings_in(policy: Policy) -> dict[str, Any]:
     """Return the settings of a policy as keywords of its registered function, without those of a residual.
 
     Settings of a replaced part are omitted; a user's policy has the settings of its score. `evict_every` is omitted at
     its default, because older measurements and checkpoints do not have it.
     """
-    own = {field.name: None for field in dataclasses.fields(made.score)}  # type: ignore[arg-type]
-    names = settings_of(made.name) if made.name in REGISTRY else own | _keywords(combine)
-    base, inner = getattr(made.score, "base_score", None), getattr(made.plan, "plan", None)
-    if base is not None and getattr(made.score, "base", "") in REGISTRY:
-        names = settings_of(made.score.base) | names  # type: ignore[attr-defined]
-    parts = (made.score, base, made.protection, made.plan, inner, made.selection, made.codec)
-    found = {name: getattr(part, name) for name in names for part in reversed(parts) if hasattr(part, name)}
-    found.pop("evict_every", None)
-    if made.evict_every != names.get("evict_every", 1):
-        found["evict_every"] = made.evict_every
-    if made.plan.extra_slots:
-        return {"base": made.name, "features": 2 * made.plan.extra_slots} | found
-    return found
+    fields = {field.name: None for field in dataclasses.fields(policy.score)}  # type: ignore[arg-type]
+    names = settings_of(policy.name) if policy.name in REGISTRY else fields | _keywords(combine)
+    base, inner = getattr(policy.score, "base_score", None), getattr(policy.plan, "plan", None)
+    if base is not None and getattr(policy.score, "base", "") in REGISTRY:
+        names = settings_of(policy.score.base) | names  # type: ignore[attr-defined]
+    parts = (policy.score, base, policy.protection, policy.plan, inner, policy.selection, policy.codec)
+    settings = {name: getattr(part, name) for name in names for part in reversed(parts) if hasattr(part, name)}
+    settings.pop("evict_every", None)
+    if policy.evict_every != names.get("evict_every", 1):
+        settings["evict_every"] = policy.evict_every
+    if policy.plan.extra_slots:
+        return {"base": policy.name, "features": 2 * policy.plan.extra_slots} | settings
+    return settings
 
 
 def name_of(policy: Policy) -> str:

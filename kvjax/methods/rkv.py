@@ -50,8 +50,8 @@ class Redundancy(WindowAttention):
         live = position >= 0
         likeness = self._sums(unit, position) / jnp.maximum(live.sum(-1, keepdims=True), 1)
         redundancy = jax.nn.softmax(jnp.where(live, likeness, -jnp.inf), axis=-1, where=live)
-        found = self.importance * self.attention(view, new) - (1 - self.importance) * redundancy
-        return self.with_window(new.spread.own_slots(found), view, new)
+        scores = self.importance * self.attention(view, new) - (1 - self.importance) * redundancy
+        return self.with_window(new.spread.own_slots(scores), view, new)
 
     def _sums(self, unit: Float[Array, "b h c d"], position: Int[Array, "b h c"]) -> Float[Array, "b h c"]:
         # Cosines of each key to the others, added up for a block of these at a time: half the memory of the keys.
@@ -63,11 +63,11 @@ class Redundancy(WindowAttention):
 
         def add(index: Array, sums: Array) -> Array:
             keys = jax.lax.dynamic_slice_in_dim(rows, index * size, size, 2)
-            own = jax.lax.dynamic_slice_in_dim(places, index * size, size, 2)[..., None]
+            block_position = jax.lax.dynamic_slice_in_dim(places, index * size, size, 2)[..., None]
             cosine = jnp.einsum("bhnd,bhcd->bhnc", keys, unit)
             at = position[:, :, None]
-            similar = (cosine > self.threshold) & (at >= 0) & (own >= 0) & (at != own)
+            similar = (cosine > self.threshold) & (at >= 0) & (block_position >= 0) & (at != block_position)
             newest = jnp.where(similar, at, -1).max(-1, keepdims=True)
-            return sums + jnp.where((at != own) & ~(similar & (at == newest)), cosine, 0.0).sum(2)
+            return sums + jnp.where((at != block_position) & ~(similar & (at == newest)), cosine, 0.0).sum(2)
 
         return jax.lax.fori_loop(0, blocks, add, jnp.zeros(position.shape, unit.dtype))

@@ -43,24 +43,24 @@ class Persistence(Score):
 
     def fold(self, answers: Seen, view: View, new: New) -> UInt32[Array, "b h c words"]:
         """Set the bits of queries that attended below average; clear those of the queries they replace."""
-        probs, position, visible, seen = answers
+        probs, position, visible, mask = answers
         counts = position >= 0
         place = jnp.where(counts, position % self.history, 0).astype(jnp.uint32)
         # An average share is none below, however a softmax rounds it: the first query's is 1, or just less.
         average = 1 - 16 * jnp.finfo(probs.dtype).eps
-        below = seen & (probs.mean(2) * visible[..., None] < average)
+        below = mask & (probs.mean(2) * visible[..., None] < average)
         words = self._bits(place, counts, WORD)
         if probs.shape[3] == 1:
-            found = jnp.where(below[:, :, 0, :, None], words[:, None], jnp.uint32(0))
+            bits = jnp.where(below[:, :, 0, :, None], words[:, None], jnp.uint32(0))
         else:
             # Every query has a bit of its own, so sums are unions; of 16 bits they are exact in the floats that a
             # matrix product is fast in.
             halves = self._bits(place, counts, WORD // 2)
             sums = jnp.einsum("bhtc,btw->bhcw", below.astype(jnp.float32), halves.astype(jnp.float32))
             low, high = jnp.moveaxis(sums.astype(jnp.uint32).reshape(*sums.shape[:-1], -1, 2), -1, 0)
-            found = low | (high << (WORD // 2))
+            bits = low | (high << (WORD // 2))
         touched = jax.lax.reduce_or(words, axes=(1,))
-        return (view.slots.score & ~touched[:, None, None]) | found
+        return (view.slots.score & ~touched[:, None, None]) | bits
 
     def _bits(self, place: UInt32[Array, "b t"], counts: Bool[Array, "b t"], size: int) -> UInt32[Array, "b t words"]:
         """Return the bit of each query among words of `size` bits."""

@@ -53,22 +53,22 @@ class PromptWindow(Score):
         """Request the attention of the last w queries of a prompt or turn; nothing for a generated token."""
         if not new.given:
             return None
-        seen = new.valid[:, None] & (new.position[:, None] < new.prompt_length[:, None, None])
-        seen &= new.position[:, None] >= self._begin(heads, new)
-        return Sums(seen.astype(wide(new.q.dtype)), group="max" if self.group == "max" else "sum")
+        in_window = new.valid[:, None] & (new.position[:, None] < new.prompt_length[:, None, None])
+        in_window &= new.position[:, None] >= self._begin(heads, new)
+        return Sums(in_window.astype(wide(new.q.dtype)), group="max" if self.group == "max" else "sum")
 
     def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> tuple[Array, Array]:
         """Sum the attention of the windows, and pool it at the end of a block."""
         added = answers if self.group == "max" else answers / new.q.shape[2]
-        own, scores = view.slots.score
+        sums, scores = view.slots.score
         if new.token.shape[1] == 1:
-            return own + added, scores + added
-        return own + added, self._pooled(own + added, view, new)
+            return sums + added, scores + added
+        return sums + added, self._pooled(sums + added, view, new)
 
-    def _pooled(self, own: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+    def _pooled(self, sums: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
         # Scores of the tokens before the window, pooled over neighbours in position order.
         before = view.live & (view.position < self._begin(view, new))
-        scores = jnp.where(before, own, 0.0)
+        scores = jnp.where(before, sums, 0.0)
         scores = in_text_order(lambda x: pooled(x, self.kernel, self.pooling), scores, view.position)
         # Window tokens are not scored: one that leaves the window later counts as a generated token does.
         return jnp.where(before, scores, 0.0)

@@ -20,13 +20,13 @@ def ended(new: New, width: int) -> Int[Array, "b 1 1"]:
 
 def shifted(sums: tuple[Float[Array, "b h c"], ...], windows: Int[Array, "b #h 1"]) -> tuple[Array, ...]:
     """Return the sums of as many windows, the oldest first, after some windows have ended: new ones begin at 0."""
-    found = []
+    output = []
     for place in range(len(sums)):
-        held = jnp.zeros_like(sums[place])
+        total = jnp.zeros_like(sums[place])
         for later in range(place, len(sums)):
-            held = jnp.where(windows == later - place, sums[later], held)
-        found.append(held)
-    return tuple(found)
+            total = jnp.where(windows == later - place, sums[later], total)
+        output.append(total)
+    return tuple(output)
 
 
 def weights(queries: Bool[Array, "b t"], new: New) -> Float[Array, "b 1 t"]:

@@ -56,21 +56,21 @@ def largest(probs: Float[Array, "*n c"], k: int | Float[Array, "*n 1"]) -> Bool[
     bits = jax.lax.bitcast_convert_type(probs, jnp.dtype(f"int{width}"))
     place = jax.lax.broadcasted_iota(jnp.int32, probs.shape, probs.ndim - 1)
 
-    def bound(fits: Callable[[Array], Array], bits: int, dtype: Any) -> Array:
+    def largest_fitting(fits: Callable[[Array], Array], bits: int, dtype: Any) -> Array:
         # The largest number of so many bits that fits, where every smaller one does, too.
-        def try_bit(i: Array, found: Array) -> Array:
-            more = found | (jnp.ones((), dtype) << (bits - 1 - i)).astype(dtype)
-            return jnp.where(fits(more), more, found)
+        def try_bit(i: Array, prefix: Array) -> Array:
+            more = prefix | (jnp.ones((), dtype) << (bits - 1 - i)).astype(dtype)
+            return jnp.where(fits(more), more, prefix)
 
         return jax.lax.fori_loop(0, bits, try_bit, jnp.zeros((*probs.shape[:-1], 1), dtype))
 
     def count(mask: Array) -> Array:
         return mask.sum(-1, keepdims=True)
 
-    kth = bound(lambda least: count(bits >= least) >= k, width - 2, bits.dtype)
+    kth = largest_fitting(lambda threshold: count(bits >= threshold) >= k, width - 2, bits.dtype)
     above, equal = bits > kth, bits == kth
     room = k - count(above)
-    end = bound(lambda end: count(equal & (place < end)) <= room, probs.shape[-1].bit_length(), jnp.int32)
+    end = largest_fitting(lambda end: count(equal & (place < end)) <= room, probs.shape[-1].bit_length(), jnp.int32)
     return above | (equal & (place < end))
 
 

@@ -43,19 +43,19 @@ def require_ropes(model: LanguageModel) -> None:
 def pair_norms(rope: Rope | None, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
     """Return the norm of each pair of channels that RoPE rotates."""
     assert rope is not None
-    turned = x[..., : rope.width]
+    rotary = x[..., : rope.width]
     if rope.interleaved:
-        return jnp.hypot(turned[..., ::2], turned[..., 1::2])
-    return jnp.hypot(*jnp.split(turned, 2, axis=-1))
+        return jnp.hypot(rotary[..., ::2], rotary[..., 1::2])
+    return jnp.hypot(*jnp.split(rotary, 2, axis=-1))
 
 
 def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's mean queries by their names in a file."""
     config, shapes = model.config, dict[str, tuple[int, ...]]()
-    for layer, own in enumerate(config.layer_configs):
-        assert own.rope is not None
+    for layer, shape in enumerate(config.layer_configs):
+        assert shape.rope is not None
         heads = config.kv_heads, config.heads // config.kv_heads
-        shapes |= {f"center.{layer}": (*heads, config.head_width), f"norm.{layer}": (*heads, own.rope.width // 2)}
+        shapes |= {f"center.{layer}": (*heads, config.head_width), f"norm.{layer}": (*heads, shape.rope.width // 2)}
     return shapes
 
 
@@ -68,10 +68,10 @@ def save(directory: Path, means: QueryMeans, model: LanguageModel, tokens: int) 
         for name, layers in means._asdict().items()
         for layer, array in enumerate(layers)
     }
-    told = {"model": model.name, "fingerprint": fingerprints(model)[0], "tokens": str(tokens)}
+    metadata = {"model": model.name, "fingerprint": fingerprints(model)[0], "tokens": str(tokens)}
     directory.mkdir(parents=True, exist_ok=True)
     with written_aside(directory / FILE) as aside:
-        save_file(arrays, aside, metadata=told)
+        save_file(arrays, aside, metadata=metadata)
 
 
 def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
@@ -91,25 +91,25 @@ def load(checkpoint: str, model: LanguageModel) -> QueryMeans:
         raise ValueError(f"{file.parent} holds no mean queries of a model; {remedy}.")
     check_regular(file)
     with damage_named(f"{file} is damaged ({{reason}}); {remedy}."), safe_open(file, framework="numpy") as stored:
-        told = stored.metadata() or {}
+        meta = stored.metadata() or {}
         arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - it is no mapping
-    mine = fingerprints(model)
-    if told.get("fingerprint") not in mine and not checkpoint:
+    model_fingerprints = fingerprints(model)
+    if meta.get("fingerprint") not in model_fingerprints and not checkpoint:
         raise ValueError(f"no mean queries are shipped for model {model.name!r}; {remedy}.")
-    if told.get("fingerprint") not in mine:
+    if meta.get("fingerprint") not in model_fingerprints:
         raise ValueError(
-            f"the mean queries in {file.parent} are those of model {told.get('model')!r} ({told.get('fingerprint')}), "
-            f"not of {model.name!r} ({mine[0]}); {remedy}."
+            f"the mean queries in {file.parent} are those of model {meta.get('model')!r} ({meta.get('fingerprint')}), "
+            f"not of {model.name!r} ({model_fingerprints[0]}); {remedy}."
         )
     for name, shape in _shapes(model).items():
         array = arrays.get(name)
         if array is None or array.shape != shape or array.dtype != np.float32 or not np.isfinite(array).all():
             raise ValueError(f"{file} is damaged: {name} has no numbers of shape {list(shape)}; {remedy}.")
-    found = [
+    means = [
         tuple(jnp.asarray(arrays[f"{name}.{layer}"]) for layer in range(model.config.layers))
         for name in QueryMeans._fields
     ]
-    return QueryMeans(*found)
+    return QueryMeans(*means)
 
 
 @register_score("triattention", paper="TriAttention", group="ranked with arrays calibrated on a text", evict_every=128)
@@ -168,12 +168,12 @@ class TriAttention(Score):
         return jnp.full(new.k.shape[:3], new.given) if self.keep_prompt else None
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        found = standardized(self._logits(view, new), view.live[:, :, None], new.spread).max(2)
+        scores = standardized(self._logits(view, new), view.live[:, :, None], new.spread).max(2)
         if not self.keep_prompt:
-            return found
+            return scores
         # Above all z-scores, and in their order at every size of a float.
-        above = 1e7 * jnp.where(found >= 0, 1 + found, 1 / (1 - found))
-        return jnp.where(view.slots.score, above, found)
+        above = 1e7 * jnp.where(scores >= 0, 1 + scores, 1 / (1 - scores))
+        return jnp.where(view.slots.score, above, scores)
 
     def _logits(self, view: View, new: New) -> Float[Array, "b h g c"]:
         rope, keys = new.config.rope, view.keys(new).astype(wide(new.k.dtype))

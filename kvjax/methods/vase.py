@@ -82,15 +82,15 @@ class ValueSpread(Score):
         size = jnp.where(view.position < self.sinks, jnp.inf, self._size(view, new))
         position, size, attention = map(new.spread.all_slots, (view.position, size, view.slots.score[0]))
         recent = jnp.broadcast_to(recent_slots(self.recent, view.limit), view.limit.shape)
-        rest = (position >= 0) & (position <= (new.newest[:, None] - recent)[..., None])
-        best_first = jnp.lexsort((-position, jnp.where(rest, -size, jnp.inf)))
+        candidates = (position >= 0) & (position <= (new.newest[:, None] - recent)[..., None])
+        best_first = jnp.lexsort((-position, jnp.where(candidates, -size, jnp.inf)))
         chosen = jnp.argsort(best_first, axis=-1) < recent_slots(self.large, view.limit)[..., None]
-        pool = in_text_order(lambda x: pooled(x, self.kernel), jnp.where(rest, attention, 0.0), position)
+        pool = in_text_order(lambda x: pooled(x, self.kernel), jnp.where(candidates, attention, 0.0), position)
         uniform = uniform_at(new.seed, new.layer, position, self._ranking(new), new.head)[:, :, 0]
         noise = gumbel(uniform.astype(wide(new.k.dtype)))
-        drawn = jnp.log(jnp.maximum(pool, jnp.finfo(pool.dtype).tiny)) + noise
-        highest = float(jnp.finfo(drawn.dtype).max) / 4
-        return new.spread.own_slots(jnp.where(rest & ~chosen, drawn, highest))
+        scores = jnp.log(jnp.maximum(pool, jnp.finfo(pool.dtype).tiny)) + noise
+        highest = float(jnp.finfo(scores.dtype).max) / 4
+        return new.spread.own_slots(jnp.where(candidates & ~chosen, scores, highest))
 
     def _size(self, view: View, new: New) -> Float[Array, "b h c"]:
         keys, values = view.keys(new), view.values(new).astype(wide(new.k.dtype))

@@ -254,9 +254,9 @@ class ModelConfig:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly.")
         for name in ("windows", "ropes", "attention_scales"):
-            given = getattr(self, name)
-            if given is not None and len(given) != self.layers:
-                raise ValueError(f"{name} has {len(given)} entries for {self.layers} layers; give one for each.")
+            entries = getattr(self, name)
+            if entries is not None and len(entries) != self.layers:
+                raise ValueError(f"{name} has {len(entries)} entries for {self.layers} layers; give one for each.")
         positive = ("value_width", "embedding_scale", "qkv_clip", "attention_scale", "soft_cap", "logit_soft_cap")
         for name in (*positive, "logit_scale", "residual_scale", "sliding_window"):
             value = getattr(self, name)
@@ -274,9 +274,9 @@ class ModelConfig:
                 "give position='alibi' and one for each head, or leave them None."
             )
         if (self.position == "rope") != any(rope is not None for rope in self._layer_ropes):
-            given = f"rope={self.rope}" if self.ropes is None else f"ropes={self.ropes}"
+            ropes = f"rope={self.rope}" if self.ropes is None else f"ropes={self.ropes}"
             remedy = "give a Rope" if self.position == "rope" else "leave it None"
-            raise ValueError(f"position={self.position!r} does not fit {given}; {remedy}.")
+            raise ValueError(f"position={self.position!r} does not fit {ropes}; {remedy}.")
         for rope in self._layer_ropes:
             if rope is not None and rope.width > self.head_width:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")

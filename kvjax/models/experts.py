@@ -38,10 +38,10 @@ class Experts:
         assert config.mixture is not None
         rows = x.reshape(-1, x.shape[-1])
         weights, chosen = route(self.router, rows, config.mixture, self.router_bias)
-        here = self.experts.up.weight.shape[0]
+        count = self.experts.up.weight.shape[0]
         if config.spread.experts:
-            local = chosen - jax.lax.axis_index((HEADS, SLOTS)) * here
-            chosen = jnp.where((local >= 0) & (local < here), local, here)  # experts of other devices get no block
+            local = chosen - jax.lax.axis_index((HEADS, SLOTS)) * count
+            chosen = jnp.where((local >= 0) & (local < count), local, count)  # experts of other devices get no block
         mixed = self._mix(rows, weights, chosen, config).astype(x.dtype)
         if self.shared is not None:
             mixed += self.shared.in_blocks(rows, config)
@@ -69,16 +69,16 @@ class Experts:
             inputs = x.at[use // uses].get(mode="clip")
             factors = weights.reshape(-1).at[use].get(mode="clip")[:, None]
             if mixture.weighted_inputs:
-                return one.whole((inputs * factors).astype(x.dtype), config)
-            return one.whole(inputs, config) * factors
+                return one.forward((inputs * factors).astype(x.dtype), config)
+            return one.forward(inputs, config) * factors
 
         def add(
             total: Float[Array, "n width"], block: tuple[Int[Array, ""], Int[Array, " block"]]
         ) -> tuple[Float[Array, "n width"], None]:
             _, use = block
             none = jnp.zeros((len(use), x.shape[1]), total.dtype)
-            found = jax.lax.cond(use[0] < chosen.size, lambda: outputs(*block).astype(total.dtype), lambda: none)
-            return total.at[use // uses].add(found, mode="drop"), None
+            rows = jax.lax.cond(use[0] < chosen.size, lambda: outputs(*block).astype(total.dtype), lambda: none)
+            return total.at[use // uses].add(rows, mode="drop"), None
 
         return jax.lax.scan(add, jnp.zeros(x.shape, wide(x.dtype)), (experts, uses_of_blocks))[0]
 
@@ -103,13 +103,13 @@ def route(
 
 
 def blocks(
-    chosen: Int[Array, " uses"], here: int, count: int
+    chosen: Int[Array, " uses"], local_count: int, count: int
 ) -> tuple[Int[Array, " blocks"], Int[Array, "blocks block"]]:
     """Sort uses of experts into blocks, each of one expert.
 
     Args:
-        chosen: expert of each use; `here` for uses that get no block.
-        here: number of experts.
+        chosen: expert of each use; `local_count` for uses that get no block.
+        local_count: number of experts on this device.
         count: number of experts on all devices.
 
     Returns:
@@ -119,10 +119,10 @@ def blocks(
     total = chosen.size
     size = block_size(total / count)
     order = jnp.argsort(chosen, stable=True)
-    starts = jnp.searchsorted(chosen[order], jnp.arange(here + 1))
+    starts = jnp.searchsorted(chosen[order], jnp.arange(local_count + 1))
     ends = jnp.cumsum(-(-jnp.diff(starts) // size))  # blocks up to each expert's last one
-    number = jnp.arange(total if size == 1 else total // size + min(here, total))
-    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), here - 1)
+    number = jnp.arange(total if size == 1 else total // size + min(local_count, total))
+    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), local_count - 1)
     before = jnp.where(expert > 0, ends[expert - 1], 0)
     at = (starts[expert] + (number - before) * size)[:, None] + jnp.arange(size)
     real = (at < starts[expert + 1][:, None]) & (number < ends[-1])[:, None]

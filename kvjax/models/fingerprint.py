@@ -58,8 +58,8 @@ def fingerprints(model: LanguageModel) -> tuple[str, ...]:
 
     Weights of 8-bit integers that were rounded at loading first have that of the weights in floating point.
     """
-    own, source = fingerprint(model), model.weights.rounded_from
-    return (own,) if source is None or source.shape != _shape(model.config) else (source.fingerprint, own)
+    current, source = fingerprint(model), model.weights.rounded_from
+    return (current,) if source is None or source.shape != _shape(model.config) else (source.fingerprint, current)
 
 
 def rounded_from(
@@ -88,7 +88,7 @@ def rounded_from(
 def _sampled(names: Iterable[str]) -> list[str]:
     # The weights that enter a fingerprint after the embeddings.
     names = list(names)
-    last = max(int(found[1]) for found in map(re.compile(r"layers\.(\d+)\.").match, names) if found)
+    last = max(int(match[1]) for match in map(re.compile(r"layers\.(\d+)\.").match, names) if match)
     ups = [name for name in names if name.startswith(f"layers.{last}.mlp.") and name.endswith("up.weight")]
     return ["layers.0.mixer.key.weight", f"layers.{last}.mixer.query.weight", *ups]
 
@@ -108,8 +108,8 @@ def _shape(config: ModelConfig) -> str:
 def _unusual(value: Any) -> Any:
     # The settings that enter a fingerprint, in JSON types.
     if isinstance(value, tuple):
-        return [_unusual(each) for each in value]
+        return [_unusual(item) for item in value]
     if not isinstance(value, ModelConfig | Rope | Mixture | QueryGrowth):
         return value
     settings = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    return {field.name: _unusual(own) for field, own in settings if field.name in _ALWAYS or own != field.default}
+    return {field.name: _unusual(item) for field, item in settings if field.name in _ALWAYS or item != field.default}

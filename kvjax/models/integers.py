@@ -67,8 +67,8 @@ def integer_product(rows: Int8[Array, "n in"], codes: Codes) -> Int32[Array, "n 
         rows = jax.lax.optimization_barrier(rows)
         blocks = math.gcd(len(codes), 16 if len(codes) > WIDE else 4 if len(rows) > SEVERAL_ROWS else 1)
         split, repeated = codes.reshape(blocks, -1, codes.shape[1]), jnp.broadcast_to(rows, (blocks, *rows.shape))
-        found = jax.lax.optimization_barrier(_dot.bind(split, repeated).reshape(len(codes), -1)).T
-        return found if codes.dtype == jnp.int8 else found - OFFSET * rows.sum(-1, keepdims=True, dtype=jnp.int32)
+        sums = jax.lax.optimization_barrier(_dot.bind(split, repeated).reshape(len(codes), -1)).T
+        return sums if codes.dtype == jnp.int8 else sums - OFFSET * rows.sum(-1, keepdims=True, dtype=jnp.int32)
     if codes.dtype == jnp.int8:
         return _dot.bind(rows, codes)
     # A product by ones gives the sums of the codes in a fraction of the time that XLA takes to add them.
@@ -84,22 +84,22 @@ _dot.def_impl(jax.jit(_dot.bind))
 
 
 @_dot.def_abstract_eval
-def _shape(left: Any, right: Any) -> ShapedArray:
-    return ShapedArray((*left.shape[:-1], right.shape[-2]), jnp.dtype(jnp.int32))
+def _shape(lhs: Any, rhs: Any) -> ShapedArray:
+    return ShapedArray((*lhs.shape[:-1], rhs.shape[-2]), jnp.dtype(jnp.int32))
 
 
-def _lowered(context: mlir.LoweringRuleContext, left: Any, right: Any) -> Sequence[Any]:
+def _lowered(context: mlir.LoweringRuleContext, lhs: Any, rhs: Any) -> Sequence[Any]:
     shape = _shape(*context.avals_in).shape
     batch, last = list(range(len(shape) - 2)), [len(shape) - 1]
     dimensions = stablehlo.DotDimensionNumbers.get(batch, batch, last, last)
     kind = ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(32))
-    return [stablehlo.dot_general(kind, left, right, dimensions)]
+    return [stablehlo.dot_general(kind, lhs, rhs, dimensions)]
 
 
 def _batched(operands: Sequence[Array], axes: Sequence[int | None]) -> tuple[Array, int]:
-    size = next(each.shape[axis] for each, axis in zip(operands, axes, strict=True) if axis is not None)
-    moved = (batching.bdim_at_front(each, axis, size) for each, axis in zip(operands, axes, strict=True))
-    return _dot.bind(*moved), 0
+    size = next(operand.shape[axis] for operand, axis in zip(operands, axes, strict=True) if axis is not None)
+    batch_first = (batching.bdim_at_front(operand, axis, size) for operand, axis in zip(operands, axes, strict=True))
+    return _dot.bind(*batch_first), 0
 
 
 mlir.register_lowering(_dot, _lowered)

@@ -33,12 +33,12 @@ def in_blocks(function: Callable[[Array], Array], x: Float[Array, "*b in"], bloc
     rows = math.prod(x.shape[:-1])
     if platform_of(None) != "cpu" or rows <= block:
         return function(x)
-    flat, whole = x.reshape(rows, -1), rows // block * block
-    found = jax.lax.map(function, flat[:whole].reshape(-1, block, flat.shape[1]))
-    found = found.reshape(whole, -1)
-    if whole < rows:
-        found = jnp.concatenate([found, function(flat[whole:])])
-    return found.reshape(*x.shape[:-1], -1)
+    flat, full = x.reshape(rows, -1), rows // block * block
+    y = jax.lax.map(function, flat[:full].reshape(-1, block, flat.shape[1]))
+    y = y.reshape(full, -1)
+    if full < rows:
+        y = jnp.concatenate([y, function(flat[full:])])
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def product(
@@ -88,8 +88,8 @@ def product_with_codes(
         codes: signed, or unsigned and 128 larger (`kvjax.models.integers.code_dtype`).
     """
     kind, rows = jnp.promote_types(dtype, wide(x.dtype)), math.prod(x.shape[:-1])
-    many = MANY_ROWS is not None and rows > MANY_ROWS and codes.dtype == jnp.int8
-    if many or kind == jnp.float64 or platform_of(None) != "cpu":
+    is_large = MANY_ROWS is not None and rows > MANY_ROWS and codes.dtype == jnp.int8
+    if is_large or kind == jnp.float64 or platform_of(None) != "cpu":
         y = product(x, signed(codes).astype(x.dtype), kind)
     else:
         y = _of_digits(x.reshape(rows, -1).astype(kind), codes).reshape(*x.shape[:-1], -1)

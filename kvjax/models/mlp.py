@@ -40,9 +40,9 @@ class DenseMlp:
         """Apply the MLP to one block of rows after the other, with the weights that are here."""
         # 8-bit weights multiply two digits of each number.
         block = BLOCK if self.up.scale is None else BLOCK // 2
-        return in_blocks(functools.partial(self.whole, config=config), x, block)
+        return in_blocks(functools.partial(self.forward, config=config), x, block)
 
-    def whole(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
+    def forward(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
         """Apply the MLP to all rows at once, with the weights that are here."""
         return self.down(self.inner(x, config))
 

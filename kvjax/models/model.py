@@ -42,11 +42,11 @@ class ModelOrigin:
 
     def model(self, weights: Weights, config: ModelConfig, mesh: Mesh | None) -> LanguageModel:
         """Return a model with these weights; `mesh` is a `program_mesh`."""
-        made = LanguageModel(weights, config, self.name, self.directory, self.metadata)
-        made.mesh = mesh
+        model = LanguageModel(weights, config, self.name, self.directory, self.metadata)
+        model.mesh = mesh
         if self.tokenizer is not None:
-            made.tokenizer = self.tokenizer
-        return made
+            model.tokenizer = self.tokenizer
+        return model
 
 
 class LanguageModel:
@@ -101,15 +101,15 @@ class LanguageModel:
         place = place or self.name
         with damage_named(unreadable(place)):
             if self.metadata:
-                made = lazy_tokenizer(*gguf_tokenizer(self.metadata), place)
+                tokenizer = lazy_tokenizer(*gguf_tokenizer(self.metadata), place)
             else:
-                made = read_tokenizer(Path(place))
-        if made.vocab_size > self.config.vocab_size:
+                tokenizer = read_tokenizer(Path(place))
+        if tokenizer.vocab_size > self.config.vocab_size:
             raise ValueError(
-                f"the tokenizer in {place} has {made.vocab_size} tokens, the model {self.config.vocab_size}: "
+                f"the tokenizer in {place} has {tokenizer.vocab_size} tokens, the model {self.config.vocab_size}: "
                 "they do not belong together."
             )
-        return made
+        return tokenizer
 
     @functools.cached_property
     def automatic(self) -> str:

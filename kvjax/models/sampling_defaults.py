@@ -29,9 +29,9 @@ class SamplingDefaults:
 
     def replaced(self, settings: Mapping[str, Any]) -> SamplingDefaults:
         """Return the defaults with a user's own settings in place of some; None leaves a setting as it is."""
-        own = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
-        kept = {name: value for name, value in self.settings.items() if name != "do_sample" or "temperature" not in own}
-        return dataclasses.replace(self, settings=MappingProxyType(kept | own))
+        new = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+        base = {name: value for name, value in self.settings.items() if name != "do_sample" or "temperature" not in new}
+        return dataclasses.replace(self, settings=MappingProxyType(base | new))
 
 
 def sampling_defaults(generation: Mapping[str, Any], source: object) -> SamplingDefaults:

@@ -65,8 +65,8 @@ def parse_mesh(text: str) -> Mesh:
     """
     parts = [part.partition("=") for part in text.split(",")]
     sizes = {name.strip(): size.strip() for name, _, size in parts}
-    known = set(sizes) <= set(MESH_AXES) and len(sizes) == len(parts)
-    if not known or not all(re.fullmatch(r"[1-9]\d*", size) for size in sizes.values()):
+    valid = set(sizes) <= set(MESH_AXES) and len(sizes) == len(parts)
+    if not valid or not all(re.fullmatch(r"[1-9]\d*", size) for size in sizes.values()):
         raise ValueError(f"--mesh {text} is not made of {', '.join(MESH_AXES)}, such as data=2,model=4.")
     shape = tuple(int(sizes.get(axis, 1)) for axis in MESH_AXES)
     there = jax.devices()
@@ -127,15 +127,15 @@ def weight_specs(weights: PyTree, config: ModelConfig, mesh: Mesh | None) -> Any
     """Return the `PartitionSpec` on a `program_mesh` of each leaf of a model's weights, or of one layer's."""
     spread = on_device(config, mesh).spread
     sizes = {} if mesh is None else mesh.shape
-    whole, heads, everywhere = (), (HEADS,), (HEADS, SLOTS)
+    replicated, heads, everywhere = (), (HEADS,), (HEADS, SLOTS)
     rules: dict[str | None, tuple[str, ...]] = {
-        None: whole,
+        None: replicated,
         "heads": heads,
         "attended": everywhere if spread.outputs > 1 else heads,
-        "normed": heads if config.query_key_norm_over == "heads" else whole,
-        "mlp": everywhere if spread.mlp else whole,
-        "experts": everywhere if spread.experts else whole,
-        "vocab": everywhere if spread.vocab else whole,
+        "normed": heads if config.query_key_norm_over == "heads" else replicated,
+        "mlp": everywhere if spread.mlp else replicated,
+        "experts": everywhere if spread.experts else replicated,
+        "vocab": everywhere if spread.vocab else replicated,
     }
 
     def along(axis: str | None) -> str | tuple[str, ...] | None:

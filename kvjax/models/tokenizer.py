@@ -47,10 +47,10 @@ def read_tokenizer(directory: Path) -> Any:
     fast.encode_special_tokens = bool(config.get("split_special_tokens"))
     special = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
     extra = config.get("extra_special_tokens") or []
-    named = [config.get(role) for role in ROLES] + list(config.get("additional_special_tokens") or [])
-    named += extra.values() if isinstance(extra, dict) else extra
+    config_tokens = [config.get(role) for role in ROLES] + list(config.get("additional_special_tokens") or [])
+    config_tokens += extra.values() if isinstance(extra, dict) else extra
     # Transformers adds special tokens that the file lacks or that the config gives in another form.
-    if all(token is None or (isinstance(token, str) and token in special) for token in named):
+    if all(token is None or (isinstance(token, str) and token in special) for token in config_tokens):
         return LazyTokenizer(fast, functools.partial(_of_directory, directory), directory)
     return _eager(_of_directory(directory), directory)
 
@@ -60,8 +60,8 @@ def adds_bos(directory: Path) -> bool | None:
 
     Transformers ignores this setting if there is a tokenizer.json, which has its own rule.
     """
-    said = read_tokenizer_settings(directory).get("add_bos_token")
-    return said if isinstance(said, bool) else None
+    value = read_tokenizer_settings(directory).get("add_bos_token")
+    return value if isinstance(value, bool) else None
 
 
 def _of_directory(directory: Path) -> Any:
@@ -71,8 +71,8 @@ def _of_directory(directory: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
 
 
-def _eager(whole: Any, place: Path) -> LazyTokenizer:
-    return LazyTokenizer(None, lambda: whole, place)
+def _eager(tokenizer: Any, place: Path) -> LazyTokenizer:
+    return LazyTokenizer(None, lambda: tokenizer, place)
 
 
 def lazy_tokenizer(fast: Tokenizer, settings: Mapping[str, Any], place: str | Path = "a GGUF file") -> LazyTokenizer:
@@ -105,7 +105,7 @@ class LazyTokenizer:
         vars(self).update(fast=fast, _make=make, place=place)
 
     @functools.cached_property
-    def whole(self) -> Any:
+    def transformers(self) -> Any:
         """The transformers tokenizer."""
         with damage_named(unreadable(self.place)):
             return self._make()
@@ -125,7 +125,7 @@ class LazyTokenizer:
         """Encode a text into token ids."""
         with self._failures_named():
             if self.fast is None or settings or not isinstance(text, str):
-                return self.whole.encode(text, add_special_tokens=add_special_tokens, **settings)
+                return self.transformers.encode(text, add_special_tokens=add_special_tokens, **settings)
             return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False, **settings: Any) -> Any:
@@ -133,29 +133,29 @@ class LazyTokenizer:
         plain = not settings and isinstance(ids, list) and all(isinstance(token, int) for token in ids)
         with self._failures_named():
             if self.fast is None or not plain:
-                return self.whole.decode(ids, skip_special_tokens=skip_special_tokens, **settings)
+                return self.transformers.decode(ids, skip_special_tokens=skip_special_tokens, **settings)
             return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def __call__(self, *texts: Any, **settings: Any) -> Any:
         """Call the transformers tokenizer."""
         with self._failures_named():
-            return self.whole(*texts, **settings)
+            return self.transformers(*texts, **settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.whole, name, value)
+        setattr(self.transformers, name, value)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.transformers)
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens, not counting added ones."""
-        return self.whole.vocab_size if self.fast is None else self.fast.get_vocab_size(with_added_tokens=False)
+        return self.transformers.vocab_size if self.fast is None else self.fast.get_vocab_size(with_added_tokens=False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("fast", "place", "_make"):
             raise AttributeError(name)
-        value = getattr(self.whole, name)
+        value = getattr(self.transformers, name)
         if not inspect.ismethod(value):
             return value
 
@@ -217,11 +217,11 @@ def _spellings(tokenizer: Any, marker: str) -> set[tuple[int, ...]]:
     """Return a marker's tokens at the start of a text, and after a space, a line break, a word, a special token."""
     before = ["", " ", "\n", "a", "a ", ". ", "\n\n"]
     before += [token + space for token in (tokenizer.bos_token, tokenizer.eos_token) if token for space in ("", " ")]
-    found = set()
+    spellings = set()
     for text in before:
         ids = tokenizer.encode(text + marker, add_special_tokens=False)
         for start in range(len(ids) - 1, -1, -1):  # the shortest suffix that contains all of the marker
             if tokenizer.decode(ids[start:], clean_up_tokenization_spaces=False).strip() == marker:
-                found.add(tuple(int(i) for i in ids[start:]))
+                spellings.add(tuple(int(i) for i in ids[start:]))
                 break
-    return found
+    return spellings

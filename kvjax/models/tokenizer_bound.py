@@ -71,16 +71,16 @@ def backend(tokenizer: Any) -> Any:
     """Return the `tokenizers.Tokenizer` behind a tokenizer; None if there is none."""
     from tokenizers import Tokenizer
 
-    kinds = (getattr(tokenizer, name, None) for name in ("fast", "backend_tokenizer"))
-    return next((each for each in kinds if isinstance(each, Tokenizer)), None)
+    candidates = (getattr(tokenizer, name, None) for name in ("fast", "backend_tokenizer"))
+    return next((candidate for candidate in candidates if isinstance(candidate, Tokenizer)), None)
 
 
 @functools.cache
 def byte_letters() -> dict[str, int]:
     """Return the byte of each letter of GPT-2: printable bytes are themselves, others map to the next free letters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 def _rules(part: Any) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def _rules(part: Any) -> list[dict[str, Any]]:
 
     def flat(rule: dict[str, Any]) -> list[dict[str, Any]]:
         inner = rule.get("normalizers", rule.get("pretokenizers"))
-        return [rule] if inner is None else [each for one in inner for each in flat(one)]
+        return [rule] if inner is None else [leaf for one in inner for leaf in flat(one)]
 
     return [] if part is None else flat(json.loads(part.__getstate__()))
 

@@ -57,9 +57,9 @@ def _is_token(value: Any) -> bool:
 
 def _is_template(value: Any) -> bool:
     if isinstance(value, list):
-        named = (each if isinstance(each, dict) else {} for each in value)
-        return all(isinstance(each.get(key), str) for each in named for key in ("name", "template"))
-    return isinstance(value, str) or (isinstance(value, dict) and all(isinstance(each, str) for each in value.values()))
+        templates = (template if isinstance(template, dict) else {} for template in value)
+        return all(isinstance(template.get(key), str) for template in templates for key in ("name", "template"))
+    return isinstance(value, str) or (isinstance(value, dict) and all(isinstance(text, str) for text in value.values()))
 
 
 def _are_added(value: Any) -> bool:
@@ -136,8 +136,8 @@ def _template(parts: list[Any], special: Any) -> float:
     tokens: Mapping[str, Any] = special if isinstance(special, dict) else {}
     count = 0
     for part in parts:
-        named = part.get("SpecialToken") if isinstance(part, dict) else None
-        token = tokens.get(str(named.get("id"))) if isinstance(named, dict) else None
+        reference = part.get("SpecialToken") if isinstance(part, dict) else None
+        token = tokens.get(str(reference.get("id"))) if isinstance(reference, dict) else None
         ids = token.get("ids") if isinstance(token, dict) else None
         count += len(ids) if isinstance(ids, list) else 1
     return float(max(1, count))

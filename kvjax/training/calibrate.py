@@ -49,8 +49,8 @@ def query_means(
     tokens = 0
     for text in texts:
         state, _ = prefill(model, policy, [text.tolist()], budget=1)
-        found = [[np.asarray(leaf[0], np.float64) for leaf in heads.state.score] for heads in state.cache.attending]
-        totals = found if totals is None else jax.tree.map(np.add, totals, found)
+        sums = [[np.asarray(leaf[0], np.float64) for leaf in heads.state.score] for heads in state.cache.attending]
+        totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
         tokens += len(text)
         show(tokens)
     center, norm = (tuple(jnp.asarray(layer[i] / tokens) for layer in totals) for i in range(2))

@@ -36,14 +36,14 @@ class Autotuner(Tuned):
 
     def __new__(cls, device: str) -> Autotuner:
         file = verdicts_file()
-        kept = {} if file is None else read(file).get(device, {})
-        made = super().__new__(cls, device, {bucket: verdict.order for bucket, verdict in kept.items()})
-        made.survey = Survey()
-        return made
+        verdicts = {} if file is None else read(file).get(device, {})
+        tuner = super().__new__(cls, device, {bucket: verdict.order for bucket, verdict in verdicts.items()})
+        tuner.survey = Survey()
+        return tuner
 
     def settle(
         self,
-        asked: Iterable[Asked],
+        workloads: Iterable[Asked],
         *,
         by: Callable[[Asked], Verdict | None] = race.settle,
         again: bool = False,
@@ -52,17 +52,17 @@ class Autotuner(Tuned):
 
         `by` benchmarks one task, or returns None if it cannot. `again` repeats tasks that have a result.
         """
-        todo = [x for x in asked if len(x.candidates) > 1 and (again or x.task.bucket not in self.orders)]
+        todo = [x for x in workloads if len(x.candidates) > 1 and (again or x.task.bucket not in self.orders)]
         if not todo:
             return {}
         _say(
             f"benchmarking kernels on {self.device}, once, for {len(todo)} shapes ({VARIABLE}=off disables this, kvjax "
             "tune --show prints the results)"
         )
-        found = {each.task.bucket: by(each) for each in todo}
-        verdicts = {bucket: verdict for bucket, verdict in found.items() if verdict is not None}
+        results = {x.task.bucket: by(x) for x in todo}
+        verdicts = {bucket: verdict for bucket, verdict in results.items() if verdict is not None}
         # Tasks that cannot be benchmarked are not tried again.
-        self.orders.update({bucket: () if verdict is None else verdict.order for bucket, verdict in found.items()})
+        self.orders.update({bucket: () if verdict is None else verdict.order for bucket, verdict in results.items()})
         file = verdicts_file()
         if file is not None and verdicts:
             try:
@@ -84,11 +84,11 @@ def tuned_device() -> str | None:
     It does on GPUs and on TPU generations that are not `LISTED`, unless several processes run one program, because
     their benchmarks could disagree.
     """
-    said = os.environ.get(VARIABLE) or "on"
-    if said not in ("on", "off"):
-        raise ValueError(f"{VARIABLE}={said} is neither on nor off.")
+    switch = os.environ.get(VARIABLE) or "on"
+    if switch not in ("on", "off"):
+        raise ValueError(f"{VARIABLE}={switch} is neither on nor off.")
     platform = common.platform_of(None)
-    if said == "off" or platform not in ("gpu", "tpu") or jax.process_count() > 1:
+    if switch == "off" or platform not in ("gpu", "tpu") or jax.process_count() > 1:
         return None
     kind = common.kind_of_device(platform)
     return None if kind in common.LISTED else kind
@@ -123,7 +123,7 @@ def read(file: Path) -> Verdicts:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         versions = {name: str(content[name]) for name in _versions()}
-        found = {
+        verdicts = {
             device: {bucket: _verdict(**entry) for bucket, entry in entries.items()}
             for device, entries in content["devices"].items()
         }
@@ -132,10 +132,10 @@ def read(file: Path) -> Verdicts:
         _say(f"{file} does not hold tuning results ({reason}) and is ignored; the next benchmark replaces it anew.")
         return {}
     if versions != _versions():
-        theirs, ours = (" and ".join(f"{name} {number}" for name, number in x.items()) for x in (versions, _versions()))
-        _say(f"{file} is of {theirs}, not of {ours}, and is ignored; the next benchmark replaces it.")
+        stored, ours = (" and ".join(f"{name} {number}" for name, number in x.items()) for x in (versions, _versions()))
+        _say(f"{file} is of {stored}, not of {ours}, and is ignored; the next benchmark replaces it.")
         return {}
-    return found
+    return verdicts
 
 
 def keep(file: Path, device: str, verdicts: dict[str, Verdict]) -> None:
@@ -145,8 +145,8 @@ def keep(file: Path, device: str, verdicts: dict[str, Verdict]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_name(f".{file.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        held = read(file)
-        devices = held | {device: held.get(device, {}) | verdicts}
+        stored = read(file)
+        devices = stored | {device: stored.get(device, {}) | verdicts}
         entries = {
             kind: {bucket: verdict._asdict() for bucket, verdict in sorted(of_kind.items())}
             for kind, of_kind in sorted(devices.items())

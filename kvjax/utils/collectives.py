@@ -56,9 +56,9 @@ class Spread:
         """Sum over the devices that shard a head's slots."""
         return jax.lax.psum(parts, SLOTS) if self.slots > 1 else parts
 
-    def most_of_slots(self, most: Array) -> Array:
+    def most_of_slots(self, x: Array) -> Array:
         """Return the maximum over the devices that shard a head's slots."""
-        return jax.lax.pmax(most, SLOTS) if self.slots > 1 else most
+        return jax.lax.pmax(x, SLOTS) if self.slots > 1 else x
 
     def over_attention(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """Sum products of the output weights over the devices that shard their inputs, a layer's attention."""
@@ -72,43 +72,43 @@ class Spread:
         `outputs` must be 1: the sum runs over `HEADS` only. `means` are over this device's heads, repeated for each.
         """
         rows, kind = parts.shape[0], jnp.result_type(parts, *means)
-        told = [each.astype(kind) for each in (parts.reshape(rows, -1), *(mean[:, 0] for mean in means))]
-        sent = jax.lax.psum(jnp.concatenate(told, axis=1), HEADS)
-        sizes = [each.shape[1] for each in told]
+        flat = [x.astype(kind) for x in (parts.reshape(rows, -1), *(mean[:, 0] for mean in means))]
+        sent = jax.lax.psum(jnp.concatenate(flat, axis=1), HEADS)
+        sizes = [x.shape[1] for x in flat]
         summed, *sums = jnp.split(sent, list(np.cumsum(sizes))[:-1], axis=1)
-        heard = [
+        averages = [
             jnp.broadcast_to(total[:, None] / self.heads, mean.shape).astype(mean.dtype)
             for total, mean in zip(sums, means, strict=True)
         ]
-        return summed.reshape(parts.shape).astype(parts.dtype), heard
+        return summed.reshape(parts.shape).astype(parts.dtype), averages
 
-    def own_features(self, every: Float[Array, "*b f"]) -> Float[Array, "*b own"]:
+    def own_features(self, features: Float[Array, "*b f"]) -> Float[Array, "*b own"]:
         """Return those attention features of this device's heads that its output weights take."""
-        return _shard(every, self.outputs, SLOTS, -1)
+        return _shard(features, self.outputs, SLOTS, -1)
 
-    def all_features(self, own: Float[Array, "b own"]) -> Float[Array, "b f"]:
+    def all_features(self, local: Float[Array, "b own"]) -> Float[Array, "b f"]:
         """Pad `own_features` to all features of the heads; those of other devices are zero."""
         if self.outputs == 1:
-            return own
-        count = own.shape[-1]
-        none = jnp.zeros((*own.shape[:-1], count * self.outputs), own.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(none, own, jax.lax.axis_index(SLOTS) * count, axis=-1)
+            return local
+        count = local.shape[-1]
+        none = jnp.zeros((*local.shape[:-1], count * self.outputs), local.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(none, local, jax.lax.axis_index(SLOTS) * count, axis=-1)
 
     def of_slots(
-        self, told: Float[Array, "b n"], features: Float[Array, "b f"]
+        self, stats: Float[Array, "b n"], features: Float[Array, "b f"]
     ) -> tuple[Float[Array, "s b n"], Float[Array, "s b own"]]:
         """Gather arrays from the devices `s` that shard a head's slots, in one collective.
 
-        Each device receives all of `told` from every other, and of their attention `features` its `own_features`.
+        Each device receives all of `stats` from every other, and of their attention `features` its `own_features`.
         """
-        rows, count = told.shape
+        rows, count = stats.shape
         if self.outputs == 1:
-            every = jax.lax.all_gather(jnp.concatenate([told, features], axis=-1), SLOTS)
+            gathered = jax.lax.all_gather(jnp.concatenate([stats, features], axis=-1), SLOTS)
         else:
             pieces = jnp.moveaxis(features.reshape(rows, self.outputs, -1), 1, 0)
-            said = jnp.broadcast_to(told, (self.outputs, rows, count))
-            every = jax.lax.all_to_all(jnp.concatenate([said, pieces], axis=-1), SLOTS, 0, 0)
-        return every[..., :count], every[..., count:]
+            repeated = jnp.broadcast_to(stats, (self.outputs, rows, count))
+            gathered = jax.lax.all_to_all(jnp.concatenate([repeated, pieces], axis=-1), SLOTS, 0, 0)
+        return gathered[..., :count], gathered[..., count:]
 
     def over_devices(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """Sum over all devices that shard the model."""
@@ -118,25 +118,25 @@ class Spread:
         """Return the index of this device's first KV head in a layer, where each device has `heads` of them."""
         return jax.lax.axis_index(HEADS) * heads if self.heads > 1 else 0
 
-    def all_heads(self, own: Array) -> Array:
+    def all_heads(self, local: Array) -> Array:
         """Gather arrays [b h ...] of all heads from the devices that shard them."""
-        return jax.lax.all_gather(own, HEADS, axis=1, tiled=True) if self.heads > 1 else own
+        return jax.lax.all_gather(local, HEADS, axis=1, tiled=True) if self.heads > 1 else local
 
-    def all_slots(self, own: Array, axis: int = 2) -> Array:
+    def all_slots(self, local: Array, axis: int = 2) -> Array:
         """Gather arrays of whole heads, along their axis of slots, from the devices that shard the slots."""
-        return jax.lax.all_gather(own, SLOTS, axis=axis, tiled=True) if self.slots > 1 else own
+        return jax.lax.all_gather(local, SLOTS, axis=axis, tiled=True) if self.slots > 1 else local
 
-    def own_slots(self, every: Array, axis: int = 2) -> Array:
+    def own_slots(self, x: Array, axis: int = 2) -> Array:
         """Return this device's shard of the slots; the inverse of `all_slots`."""
-        return _shard(every, self.slots, SLOTS, axis)
+        return _shard(x, self.slots, SLOTS, axis)
 
     def over_queries(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """Sum over the devices that shard a block's queries."""
         return jax.lax.psum(parts, SLOTS) if self.queries > 1 else parts
 
-    def most_of_queries(self, most: Array) -> Array:
+    def most_of_queries(self, x: Array) -> Array:
         """Return the maximum over the devices that shard a block's queries."""
-        return jax.lax.pmax(most, SLOTS) if self.queries > 1 else most
+        return jax.lax.pmax(x, SLOTS) if self.queries > 1 else x
 
     def own_queries(self, tokens: int, block: int) -> Int[Array, "m"] | None:
         """Return the indices of the tokens whose queries this device computes; None for all of them.
@@ -150,25 +150,25 @@ class Spread:
         first = (jnp.arange(turns) * self.queries + jax.lax.axis_index(SLOTS)) * block
         return (first[:, None] + jnp.arange(block)).reshape(-1)
 
-    def all_queries(self, own: Array, tokens: int, block: int, axis: int) -> Array:
+    def all_queries(self, local: Array, tokens: int, block: int, axis: int) -> Array:
         """Gather arrays of all tokens, along their axis of tokens, from each device's `own_queries`."""
         if self.queries == 1:
-            return own
-        turns = own.reshape(*own.shape[:axis], -1, block, *own.shape[axis + 1 :])
-        every = jax.lax.all_gather(turns, SLOTS, axis=axis + 1)
-        joined = every.reshape(*own.shape[:axis], -1, *own.shape[axis + 1 :])
-        return jax.lax.slice_in_dim(joined, 0, tokens, axis=axis)
+            return local
+        turns = local.reshape(*local.shape[:axis], -1, block, *local.shape[axis + 1 :])
+        gathered = jax.lax.all_gather(turns, SLOTS, axis=axis + 1)
+        in_order = gathered.reshape(*local.shape[:axis], -1, *local.shape[axis + 1 :])
+        return jax.lax.slice_in_dim(in_order, 0, tokens, axis=axis)
 
-    def own_heads(self, every: Array) -> Array:
+    def own_heads(self, x: Array) -> Array:
         """Return this device's shard of the heads; the inverse of `all_heads`."""
-        return _shard(every, self.heads, HEADS, 1)
+        return _shard(x, self.heads, HEADS, 1)
 
 
-def _shard(every: Array, devices: int, name: str, axis: int) -> Array:
+def _shard(x: Array, devices: int, name: str, axis: int) -> Array:
     if devices == 1:
-        return every
-    count = every.shape[axis] // devices
-    return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(name) * count, count, axis)
+        return x
+    count = x.shape[axis] // devices
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(name) * count, count, axis)
 
 
 ALONE = Spread()

@@ -44,16 +44,16 @@ def enable_compilation_cache(directory: str | Path | None = None) -> None:
     if chosen is None:
         return
     # Keep small programs, too: a start needs dozens, and reading one takes a tenth of the time of compiling it.
-    least = 0.0
+    min_seconds = 0.0
     try:
         _check_room(chosen)
     except OSError as error:
         warnings.warn(f"{_UNWRITABLE.format(chosen)} ({error.strerror}); {_REMEDY}", stacklevel=2)
         if not chosen.is_dir():
             return
-        least = math.inf  # programs are read, and none is written
+        min_seconds = math.inf  # programs are read, and none is written
     jax.config.update("jax_compilation_cache_dir", str(chosen))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", min_seconds)
 
 
 def _check_room(directory: Path) -> None:
@@ -122,8 +122,8 @@ def temporary_bytes(programs: Iterable[jax.stages.Lowered]) -> int | None:
     Arguments and results are not counted. A program already called with arguments of the same shapes is not compiled
     again.
     """
-    found = [program.compile().memory_analysis() for program in programs]
-    return max((memory.temp_size_in_bytes for memory in found if memory is not None), default=None)
+    analyses = [program.compile().memory_analysis() for program in programs]
+    return max((memory.temp_size_in_bytes for memory in analyses if memory is not None), default=None)
 
 
 class Compiling:

@@ -22,9 +22,9 @@ class Limit(NamedTuple):
     expected: str
 
 
-def at_least(least: float, what: str) -> Limit:
-    """Return the limit of numbers from `least` on, described as `what`."""
-    return Limit(lambda value: value >= least, f"{what} from {least}")
+def at_least(minimum: float, what: str) -> Limit:
+    """Return the limit of numbers from `minimum` on, described as `what`."""
+    return Limit(lambda value: value >= minimum, f"{what} from {minimum}")
 
 
 def above_zero(what: str) -> Limit:
@@ -74,14 +74,14 @@ def setting_names(part: Any) -> list[str]:
 
 def directories(part: Any) -> list[str]:
     """Return the directories that settings of a part, or of parts in its fields, name."""
-    found: list[str] = []
+    paths: list[str] = []
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         if field.metadata.get("directory") and value:
-            found.append(value)
+            paths.append(value)
         elif dataclasses.is_dataclass(value):
-            found += directories(value)
-    return found
+            paths += directories(value)
+    return paths
 
 
 def written(*values: object) -> bool:
@@ -110,11 +110,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (lambda value: isinstance(value, str), "text"),
     "None": (lambda value: value is None, "None"),
     "tuple[int, ...]": (
-        lambda value: isinstance(value, tuple) and all(_KINDS["int"][0](each) for each in value),
+        lambda value: isinstance(value, tuple) and all(_KINDS["int"][0](item) for item in value),
         "a list of whole numbers such as [5]",
     ),
     "tuple[str, ...]": (
-        lambda value: isinstance(value, tuple) and all(isinstance(each, str) for each in value),
+        lambda value: isinstance(value, tuple) and all(isinstance(item, str) for item in value),
         "a list of words",
     ),
 }
@@ -125,13 +125,13 @@ def check_kind(name: str, value: object, annotation: object) -> None:
 
     Only annotations made of `_KINDS` are checked: numbers, text, booleans, None and tuples.
     """
-    most = 2**32 if name == "seed" else 2**31
-    check(not isinstance(value, int) or abs(value) < most, name, value, f"a number below {most}")
+    limit = 2**32 if name == "seed" else 2**31
+    check(not isinstance(value, int) or abs(value) < limit, name, value, f"a number below {limit}")
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     kinds = [_KINDS.get(kind) for kind in text.split(" | ")]
     if all(kind is not None for kind in kinds):
-        known = [kind for kind in kinds if kind is not None]
-        check(any(fits(value) for fits, _ in known), name, value, " or ".join(what for _, what in known))
+        rules = [kind for kind in kinds if kind is not None]
+        check(any(fits(value) for fits, _ in rules), name, value, " or ".join(what for _, what in rules))
 
 
 def check_fields(record: Any, *names: str) -> None:
@@ -151,7 +151,7 @@ def check_limit(name: str, value: Any, field: dataclasses.Field[Any]) -> None:
 
 def fields_line(record: Any, hidden: Sequence[str] = ()) -> str:
     """Return a dataclass as a call in one line, with the values that are not defaults, and arrays by their shapes."""
-    values = {each.name: (_brief(getattr(record, each.name)), each.default) for each in dataclasses.fields(record)}
+    values = {field.name: (_brief(getattr(record, field.name)), field.default) for field in dataclasses.fields(record)}
     shown = [
         f"{name}={value}"
         for name, (value, default) in values.items()

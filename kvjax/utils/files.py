@@ -161,13 +161,13 @@ def read_lines(file: Path, read: Callable[[str], Read]) -> list[tuple[int, Read]
 
     An error of `read` gets the line's number.
     """
-    found: list[tuple[int, Read]] = []
+    results: list[tuple[int, Read]] = []
     for number, text in enumerate(read_text(file).split("\n"), 1):
         if text.strip():
-            found.append((number, of_line(file, number, lambda text=text: read(text.removesuffix("\r")))))
-    if not found:
+            results.append((number, of_line(file, number, lambda text=text: read(text.removesuffix("\r")))))
+    if not results:
         raise ValueError(f"{file} has no line; give at least one.")
-    return found
+    return results
 
 
 def of_line(file: Path, number: int, do: Callable[[], Read]) -> Read:
@@ -188,12 +188,12 @@ def parse_json(text: str | bytes, what: str = "it") -> Any:
         return json.loads(text, parse_constant=constant)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        said = f"{error.msg} at {line}column {error.colno}"
+        reason = f"{error.msg} at {line}column {error.colno}"
     except RecursionError:
-        said = "it is nested too deeply"
+        reason = "it is nested too deeply"
     except ValueError as error:
-        said = " ".join(str(error).split())
-    raise ValueError(f"{what} is not JSON: {said}.")
+        reason = " ".join(str(error).split())
+    raise ValueError(f"{what} is not JSON: {reason}.")
 
 
 def check_writable(file: Path, ending: str) -> None:

@@ -25,7 +25,6 @@ MOVED: Mapping[str, str] = {
     "kvjax.env": "kvjax.cli.env",
     "kvjax.evaluate": "kvjax.evaluation",
     "kvjax.pictures": "kvjax.evaluation",
-    "kvjax.methods.combine": "kvjax.methods.register",
     "kvjax.policies.plan": "kvjax.policies.allocation",
     "kvjax.policies.selection": "kvjax.policies.residual",
     "kvjax.sampling": "kvjax.generation",
@@ -51,8 +50,8 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     ) -> importlib.machinery.ModuleSpec | None:
         """Return a spec for an old name, None for any other."""
         # `python -m` puts the origin at the head of sys.argv, where jax reads strings.
-        moved = MOVED.get(fullname)
-        return None if moved is None else importlib.util.spec_from_loader(fullname, self, origin=moved)
+        new_name = MOVED.get(fullname)
+        return None if new_name is None else importlib.util.spec_from_loader(fullname, self, origin=new_name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the moved module under its old name."""

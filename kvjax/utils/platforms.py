@@ -46,14 +46,14 @@ def platform_failure(error: BaseException) -> str | None:
         return None
     if not chosen:
         return f"JAX cannot use its plugin for {name} ({_bare(reason)}); uninstall it, or set JAX_PLATFORMS=cpu."
-    asked, unset = f"JAX_PLATFORMS={chosen}, but JAX", "or unset JAX_PLATFORMS."
+    start, unset = f"JAX_PLATFORMS={chosen}, but JAX", "or unset JAX_PLATFORMS."
     if name != "cpu" and name not in _PLUGINS and "not in the list of known backends" in reason:
-        known = ["cpu", *(each for each in _PLUGINS if each != "gpu")]
-        return f"{asked} has no platform {name!r}; {choices(name, known)}"
+        names = ["cpu", *(plugin for plugin in _PLUGINS if plugin != "gpu")]
+        return f"{start} has no platform {name!r}; {choices(name, names)}"
     extra, *packages = _PLUGINS.get(name, ("", name))
     if extra and not any(map(_is_installed, packages)):
-        return f"{asked} is installed without support for it; pip install -U '{extra}', {unset}"
-    return f"{asked} cannot use {name} ({_bare(reason)}); check its driver, {unset}"
+        return f"{start} is installed without support for it; pip install -U '{extra}', {unset}"
+    return f"{start} cannot use {name} ({_bare(reason)}); check its driver, {unset}"
 
 
 def _bare(reason: str) -> str:

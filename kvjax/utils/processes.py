@@ -45,19 +45,19 @@ def join(where: str = "") -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(**settings)
     except (RuntimeError, ValueError) as error:
-        said = " ".join(str(error).split()).rstrip(".")
-        if "coordinator_address" in said or "should be defined" in said:
-            said = "nothing says where they are; give --distributed HOST:PORT,PROCESSES,NUMBER"
-        raise ValueError(f"the processes of this run cannot connect: {said[:300]}.") from None
+        reason = " ".join(str(error).split()).rstrip(".")
+        if "coordinator_address" in reason or "should be defined" in reason:
+            reason = "nothing says where they are; give --distributed HOST:PORT,PROCESSES,NUMBER"
+        raise ValueError(f"the processes of this run cannot connect: {reason[:300]}.") from None
     finally:
         limit.cancel()
     # Collectives print to standard output: send that to the null device.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
-    kept = os.dup(1)
+    output = os.dup(1)
     os.dup2(nowhere, 1)
-    usual, first = sys.stdout, jax.process_index() == 0
-    sys.stdout = open(kept if first else nowhere, "w", encoding=usual.encoding, errors=usual.errors)  # noqa: SIM115
+    stdout, first = sys.stdout, jax.process_index() == 0
+    sys.stdout = open(output if first else nowhere, "w", encoding=stdout.encoding, errors=stdout.errors)  # noqa: SIM115
     if jax.process_index() > 0:
         sys.stderr = sys.stdout
 

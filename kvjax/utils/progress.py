@@ -31,10 +31,10 @@ class Bar:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def advance(self, made: bool = True) -> None:
-        """Count one more; `made` is False for a result that already existed."""
+    def advance(self, is_new: bool = True) -> None:
+        """Count one more; `is_new` is False for a result that already existed."""
         self._done += 1
-        self._made += made
+        self._made += is_new
         self._bar.advance(self._task)
 
     def update(self, done: int, text: str, force: bool = False) -> None:
@@ -49,14 +49,14 @@ class Bar:
     def say(self, line: str) -> None:
         """Print a line above the bar; without a terminal, prefix it with the count and the time left."""
         if not self._shown:
-            left = time_left(self._made, self._total - self._done, time.monotonic() - self._began)
-            line = f"[{self._done}/{self._total}{left}] {line}"
+            remaining = time_left(self._made, self._total - self._done, time.monotonic() - self._began)
+            line = f"[{self._done}/{self._total}{remaining}] {line}"
         self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def time_left(done: int, rest: int, seconds: float) -> str:
+def time_left(done: int, remaining: int, seconds: float) -> str:
     """Return the end of a line of progress, after `done` pieces of work in so many seconds: the time for the rest."""
-    if not done or not rest:
+    if not done or not remaining:
         return ""
-    left = rest * seconds / done
-    return f", {left:.0f} s left" if left < 100 else f", {left / 60:.0f} min left"
+    seconds_left = remaining * seconds / done
+    return f", {seconds_left:.0f} s left" if seconds_left < 100 else f", {seconds_left / 60:.0f} min left"

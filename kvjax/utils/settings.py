@@ -133,20 +133,20 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def whole_number(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
+def whole_number(name: str, value: Any, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
     """Return a whole number of Python or NumPy as an int; check its type (TypeError) and range (ValueError)."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={value!r} is not a whole number.")
-    if not least <= value <= most:
-        raise ValueError(f"{name}={value} is not a whole number from {least} to {most}.")
+    if not minimum <= value <= maximum:
+        raise ValueError(f"{name}={value} is not a whole number from {minimum} to {maximum}.")
     return int(value)
 
 
-def check_options(options: Any, *names: str, least: int = 1) -> None:
+def check_options(options: Any, *names: str, minimum: int = 1) -> None:
     """Refuse options of a command line that are below a number; those that are None pass."""
     for name in names:
-        if (given := getattr(options, name)) is not None and given < least:
-            raise ValueError(f"--{name.replace('_', '-')} {given} is not a whole number from {least}.")
+        if (value := getattr(options, name)) is not None and value < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not a whole number from {minimum}.")
 
 
 def seed_number(value: Any) -> int:
@@ -238,10 +238,10 @@ def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages | list[
         return [_ids(prompts)]
     if chat and prompts and isinstance(prompts[0], dict):
         return [conversation(prompts)]
-    found: list[str | Messages | list[int]] = []
+    texts: list[str | Messages | list[int]] = []
     for prompt in prompts:
         if chat and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
-            found.append(conversation(prompt))
+            texts.append(conversation(prompt))
             continue
         if isinstance(prompt, dict):
             raise TypeError(
@@ -251,10 +251,10 @@ def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages | list[
             prompt = np.asarray(prompt).tolist()
         if not isinstance(prompt, (str, list, tuple)):
             raise TypeError(f"prompts are texts or token ids, not {prompt!r}.")
-        found.append(prompt if isinstance(prompt, str) else _ids(prompt))
-    if not found:
+        texts.append(prompt if isinstance(prompt, str) else _ids(prompt))
+    if not texts:
         raise ValueError("there is no prompt; give at least one text.")
-    return found
+    return texts
 
 
 def _is_id(value: Any) -> bool:
@@ -269,13 +269,13 @@ def _ids(prompt: Sequence[Any]) -> list[int]:
 
 def keywords(*functions: Callable[..., Any]) -> list[str]:
     """Return the names of the keyword-only arguments of functions."""
-    takes = (each for function in functions for each in inspect.signature(function).parameters.values())
-    return [each.name for each in takes if each.kind is each.KEYWORD_ONLY]
+    parameters = (p for function in functions for p in inspect.signature(function).parameters.values())
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
-def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+def check_keywords(function: str, keywords: Iterable[str], accepted: Iterable[str]) -> None:
     """Raise a TypeError that names the first unknown keyword of a function, and suggests a similar one."""
-    names = list(known)
-    for name in given:
+    names = list(accepted)
+    for name in keywords:
         if name not in names:
             raise TypeError(f"{function} has no keyword {name!r}; {choices(name, names, lead='it takes')}")

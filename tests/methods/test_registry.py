@@ -105,7 +105,7 @@ def test_a_file_with_the_decorator_is_a_policy_everywhere(capsys: pytest.Capture
     with pytest.raises(ValueError, match="did you mean fading"):
         kvjax.policy("fadin")
 
-    entry = describe.describe_policy("fading", own=True)
+    entry = describe.describe_policy("fading", without_common=True)
     assert (entry.summary, entry.paper, entry.when) == ("Tokens that fade.", "Nobody 2026, eq. 7", "never.")
     assert [setting.name for setting in entry.settings] == ["rate", "recent"]
     assert entry.settings[0].meaning == "how fast it fades."
@@ -255,7 +255,7 @@ def test_a_class_of_scores_registers_with_its_settings_and_those_of_every_policy
         kvjax.policy("scaled", bits=1.0)
     with pytest.raises(ValueError, match="rate='fast' is not a finite number"):
         kvjax.policy("scaled", rate="fast")
-    entry = describe.describe_policy("scaled", own=True)
+    entry = describe.describe_policy("scaled", without_common=True)
     assert (entry.summary, entry.when, entry.sources) == ("Tokens that scale.", "never.", [Scaled])
     assert entry.settings[0].meaning == "how far they scale."
     assert generate.main(["--policy", "scaled", "--help"]) == 0

@@ -49,7 +49,7 @@ def test_ids_and_texts_need_no_transformers(text):
     tokenizer = read_tokenizer(WEIGHTS)
     ids, plain = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
     texts = tokenizer.decode(ids), tokenizer.decode(ids, skip_special_tokens=True)
-    assert "whole" not in vars(tokenizer)
+    assert "transformers" not in vars(tokenizer)
     whole = PreTrainedTokenizerFast.from_pretrained(WEIGHTS)
     assert ids == whole(text)["input_ids"] == tokenizer(text).input_ids and plain == whole.encode(
         text, add_special_tokens=False
@@ -65,7 +65,7 @@ def test_special_tokens_of_a_text_are_split_where_the_settings_say_so(tmp_path, 
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer, theirs = read_tokenizer(tmp_path), PreTrainedTokenizerFast.from_pretrained(tmp_path)
     ids = tokenizer.encode("<|user|>\nHi<|endoftext|>")
-    assert "whole" not in vars(tokenizer) and ids == theirs.encode("<|user|>\nHi<|endoftext|>")
+    assert "transformers" not in vars(tokenizer) and ids == theirs.encode("<|user|>\nHi<|endoftext|>")
     assert {0, 2}.isdisjoint(ids) == split and tokenizer.decode(ids) == "<|user|>\nHi<|endoftext|>"
 
 

@@ -34,7 +34,7 @@ class HarnessTask(Task):
 
     def check(self, options: argparse.Namespace) -> None:
         check_options(options, "batch_size")
-        check_options(options, "num_fewshot", least=0)
+        check_options(options, "num_fewshot", minimum=0)
         limit = options.limit
         if limit is not None and (limit <= 0 or (isinstance(limit, float) and limit >= 1)):
             raise ValueError(f"--limit {limit} is neither a number of cases from 1, nor a share between 0.0 and 1.0.")

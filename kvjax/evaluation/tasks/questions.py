@@ -115,7 +115,7 @@ class RetrievalTask(QuestionTask):
         check_options(options, "cases")
         for length in options.lengths:
             whole_number("--lengths", length)
-        check_options(options, "seed", least=0)
+        check_options(options, "seed", minimum=0)
         for depth in options.depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"--depths {depth} is not from 0.0, before all hay, to 1.0, after it.")

@@ -111,11 +111,11 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
     Raises:
         ValueError: there are no kernels, they are damaged, or they were trained for another model, policy or shape.
     """
-    settings, mine = read_settings(directory), fingerprints(model)
-    if settings.fingerprint not in mine:
+    settings, model_fingerprints = read_settings(directory), fingerprints(model)
+    if settings.fingerprint not in model_fingerprints:
         raise ValueError(
             f"the kernels in {directory} were made for model {settings.model!r} ({settings.fingerprint}), not for "
-            f"{model.name!r} ({mine[0]}); train some for it with kvjax train_less."
+            f"{model.name!r} ({model_fingerprints[0]}); train some for it with kvjax train_less."
         )
     if settings.policy != policy:
         raise ValueError(
@@ -126,9 +126,9 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
     # uncommitted arrays would be compiled again.
     sizes: dict[str, Any] = dict(features=settings.features, hidden=settings.hidden, literal=settings.literal)
     shapes = jax.eval_shape(lambda key: init_kernels(key, model.config, **sizes), jax.random.key(0))
-    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(settings.dtype)), shapes)
+    template = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(settings.dtype)), shapes)
     damage = f"the kernels in {directory} are damaged ({{reason}})."
-    params = restore_arrays(Path(directory) / _KERNELS, wanted, damage)
+    params = restore_arrays(Path(directory) / _KERNELS, template, damage)
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params), settings
 
 
@@ -143,9 +143,9 @@ def find(checkpoint: str, policy: str) -> list[Path]:
     Raises:
         ValueError: there are none.
     """
-    given = expanded(checkpoint)
-    if checkpoint and (given / _SETTINGS).exists():
-        return [given]
+    directory = expanded(checkpoint)
+    if checkpoint and (directory / _SETTINGS).exists():
+        return [directory]
     if checkpoint and (SHIPPED / checkpoint / _SETTINGS).exists():
         return [SHIPPED / checkpoint]
     shipped = sorted(path.parent for path in SHIPPED.glob(f"*/{_SETTINGS}"))

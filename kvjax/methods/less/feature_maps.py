@@ -161,8 +161,8 @@ def _dropper(kernel: Phi | Psi) -> _Drop:
 
     def drop(x: Array) -> Array:
         index = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape)
-        kept = mix(index + seed) >= jnp.uint32(kernel.dropout * 2**32)
-        return jnp.where(kept, x / (1 - kernel.dropout), 0.0)
+        mask = mix(index + seed) >= jnp.uint32(kernel.dropout * 2**32)
+        return jnp.where(mask, x / (1 - kernel.dropout), 0.0)
 
     return drop
 

@@ -76,11 +76,11 @@ class LowRankMemory(Residual, interface=True):
             kernels = performer_kernels(jax.random.key(self.kernel_seed), model.config, features=self.features or 8)
         elif kernels is None:
             options = []
-            for found in checkpoints.find(self.checkpoint, self.base):
-                stacked, settings = checkpoints.load(found, model, self.base)
+            for path in checkpoints.find(self.checkpoint, self.base):
+                stacked, settings = checkpoints.load(path, model, self.base)
                 if self.features not in (0, settings.features):
                     raise ValueError(
-                        f"the kernels in {found} have {settings.features} features, not features={self.features}; "
+                        f"the kernels in {path} have {settings.features} features, not features={self.features}; "
                         "leave it out or give another checkpoint."
                     )
                 longest = model.config.max_positions
@@ -98,8 +98,8 @@ class LowRankMemory(Residual, interface=True):
         if not self.trained:
             return self
         fraction = isinstance(budget, float)
-        wanted = max(1e-9, float(np.mean(budget)))  # invalid budgets are refused later, where slots are counted
-        nearest = min(self.trained, key=lambda option: abs(math.log(option[fraction] / wanted)))
+        target = max(1e-9, float(np.mean(budget)))  # invalid budgets are refused later, where slots are counted
+        nearest = min(self.trained, key=lambda option: abs(math.log(option[fraction] / target)))
         return self.replace(layers=nearest[-1], trained=())
 
     def _check_shapes(self, kernels: Any, model: LanguageModel) -> None:
@@ -107,11 +107,11 @@ class LowRankMemory(Residual, interface=True):
         if len(kernels) != len(layers):
             raise ValueError(f"kernels of {len(kernels)} layers do not fit the {len(layers)} layers of {model!r}.")
         if self.kernels == "learned":
-            given = kernels[0]["phi"]["first"].shape[:3]
-            wanted = (layers[0].kv_heads, layers[0].groups, layers[0].key_width)
-            if given != wanted:
+            shape = kernels[0]["phi"]["first"].shape[:3]
+            expected = (layers[0].kv_heads, layers[0].groups, layers[0].key_width)
+            if shape != expected:
                 raise ValueError(
-                    f"kernels for (KV heads, groups, head width) {given} do not fit {wanted} of {model!r}."
+                    f"kernels for (KV heads, groups, head width) {shape} do not fit {expected} of {model!r}."
                 )
 
     def layer(self, index: int) -> LowRankMemory:
@@ -162,10 +162,10 @@ class LowRankMemory(Residual, interface=True):
         if self.layers is None or self.kernels == "performer":
             return super().step(state, evicted, new, attended)
         pair = evicted.k[:, :, 0], evicted.v[:, :, 0], evicted.position[:, :, 0]
-        seen = Partial(*(x[:, :, :, 0] for x in attended))
+        partial = Partial(*(x[:, :, :, 0] for x in attended))
         weights = self.layers["phi"], self.layers["psi"]
-        found = less_kernels.remember(state, pair, new.q[:, :, :, 0], seen, *weights, **new.kernels._asdict())
-        return Memory(found.h, found.z), found.out[:, :, :, None]
+        outputs = less_kernels.remember(state, pair, new.q[:, :, :, 0], partial, *weights, **new.kernels._asdict())
+        return Memory(outputs.h, outputs.z), outputs.out[:, :, :, None]
 
 
 def _in_bfloat16(kernels: Any) -> Any:

@@ -67,9 +67,9 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     file, (_, metadata) = next(iter(parts.items()))
     name = str(metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+        supported = ", ".join(ARCHITECTURES)
         raise LoadError(
-            f"{file}: architecture (general.architecture) {name!r} is not supported; supported are {known}."
+            f"{file}: architecture (general.architecture) {name!r} is not supported; supported are {supported}."
         )
     tensors = merge_parts({part: (part_metadata, reader.tensors) for part, (reader, part_metadata) in parts.items()})
     if "token_embd.weight" not in tensors:
@@ -93,8 +93,8 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         for part, tensor in tensors.values()
     }
 
-    def rename(wanted: str) -> str:
-        return names.get_name(wanted, try_suffixes=(".weight", ".bias")) or wanted
+    def rename(hf_name: str) -> str:
+        return names.get_name(hf_name, try_suffixes=(".weight", ".bias")) or hf_name
 
     return settings, metadata, Stored(file, "its metadata", stored, rename=rename)
 
@@ -122,12 +122,12 @@ def _tensor(
                 yield dequantized(np.frombuffer(opened.read(rows * of_row), np.uint8).reshape(rows, -1))
 
     def read(dtype: np.dtype) -> Array:
-        whole = empty_buffer(shape, _PLAIN.get(kind, dtype))
-        rows, start = whole.reshape(-1, shape[-1]), 0
+        array = empty_buffer(shape, _PLAIN.get(kind, dtype))
+        rows, start = array.reshape(-1, shape[-1]), 0
         for block in blocks():
             rows[start : start + len(block)] = block
             start += len(block)
-        return whole if restore is None else restore(whole, settings)
+        return array if restore is None else restore(array, settings)
 
     return Tensor(file, shape, size, read, blocks=blocks if restore is None else None)
 

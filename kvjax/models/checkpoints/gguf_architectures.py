@@ -23,7 +23,7 @@ _BY_LAYER = ("attention.sliding_window_pattern",)
 class Header:
     """Header of a file.
 
-    `known` has the names of the metadata that have been read; other metadata may change what the model computes.
+    `used_keys` has the names of the metadata that have been read; other metadata may change what the model computes.
     """
 
     name: str
@@ -31,12 +31,12 @@ class Header:
     shapes: Mapping[str, tuple[int, ...]]
     factors: Mapping[str, Float[np.ndarray, " half"]]
     """Tensors that contain factors of RoPE's wavelengths."""
-    known: set[str] = dataclasses.field(default_factory=set)
+    used_keys: set[str] = dataclasses.field(default_factory=set)
 
-    def get(self, key: str, usual: Any = None) -> Any:
+    def get(self, key: str, default: Any = None) -> Any:
         """Return the architecture's metadata of a name; a list of equal values becomes one value."""
-        self.known.add(key)
-        value = self.metadata.get(f"{self.name}.{key}", usual)
+        self.used_keys.add(key)
+        value = self.metadata.get(f"{self.name}.{key}", default)
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]  # one value for each layer
         if isinstance(value, list) and key not in _BY_LAYER:
@@ -125,8 +125,8 @@ def _phi3(settings: Settings, header: Header) -> Settings:
 
 def _gemma3(settings: Settings, header: Header) -> Settings:
     pattern = header.get("attention.sliding_window_pattern", 6)
-    usual = [layer % 6 != 5 for layer in range(settings["num_hidden_layers"])]
-    if pattern != 6 and pattern != usual:
+    every_sixth = [layer % 6 != 5 for layer in range(settings["num_hidden_layers"])]
+    if pattern != 6 and pattern != every_sixth:
         raise LoadError(
             f"metadata {header.name}.attention.sliding_window_pattern is {pattern}; supported is a window in all "
             "layers but every sixth."

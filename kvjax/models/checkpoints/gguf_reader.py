@@ -50,20 +50,20 @@ class Reader(GGUFReader):
         if kind in self.gguf_scalar_to_np:
             numbers = self._get(start, self.gguf_scalar_to_np[kind], count)
             return numbers.tolist(), start + numbers.nbytes
-        found: list[Any] = []
+        nested: list[Any] = []
         for _ in range(count):
             values, start = self._values(start, depth + 1)
-            found += values
-        return found, start
+            nested += values
+        return nested, start
 
 
 def _strings(data: memoryview, start: int, count: int) -> tuple[list[str], int]:
     """Return strings that follow each other in a file, each after its length in 8 bytes, and their end."""
-    found: list[str] = []
+    strings: list[str] = []
     for _ in range(count):
         first = start + 8
         start = first + int.from_bytes(data[start:first], sys.byteorder)
         if start > len(data):
             raise ValueError(_TRUNCATED)
-        found.append(str(data[first:start], "utf-8"))
-    return found, start
+        strings.append(str(data[first:start], "utf-8"))
+    return strings, start

@@ -64,7 +64,7 @@ def _check_keys(header: Header, head_width: int) -> None:
             )
     for key, value in header.metadata.items():
         name = key.removeprefix(f"{header.name}.")
-        if name == key or name in header.known or name in _DESCRIBES or value in _NEUTRAL.get(name, ()):
+        if name == key or name in header.used_keys or name in _DESCRIBES or value in _NEUTRAL.get(name, ()):
             continue
         raise LoadError(f"metadata {key} ({value!r}) is not supported.")
 
@@ -92,9 +92,9 @@ def config_settings(header: Header) -> Settings:
     width = (settings["hidden_size"] if not queries else queries[0]) // heads
     if width < 1 or not header.shapes["token_embd.weight"]:
         raise LoadError(f"the shapes of token_embd.weight or blk.0.attn_q.weight do not fit {heads} heads.")
-    known = architecture.factors
-    if header.factors and sorted(header.factors) != sorted(known):
-        supported = f"supported are {' and '.join(known)}" if known else "give the model's safetensors"
+    factors = architecture.factors
+    if header.factors and sorted(header.factors) != sorted(factors):
+        supported = f"supported are {' and '.join(factors)}" if factors else "give the model's safetensors"
         raise LoadError(
             f"the factors of RoPE in {' and '.join(header.factors)} are not supported for {header.name}; {supported}."
         )

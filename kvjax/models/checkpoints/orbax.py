@@ -28,9 +28,9 @@ def write_orbax(weights: Weights, directory: Path) -> None:
     """Write weights to a directory that does not exist yet."""
     import orbax.checkpoint as ocp
 
-    named = {leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(weights)}
+    leaves = {leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(weights)}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory.absolute(), named)
+        checkpointer.save(directory.absolute(), leaves)
 
 
 def read_orbax(directory: Path) -> Stored:
@@ -40,7 +40,7 @@ def read_orbax(directory: Path) -> Stored:
     check_tree(directory, LoadError)
     with damage_named(_DAMAGED.format(directory), LoadError):
         with ocp.PyTreeCheckpointer() as checkpointer:
-            held: dict[str, Any] = dict(checkpointer.metadata(directory.absolute()).item_metadata.tree)
+            arrays: dict[str, Any] = dict(checkpointer.metadata(directory.absolute()).item_metadata.tree)
         tensors = {
             _current(name): Tensor(
                 directory,
@@ -49,7 +49,7 @@ def read_orbax(directory: Path) -> Stored:
                 functools.partial(_read, directory, name),
                 functools.partial(_read, directory, name),
             )
-            for name, array in held.items()
+            for name, array in arrays.items()
         }
     return Stored(directory, "config.json", tensors, ours=True)
 
@@ -64,8 +64,8 @@ def _current(name: str) -> str:
 def _read(directory: Path, name: str, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> Any:
     import orbax.checkpoint as ocp
 
-    placed = ocp.ArrayRestoreArgs(sharding=sharding, dtype=dtype)
-    how = ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else placed
+    array_args = ocp.ArrayRestoreArgs(sharding=sharding, dtype=dtype)
+    how = ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else array_args
     arguments = ocp.args.PyTreeRestore(item={name: 0}, restore_args={name: how}, partial_restore=True)
     with damage_named(_DAMAGED.format(directory), LoadError), ocp.PyTreeCheckpointer() as checkpointer:
         return checkpointer.restore(directory.absolute(), args=arguments)[name]

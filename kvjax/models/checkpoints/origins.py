@@ -88,10 +88,10 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     shape = (len(parts), *parts[0].shape)
 
     def read(dtype: np.dtype, experts: range = range(len(parts))) -> np.ndarray:
-        whole = np.empty((len(experts), *shape[1:]), dtype)
+        stack = np.empty((len(experts), *shape[1:]), dtype)
         for index, expert in enumerate(experts):
-            whole[index] = parts[expert].read(dtype)
-        return whole
+            stack[index] = parts[expert].read(dtype)
+        return stack
 
     def place(dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
         of_experts = functools.cache(functools.partial(read, dtype))  # several devices may have the same ones
@@ -110,16 +110,16 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     return Tensor(parts[0].file, shape, sum(part.size for part in parts), read, place, blocks=blocks)
 
 
-def shared(tensor: Tensor, uses: int) -> Tensor:
+def read_once(tensor: Tensor, uses: int) -> Tensor:
     """Return a tensor that several leaves use: it is read once and kept until the last of them."""
-    kept: list[np.ndarray] = []
+    cache: list[np.ndarray] = []
     later = itertools.count(uses - 1, -1)
 
     def read(dtype: np.dtype) -> np.ndarray:
-        whole = kept.pop() if kept else tensor.read(dtype)
+        array = cache.pop() if cache else tensor.read(dtype)
         if next(later) > 0:
-            kept.append(whole)
-        return whole
+            cache.append(array)
+        return array
 
     return tensor if uses == 1 else dataclasses.replace(tensor, read=read)
 
@@ -133,13 +133,13 @@ def spellings(name: str, base: str) -> tuple[str, ...]:
 def find_origins(stored: Stored, family: Family, shapes: Mapping[str, Shape]) -> dict[str, Origin]:
     """Return the origin of each leaf, given the leaves' shapes; a missing tensor has the name of the usual layout."""
 
-    def found(name: str) -> str:
-        wanted = stored.rename(name)
-        return next((each for each in spellings(wanted, family.base) if each in stored.tensors), wanted)
+    def stored_name(name: str) -> str:
+        name = stored.rename(name)
+        return next((x for x in spellings(name, family.base) if x in stored.tensors), name)
 
     def origin(leaf: str, shape: Shape) -> Origin:
-        usual = Source(leaf) if stored.ours else family.source(leaf)
-        layouts = [Origin(source, tuple(map(found, source.names(shape))), shape) for source in (usual, *usual.others)]
-        return next((each for each in layouts if each.names[0] in stored.tensors), layouts[0])
+        first = Source(leaf) if stored.ours else family.source(leaf)
+        layouts = [Origin(s, tuple(map(stored_name, s.names(shape))), shape) for s in (first, *first.alternatives)]
+        return next((layout for layout in layouts if layout.names[0] in stored.tensors), layouts[0])
 
     return {leaf: origin(leaf, shape) for leaf, shape in shapes.items()}

@@ -79,10 +79,10 @@ def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
     def read(dtype: np.dtype) -> np.ndarray:
         assert blocks.codes is not None and scales.codes is not None
         codes, exponents = blocks.codes(), scales.codes().view(np.uint8)
-        whole = np.empty((experts, out, count * _PER_BLOCK), dtype)
+        weights = np.empty((experts, out, count * _PER_BLOCK), dtype)
         for expert in range(experts):
-            whole[expert] = of_mxfp4(codes[expert], exponents[expert])
-        return whole.swapaxes(1, 2)
+            weights[expert] = of_mxfp4(codes[expert], exponents[expert])
+        return weights.swapaxes(1, 2)
 
     return Tensor(blocks.file, (experts, count * _PER_BLOCK, out), blocks.size + scales.size, read)
 
@@ -139,12 +139,12 @@ def of_scales(
         sizes: rows and columns of a block; the last blocks may have fewer.
     """
     out, into = codes.shape
-    whole, step = np.empty(codes.shape, dtype), max(1, 128 // sizes[0]) * sizes[0]
+    weights, step = np.empty(codes.shape, dtype), max(1, 128 // sizes[0]) * sizes[0]
     for start in range(0, out, step):
         rows = np.arange(start, min(start + step, out))
         factors = np.repeat(scales[rows // sizes[0]], sizes[1], axis=1)[:, :into]
-        whole[rows[0] : rows[-1] + 1] = codes[rows[0] : rows[-1] + 1].astype(np.float32) * factors
-    return whole
+        weights[rows[0] : rows[-1] + 1] = codes[rows[0] : rows[-1] + 1].astype(np.float32) * factors
+    return weights
 
 
 def _of_words(module: str, parts: dict[str, Tensor], packing: Packing) -> Tensor:
@@ -186,11 +186,11 @@ def _of_words(module: str, parts: dict[str, Tensor], packing: Packing) -> Tensor
         zeros = unpack(integers["qzeros"], packing, axis=1).astype(np.int32)
         zeros = _zero_points(f"{codes.file}: {module}qzeros", zeros, packing)
         factors = parts["scales"].read(np.dtype(np.float32)).astype(np.float32)
-        whole, step = np.empty((out, into), dtype), 256
+        weights, step = np.empty((out, into), dtype), 256
         for start in range(0, into, step):
             of = group[start : start + step]
-            whole[:, start : start + step] = ((numbers[start : start + step] - zeros[of]) * factors[of]).T
-        return whole
+            weights[:, start : start + step] = ((numbers[start : start + step] - zeros[of]) * factors[of]).T
+        return weights
 
     return Tensor(codes.file, (out, into), sum(part.size for part in parts.values()), read)
 
@@ -222,12 +222,12 @@ def _zero_points(name: str, stored: Int[np.ndarray, "n out"], packing: Packing) 
     format asks for one less, or the reverse.
     """
     middle = 2 ** (packing.bits - 1)
-    least, largest = int(stored.min()), int(stored.max())
-    if packing.symmetric is not False and least == largest and middle - least in (0, 1):
+    low, high = int(stored.min()), int(stored.max())
+    if packing.symmetric is not False and low == high and middle - low in (0, 1):
         return np.full_like(stored, middle)
     if packing.symmetric:
         raise LoadError(
-            f"{name} has integers from {least} to {largest}, but sym is true, with {middle - 1} or {middle} for all: "
+            f"{name} has integers from {low} to {high}, but sym is true, with {middle - 1} or {middle} for all: "
             "set sym to false in config.json if these are the zero points, else the file is damaged."
         )
     return (stored + packing.zero_offset) % 2**packing.bits

@@ -19,7 +19,7 @@ from kvjax.rope import Rope
 
 _WRITTEN: Mapping[str, str] = {
     "vocab_size": "vocab_size",
-    **{ours: theirs for ours, theirs in LLAMA_NAMES.items() if ours != "activation"},
+    **{field: setting for field, setting in LLAMA_NAMES.items() if field != "activation"},
     "kv_heads": "num_key_value_heads",
     "head_width": "head_dim",
     "tied": "tie_word_embeddings",
@@ -46,7 +46,7 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
     described = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **{theirs: getattr(config, ours) for ours, theirs in _WRITTEN.items()},
+        **{setting: getattr(config, field) for field, setting in _WRITTEN.items()},
         "tie_word_embeddings": weights.unembedding is None,
         "eos_token_id": list(config.eos) or None,
         "pad_token_id": 1,

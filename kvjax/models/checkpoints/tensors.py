@@ -148,7 +148,7 @@ def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
 
             def part(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
-                where = tuple((each.start, each.stop) for each in index)
+                where = tuple((axis.start, axis.stop) for axis in index)
                 if where not in parts:
                     parts[where] = stored[index].astype(dtype, copy=False)
                 return parts[where]

@@ -86,24 +86,24 @@ def _unknown(name: object) -> LoadError:
 
 def text_half(settings: Settings) -> Settings:
     """Return the settings of a multimodal model's text half, and those of any other model unchanged."""
-    whole, inner = settings.get("model_type"), settings.get("text_config")
-    if not isinstance(whole, str) or whole not in TEXT_HALVES:
+    kind, inner = settings.get("model_type"), settings.get("text_config")
+    if not isinstance(kind, str) or kind not in TEXT_HALVES:
         return settings
-    half = TEXT_HALVES[whole]
+    half = TEXT_HALVES[kind]
     if inner is None and half.flat:
         inner = {name: value for name, value in settings.items() if name != "vision_config"}
     if not isinstance(inner, dict):
-        raise LoadError(f"text_config must be an object with the settings of the text half of {whole}, not {inner!r}.")
+        raise LoadError(f"text_config must be an object with the settings of the text half of {kind}, not {inner!r}.")
     name = inner.get("model_type")
-    made = {name: settings[name] for name in _OUTER if settings.get(name) is not None} | inner
-    if name in (None, whole, f"{whole}_text") and name not in FAMILIES:
-        made = FAMILIES[half.family].complete({**half.defaults, **made}, half.config or half.family)
-        made |= {"model_type": half.family}
-    made["tie_word_embeddings"] = _tied(half, settings, inner)
+    text = {name: settings[name] for name in _OUTER if settings.get(name) is not None} | inner
+    if name in (None, kind, f"{kind}_text") and name not in FAMILIES:
+        text = FAMILIES[half.family].complete({**half.defaults, **text}, half.config or half.family)
+        text |= {"model_type": half.family}
+    text["tie_word_embeddings"] = _tied(half, settings, inner)
     for key in ("rope_scaling", "rope_parameters"):
-        if isinstance(made.get(key), dict):
-            made[key] = _rope_of_text(made[key])
-    return made
+        if isinstance(text.get(key), dict):
+            text[key] = _rope_of_text(text[key])
+    return text
 
 
 _OUTER = ("bos_token_id", "eos_token_id", "quantization_config")
@@ -111,10 +111,10 @@ _OUTER = ("bos_token_id", "eos_token_id", "quantization_config")
 
 
 def _tied(half: TextHalf, *parts: Settings) -> bool:
-    given = [flag(part, "tie_word_embeddings") for part in parts if part.get("tie_word_embeddings") is not None]
-    if not given:
+    flags = [flag(part, "tie_word_embeddings") for part in parts if part.get("tie_word_embeddings") is not None]
+    if not flags:
         return half.tied
-    return any(given) if half.either_ties else given[0]
+    return any(flags) if half.either_ties else flags[0]
 
 
 def _rope_of_text(rope: Settings) -> Settings:

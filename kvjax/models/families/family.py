@@ -38,18 +38,18 @@ class Source:
         shape: function from the leaf's shape and the config to the tensor's shape; None if the shapes are equal.
         read: function from the tensor and the config to the leaf (a transpose, or a part of a fused tensor); None if
             they are equal.
-        others: sources of the same leaf in other layouts, for checkpoints that have their tensors.
+        alternatives: sources of the same leaf in other layouts, for checkpoints that have their tensors.
     """
 
     name: str
     shape: Callable[[Shape, ModelConfig], Shape] | None = None
     read: Callable[[Tensor, ModelConfig], Tensor] | None = None
-    others: tuple[Source, ...] = ()
+    alternatives: tuple[Source, ...] = ()
 
     def in_layer(self, layer: str | None) -> Source:
         """Return the source with a layer's number in the names of tensors."""
-        others = tuple(other.in_layer(layer) for other in self.others)
-        return dataclasses.replace(self, name=self.name.format(layer=layer, expert="{expert}"), others=others)
+        sources = tuple(source.in_layer(layer) for source in self.alternatives)
+        return dataclasses.replace(self, name=self.name.format(layer=layer, expert="{expert}"), alternatives=sources)
 
     def names(self, leaf: Shape) -> tuple[str, ...]:
         """Return the names of the tensors of a leaf of this shape."""
@@ -85,14 +85,14 @@ class Family:
     def complete(self, settings: Settings, model_type: str) -> dict[str, Any]:
         """Return settings under the names that are read, with those that transformers' config of a type would have."""
         aliased = {ours: settings[name] for name, ours in self.aliases.items() if settings.get(name) is not None}
-        whole = {**self.defaults, **settings, **aliased}
-        omitted = [name for name in self.looked_up if name not in whole]
+        merged = {**self.defaults, **settings, **aliased}
+        omitted = [name for name in self.looked_up if name not in merged]
         if omitted:
             from transformers import CONFIG_MAPPING  # slow to import
 
-            usual = CONFIG_MAPPING[model_type]()
-            whole |= {name: getattr(usual, name) for name in omitted}
-        return whole
+            hf_config = CONFIG_MAPPING[model_type]()
+            merged |= {name: getattr(hf_config, name) for name in omitted}
+        return merged
 
     @property
     def base(self) -> str:

@@ -29,8 +29,8 @@ _ONLY: Settings = {"mlp_bias": (False,), "use_bidirectional_attention": (None, F
 _LOOKED_UP = (*SIZES, "num_key_value_heads", "head_dim")
 
 
-def _config(settings: Settings, **others: Any) -> ModelConfig:
-    return llama_config(settings, embedding_scale=integer(settings, "hidden_size") ** 0.5, norm_offset=True, **others)
+def _config(settings: Settings, **fields: Any) -> ModelConfig:
+    return llama_config(settings, embedding_scale=integer(settings, "hidden_size") ** 0.5, norm_offset=True, **fields)
 
 
 def _gemma(settings: Settings) -> ModelConfig:
@@ -52,9 +52,9 @@ def _gemma2(settings: Settings, period: int = 2) -> ModelConfig:
 
 
 def _gemma3(settings: Settings) -> ModelConfig:
-    _, given = rope_parts(settings)
-    if not set(given) <= set(LAYER_TYPES):
-        raise LoadError(f"rope_parameters must have an object for each of {', '.join(LAYER_TYPES)}, not {given!r}.")
+    _, by_type = rope_parts(settings)
+    if not set(by_type) <= set(LAYER_TYPES):
+        raise LoadError(f"rope_parameters must have an object for each of {', '.join(LAYER_TYPES)}, not {by_type!r}.")
     plain = {**settings, "rope_parameters": None, "rope_scaling": None}
     shape = _gemma2(plain, integer(settings, "sliding_window_pattern"))
     ropes = ropes_of_layers(settings, shape, settings["rope_local_base_freq"])

@@ -18,13 +18,13 @@ from kvjax.models.families.sources import fused_by_head, fused_in_turn, module_s
 from kvjax.rope import Rope
 
 
-def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> ModelConfig:
+def gpt_config(settings: Settings, names: Mapping[str, str], **overrides: Any) -> ModelConfig:
     """Return the config of a model with layer normalization, an MLP without a gate, and heads that divide the width.
 
     Args:
         settings: settings of the model.
         names: the family's names of the settings in `LLAMA_NAMES`. If that of `mlp_width` is None, it is 4 * `width`.
-        others: further fields of the config; by default `kv_heads` is `heads` and `norm_bias` is True.
+        overrides: further fields of the config; by default `kv_heads` is `heads` and `norm_bias` is True.
     """
     if settings.get(names["mlp_width"]) is None:
         settings = {**settings, names["mlp_width"]: 4 * integer(settings, names["width"])}
@@ -34,7 +34,7 @@ def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> M
         "norm_bias": True,
         "gated_mlp": False,
     }
-    return ModelConfig(**({"kv_heads": fields["heads"]} | fields | others))
+    return ModelConfig(**({"kv_heads": fields["heads"]} | fields | overrides))
 
 
 _NAMES: Mapping[str, str] = {
@@ -101,13 +101,13 @@ _GPTJ = {
 
 
 def _gpt_neox(settings: Settings) -> ModelConfig:
-    named = {"partial_rotary_factor": settings["rotary_pct"], "rope_theta": settings["rotary_emb_base"]}
+    rope_settings = {"partial_rotary_factor": settings["rotary_pct"], "rope_theta": settings["rotary_emb_base"]}
     width = head_width(settings, "hidden_size", "num_attention_heads")
     return gpt_config(
         settings,
         {**LLAMA_NAMES, "norm_eps": "layer_norm_eps"},
         parallel=flag(settings, "use_parallel_residual"),
-        rope=read_rope({**settings, **named}, width, partial=True),
+        rope=read_rope({**settings, **rope_settings}, width, partial=True),
         qkv_bias=flag(settings, "attention_bias"),
         output_bias=flag(settings, "attention_bias"),
         mlp_bias=True,

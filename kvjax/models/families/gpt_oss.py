@@ -28,7 +28,7 @@ def _config(settings: Settings) -> ModelConfig:
 
 def _or(source: Source, *names: str) -> Source:
     """Return a source that is also found under other names, in the layout of the leaf (GGUF)."""
-    return dataclasses.replace(source, others=tuple(map(Source, names)))
+    return dataclasses.replace(source, alternatives=tuple(map(Source, names)))
 
 
 def _experts() -> Mapping[str, Source]:
@@ -44,8 +44,8 @@ def _experts() -> Mapping[str, Source]:
         for leaf, fused in fused_experts(_MLP, end, alternating=True).items():
             stored = transposed(fused) if part == "weight" else fused
             source = _or(stored, f"{_MLP}.experts.{{expert}}.{leaf}_proj.{part}", f"{_MLP}.experts.{leaf}_proj.{part}")
-            others = (of_each[leaf], *source.others)
-            sources[f"layers.mlp.experts.{leaf}.{part}"] = dataclasses.replace(source, others=others)
+            alternatives = (of_each[leaf], *source.alternatives)
+            sources[f"layers.mlp.experts.{leaf}.{part}"] = dataclasses.replace(source, alternatives=alternatives)
     return sources
 
 

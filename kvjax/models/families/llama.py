@@ -38,7 +38,7 @@ LLAMA_NAMES: Mapping[str, str] = {
 def common_fields(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a config that every family has, given the names of their settings."""
     readers = {"norm_eps": positive_number, "activation": functools.partial(choice, choices=ACTIVATIONS)}
-    return {ours: readers.get(ours, integer)(settings, theirs) for ours, theirs in names.items()} | {
+    return {field: readers.get(field, integer)(settings, setting) for field, setting in names.items()} | {
         "vocab_size": integer(settings, "vocab_size"),
         "tied": flag(settings, "tie_word_embeddings"),
         "bos": next(iter(special_token_ids(settings, "bos_token_id")), None),
@@ -46,14 +46,14 @@ def common_fields(settings: Settings, names: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def llama_config(settings: Settings, *, partial: bool = False, windowed: bool = False, **others: Any) -> ModelConfig:
+def llama_config(settings: Settings, *, partial: bool = False, windowed: bool = False, **overrides: Any) -> ModelConfig:
     """Return the config of a model like Llama.
 
     Args:
         settings: settings of the model.
         partial: as in `read_rope`.
         windowed: True if the family has a sliding window; Llama has none, even if its config sets one.
-        others: further fields of the config.
+        overrides: further fields of the config.
     """
     fields = common_fields(settings, LLAMA_NAMES)
     width, heads = fields["width"], fields["heads"]
@@ -71,7 +71,7 @@ def llama_config(settings: Settings, *, partial: bool = False, windowed: bool = 
         "mlp_bias": flag(settings, "mlp_bias"),
         "sliding_window": optional_integer(settings, "sliding_window") if windowed else None,
     }
-    return ModelConfig(**(fields | others))
+    return ModelConfig(**(fields | overrides))
 
 
 LLAMA_SOURCES: Mapping[str, Source] = module_sources(
@@ -116,30 +116,30 @@ def _smollm3(settings: Settings) -> ModelConfig:
     return dataclasses.replace(
         shape,
         rope=None,
-        ropes=tuple(shape.rope if each else None for each in rotated),
-        windows=read_windows(settings, [LAYER_TYPES[windowed and not each] for each in rotated]),
+        ropes=tuple(shape.rope if has_rope else None for has_rope in rotated),
+        windows=read_windows(settings, [LAYER_TYPES[windowed and not has_rope] for has_rope in rotated]),
     )
 
 
 def rotated_layers(settings: Settings) -> list[bool]:
     """Return whether each layer has RoPE; `no_rope_layers` has a 1 for layers with it."""
-    given, layers = settings.get("no_rope_layers"), integer(settings, "num_hidden_layers")
-    if given is None:
+    entries, layers = settings.get("no_rope_layers"), integer(settings, "num_hidden_layers")
+    if entries is None:
         period = integer(settings, "no_rope_layer_interval")
         return [(layer + 1) % period > 0 for layer in range(layers)]
-    if not isinstance(given, list) or len(given) != layers:
-        raise LoadError(f"no_rope_layers must have a 0 or 1 for each of {layers} layers, not {given!r}.")
-    return [bool(each) for each in given]
+    if not isinstance(entries, list) or len(entries) != layers:
+        raise LoadError(f"no_rope_layers must have a 0 or 1 for each of {layers} layers, not {entries!r}.")
+    return [bool(entry) for entry in entries]
 
 
 def _phi3(settings: Settings) -> ModelConfig:
     # Older checkpoints use other names for longrope.
-    named = {"su": "longrope", "yarn": "longrope"}
+    renames = {"su": "longrope", "yarn": "longrope"}
     ropes = {key: settings.get(key) for key in ("rope_scaling", "rope_parameters")}
     for key, rope in ropes.items():
         if isinstance(rope, dict):
             kind = rope.get("rope_type", rope.get("type", "default"))
-            ropes[key] = {**rope, "rope_type": named.get(kind, kind)}
+            ropes[key] = {**rope, "rope_type": renames.get(kind, kind)}
     return llama_config({**settings, **ropes}, partial=True, windowed=True)
 
 

@@ -21,19 +21,19 @@ def _config(settings: Settings) -> ModelConfig:
     assert shape.rope is not None
     rotated = rotated_layers(settings)
     has_chunks = settings["attention_chunk_size"] is not None
-    types = read_layer_types(settings, [_LAYER_TYPES[has_chunks and each] for each in rotated], _LAYER_TYPES)
+    types = read_layer_types(settings, [_LAYER_TYPES[has_chunks and has_rope] for has_rope in rotated], _LAYER_TYPES)
     normed, chunked = flag(settings, "use_qk_norm"), "chunked_attention" in types
     if normed and shape.rope.magnitude != 1:
         raise LoadError(f"rope_type {shape.rope.scaling!r} is not supported for llama4 with use_qk_norm=True.")
     rope = dataclasses.replace(shape.rope, interleaved=True)
-    most = integer(settings, "attention_chunk_size") if chunked else shape.max_positions
+    longest = integer(settings, "attention_chunk_size") if chunked else shape.max_positions
     return dataclasses.replace(
         shape,
         mlp_width=integer(settings, "intermediate_size_mlp"),
-        max_positions=min(shape.max_positions, most),
+        max_positions=min(shape.max_positions, longest),
         chunked=chunked,
         rope=None,
-        ropes=tuple(rope if each else None for each in rotated),
+        ropes=tuple(rope if has_rope else None for has_rope in rotated),
         query_key_norms=normed,
         query_key_scales=not normed,
         query_growth=_growth(settings),
@@ -50,8 +50,8 @@ def _growth(settings: Settings) -> QueryGrowth | None:
 
 
 def _mixture(settings: Settings, layers: int) -> Mixture | None:
-    given, step = layer_numbers(settings, "moe_layers"), integer(settings, "interleave_moe_layer_step")
-    dense = tuple(layer for layer in range(layers) if (layer not in given if given is not None else (layer + 1) % step))
+    moe, step = layer_numbers(settings, "moe_layers"), integer(settings, "interleave_moe_layer_step")
+    dense = tuple(layer for layer in range(layers) if (layer not in moe if moe is not None else (layer + 1) % step))
     if len(dense) == layers:
         return None
     return read_mixture(
@@ -69,8 +69,8 @@ def _sources() -> Mapping[str, Source]:
     sources = {"layers.mlp.router": Source(f"{block}.router.weight")}
     for leaf, fused in fused_experts(block).items():
         weight = f"{leaf}_proj.weight"
-        each = Source(f"{block}.experts.{{expert}}.{weight}")  # as quantized checkpoints have them
-        sources[f"layers.mlp.experts.{leaf}.weight"] = dataclasses.replace(transposed(fused), others=(each,))
+        split = Source(f"{block}.experts.{{expert}}.{weight}")  # as quantized checkpoints have them
+        sources[f"layers.mlp.experts.{leaf}.weight"] = dataclasses.replace(transposed(fused), alternatives=(split,))
         sources[f"layers.mlp.shared.{leaf}.weight"] = Source(f"{block}.shared_expert.{weight}")
         sources[f"layers.mlp.{leaf}.weight"] = Source(f"{block}.{weight}")
     return {**LLAMA_SOURCES, **sources}

@@ -26,10 +26,10 @@ _NAMES = {
 
 
 def _config(settings: Settings) -> ModelConfig:
-    given = settings.get("attn_config") or {}
-    if not isinstance(given, dict):
-        raise LoadError(f"attn_config must be an object, not {given!r}.")
-    attention = {"alibi_bias_max": 8, **given}
+    attn_config = settings.get("attn_config") or {}
+    if not isinstance(attn_config, dict):
+        raise LoadError(f"attn_config must be an object, not {attn_config!r}.")
+    attention = {"alibi_bias_max": 8, **attn_config}
     check_only("mpt", attention, _ONLY)
     heads, scale = integer(settings, "n_heads"), settings.get("logit_scale")
     clips = bool(attention.get("clip_qkv"))  # 0 means no clipping, as null does

@@ -26,8 +26,8 @@ _DEFAULTS: Settings = {"hidden_act": "silu", "eos_token_id": 50_279}
 _ONLY = {"mlp_bias": (False,)}
 
 
-def _config(settings: Settings, **others: Any) -> ModelConfig:
-    return llama_config(settings, query_key_norms=True, query_key_norm_over="heads", **others)
+def _config(settings: Settings, **fields: Any) -> ModelConfig:
+    return llama_config(settings, query_key_norms=True, query_key_norm_over="heads", **fields)
 
 
 def _olmoe(settings: Settings) -> ModelConfig:
@@ -38,8 +38,8 @@ def _olmoe(settings: Settings) -> ModelConfig:
     )
 
 
-def _olmo2(settings: Settings, **others: Any) -> ModelConfig:
-    return _config(settings, pre_norms=False, post_norms=True, **others)
+def _olmo2(settings: Settings, **fields: Any) -> ModelConfig:
+    return _config(settings, pre_norms=False, post_norms=True, **fields)
 
 
 def _olmo3(settings: Settings) -> ModelConfig:

@@ -54,16 +54,16 @@ class Quantization:
 
 def read_quantization(settings: Settings) -> Quantization | None:
     """Return the quantization that a config declares; None for a checkpoint in floating point."""
-    given = settings.get("quantization_config")
-    if not given:
+    config = settings.get("quantization_config")
+    if not config:
         return None
-    method = given.get("quant_method") if isinstance(given, dict) else None
+    method = config.get("quant_method") if isinstance(config, dict) else None
     method = method.lower() if isinstance(method, str) else method
     if not isinstance(method, str) or method not in _METHODS:
-        bits = f" ({given['bits']} bits)" if isinstance(given, dict) and "bits" in given else ""
+        bits = f" ({config['bits']} bits)" if isinstance(config, dict) and "bits" in config else ""
         raise _refused(f"quant_method {method!r}{bits}")
-    check_keys(given, method)
-    return _METHODS[method](given)
+    check_keys(config, method)
+    return _METHODS[method](config)
 
 
 def _refused(what: str) -> LoadError:
@@ -73,45 +73,45 @@ def _refused(what: str) -> LoadError:
     )
 
 
-def _of_gptq(given: dict[str, Any]) -> Quantization:
-    bits, form = given.get("bits"), given.get("checkpoint_format") or given.get("format") or "gptq"
+def _of_gptq(config: dict[str, Any]) -> Quantization:
+    bits, form = config.get("bits"), config.get("checkpoint_format") or config.get("format") or "gptq"
     if bits not in (2, 4, 8):
         raise _refused(f"gptq of {bits!r} bits")
     if form not in ("gptq", "gptq_v2"):
         raise _refused(f"gptq in checkpoint_format {form!r}")
-    if given.get("format") not in (None, form):
+    if config.get("format") not in (None, form):
         raise _refused(
-            f"gptq in checkpoint_format {form!r} and format {given['format']!r}, which contradict each other"
+            f"gptq in checkpoint_format {form!r} and format {config['format']!r}, which contradict each other"
         )
-    _check_uniform(given, "gptq")
+    _check_uniform(config, "gptq")
     packing = Packing(
         bits,
         along_inputs=True,
         order=tuple(range(32 // bits)),
         zero_offset=1 if form == "gptq" else 0,
-        group_size=_group_size(given, "group_size"),
-        symmetric=None if given.get("sym") is None else flag(given, "sym"),
-        by_activation=flag(given, "desc_act"),
+        group_size=_group_size(config, "group_size"),
+        symmetric=None if config.get("sym") is None else flag(config, "sym"),
+        by_activation=flag(config, "desc_act"),
     )
     return Quantization(packing=packing)
 
 
-def _of_awq(given: dict[str, Any]) -> Quantization:
-    bits = given.get("bits", given.get("w_bit"))
+def _of_awq(config: dict[str, Any]) -> Quantization:
+    bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
         raise _refused(f"awq of {bits!r} bits")
-    version = str(given.get("version") or given.get("format") or "gemm").lower()
-    version = "llm-awq" if given.get("backend") == "llm-awq" else version
-    if version != "gemm" or not given.get("zero_point", True):
-        raise _refused(f"awq of version {version!r} and zero_point {given.get('zero_point', True)!r}")
-    _check_uniform(given, "awq")
-    size = _group_size(given, "group_size" if "group_size" in given else "q_group_size")
+    version = str(config.get("version") or config.get("format") or "gemm").lower()
+    version = "llm-awq" if config.get("backend") == "llm-awq" else version
+    if version != "gemm" or not config.get("zero_point", True):
+        raise _refused(f"awq of version {version!r} and zero_point {config.get('zero_point', True)!r}")
+    _check_uniform(config, "awq")
+    size = _group_size(config, "group_size" if "group_size" in config else "q_group_size")
     return Quantization(packing=Packing(4, False, (0, 4, 1, 5, 2, 6, 3, 7), zero_offset=0, group_size=size))
 
 
-def _check_uniform(given: dict[str, Any], method: str) -> None:
+def _check_uniform(config: dict[str, Any], method: str) -> None:
     """Refuse words of other sizes, and modules that are quantized in different ways."""
-    words, modules = given.get("pack_dtype") or "int32", given.get("dynamic") or {}
+    words, modules = config.get("pack_dtype") or "int32", config.get("dynamic") or {}
     if words != "int32":
         raise _refused(f"{method} in pack_dtype {words!r}")
     # "-:MODULE" names modules that are not quantised; anything else has bits of its own.
@@ -120,25 +120,25 @@ def _check_uniform(given: dict[str, Any], method: str) -> None:
             raise _refused(f"{method} in which modules differ (dynamic {module!r})")
 
 
-def _group_size(given: dict[str, Any], key: str) -> int | None:
-    size = given.get(key)
+def _group_size(config: dict[str, Any], key: str) -> int | None:
+    size = config.get(key)
     if size is not None and (type(size) is not int or not (size == -1 or size > 0)):
         raise _refused(f"{key} {size!r}")
     return size
 
 
-def _block(given: Any) -> tuple[int, int] | None:
-    if given is None:
+def _block(shape: Any) -> tuple[int, int] | None:
+    if shape is None:
         return None
-    if not isinstance(given, list) or len(given) != 2 or not all(isinstance(size, int) and size > 0 for size in given):
-        raise _refused(f"blocks of {given!r}")
-    return given[0], given[1]
+    if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(size, int) and size > 0 for size in shape):
+        raise _refused(f"blocks of {shape!r}")
+    return shape[0], shape[1]
 
 
-def _of_compressed_tensors(given: dict[str, Any]) -> Quantization:
+def _of_compressed_tensors(config: dict[str, Any]) -> Quantization:
     """Return the quantization of a config of compressed-tensors, in which all groups of linear maps share a block."""
-    groups, form = given.get("config_groups"), given.get("format")
-    if form not in _FORMATS or not isinstance(groups, dict) or not (groups or given.get("kv_cache_scheme")):
+    groups, form = config.get("config_groups"), config.get("format")
+    if form not in _FORMATS or not isinstance(groups, dict) or not (groups or config.get("kv_cache_scheme")):
         raise _refused(f"compressed-tensors format {form!r}")
     blocks = {_block_of_group(group) for group in groups.values() if not _is_unquantized(group)}
     if form == "dense" and blocks:
@@ -168,8 +168,8 @@ def _block_of_group(group: Any) -> tuple[int, int] | None:
 
 
 _METHODS: Mapping[str, Callable[[dict[str, Any]], Quantization]] = {
-    "mxfp4": lambda given: Quantization(),
-    "fp8": lambda given: Quantization(_block(given.get("weight_block_size"))),
+    "mxfp4": lambda config: Quantization(),
+    "fp8": lambda config: Quantization(_block(config.get("weight_block_size"))),
     "compressed-tensors": _of_compressed_tensors,
     "gptq": _of_gptq,
     "awq": _of_awq,

@@ -130,8 +130,8 @@ def given_rope(settings: Settings) -> dict[str, Any]:
     The latter must have no theta and no share of the width that `rope_scaling` would replace by a default.
     """
     scaling, parameters = rope_parts(settings)
-    for key, usual in (("rope_theta", 10_000.0), ("partial_rotary_factor", 1.0)):
-        used = settings.get(key, usual)
+    for key, default in (("rope_theta", 10_000.0), ("partial_rotary_factor", 1.0)):
+        used = settings.get(key, default)
         if scaling and key not in scaling and parameters.get(key, used) != used:
             raise LoadError(
                 f"rope_scaling replaces rope_parameters, which has {key}={parameters[key]!r}: add that to rope_scaling."
@@ -163,8 +163,8 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     merged |= {"max_position_embeddings": longest, _ORIGINAL: original}
     if kind in ("yarn", "longrope") and merged.get("factor") is None:
         merged["factor"] = positive_number(merged, "max_position_embeddings") / positive_number(merged, _ORIGINAL)
-    given = [key for key in _OPTIONAL.get(kind, ()) if merged.get(key) is not None]
-    numbers: dict[str, Any] = {key: positive_number(merged, key) for key in (*needed, *given)}
+    optional = [key for key in _OPTIONAL.get(kind, ()) if merged.get(key) is not None]
+    numbers: dict[str, Any] = {key: positive_number(merged, key) for key in (*needed, *optional)}
     for key in ("max_position_embeddings", _ORIGINAL):
         if key in numbers:
             numbers["original_max_positions"] = numbers.pop(key)
@@ -187,16 +187,16 @@ def ropes_of_layers(settings: Settings, shape: ModelConfig, theta: float) -> tup
         shape: the config with the windows of layers.
         theta: theta in layers with a window, unless `rope_parameters` has another one.
     """
-    scaling, given = rope_parts(settings)
-    if not set(given) <= set(LAYER_TYPES):
-        sliding = {"rope_theta": given.get("rope_theta", theta)}
-        scaling, given = {}, {"full_attention": given_rope(settings), "sliding_attention": sliding}
+    scaling, parameters = rope_parts(settings)
+    if not set(parameters) <= set(LAYER_TYPES):
+        sliding = {"rope_theta": parameters.get("rope_theta", theta)}
+        scaling, parameters = {}, {"full_attention": given_rope(settings), "sliding_attention": sliding}
     ropes: list[Rope] = []
-    for kind, usual, changes in zip(LAYER_TYPES, (settings["rope_theta"], theta), (scaling, {}), strict=True):
-        own = given.get(kind) or {}
-        if not isinstance(own, dict):
-            raise LoadError(f"rope_parameters must have an object for {kind}, not {own!r}.")
-        of_type = {"rope_theta": usual, **own, **changes}
+    for kind, default_theta, changes in zip(LAYER_TYPES, (settings["rope_theta"], theta), (scaling, {}), strict=True):
+        layer_rope = parameters.get(kind) or {}
+        if not isinstance(layer_rope, dict):
+            raise LoadError(f"rope_parameters must have an object for {kind}, not {layer_rope!r}.")
+        of_type = {"rope_theta": default_theta, **layer_rope, **changes}
         ropes.append(read_rope({**settings, "rope_scaling": None, "rope_parameters": of_type}, shape.head_width))
     return tuple(ropes[window is not None] for window in shape.windows or (None,) * shape.layers)
 
@@ -222,13 +222,13 @@ def _numbers(settings: Settings, key: str) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-def read_layer_types(settings: Settings, default: Sequence[str], known: Sequence[str] = LAYER_TYPES) -> Sequence[str]:
+def read_layer_types(settings: Settings, default: Sequence[str], kinds: Sequence[str] = LAYER_TYPES) -> Sequence[str]:
     """Return the type of each layer from `layer_types`, or else the family's default."""
     types = settings.get("layer_types")
     if types is None:
         return default
-    if not isinstance(types, list) or len(types) != len(default) or any(kind not in known for kind in types):
-        raise LoadError(f"layer_types must be {len(default)} of {', '.join(known)}, not {types!r}.")
+    if not isinstance(types, list) or len(types) != len(default) or any(kind not in kinds for kind in types):
+        raise LoadError(f"layer_types must be {len(default)} of {', '.join(kinds)}, not {types!r}.")
     return types
 
 
@@ -255,16 +255,16 @@ def layer_numbers(settings: Settings, key: str) -> list[int] | None:
     return value
 
 
-def read_mixture(settings: Settings, width: str = "intermediate_size", **others: Any) -> Mixture:
+def read_mixture(settings: Settings, width: str = "intermediate_size", **fields: Any) -> Mixture:
     """Return the experts of a model.
 
     Args:
         settings: settings of the model; `num_local_experts` replaces `num_experts` in configs of transformers 5.
         width: name of the setting of one expert's inner size.
-        others: further fields.
+        fields: further fields.
     """
     count = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
     experts, used = integer(settings, count), integer(settings, "num_experts_per_tok")
     if used > experts:
         raise LoadError(f"num_experts_per_tok is {used}, but {count} is {experts}.")
-    return Mixture(experts, used, integer(settings, width), **others)
+    return Mixture(experts, used, integer(settings, width), **fields)

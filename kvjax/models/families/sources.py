@@ -21,13 +21,13 @@ def module_sources(layers: str, modules: Mapping[str, str]) -> dict[str, Source]
             are named within the layer there.
     """
     sources: dict[str, Source] = {}
-    for ours, theirs in modules.items():
-        module = f"{layers}.{{layer}}.{theirs}" if ours.startswith("layers.") else theirs
-        if ours in ("embedding", "positions"):
-            sources[ours] = Source(f"{module}.weight")
+    for name, stored_name in modules.items():
+        module = f"{layers}.{{layer}}.{stored_name}" if name.startswith("layers.") else stored_name
+        if name in ("embedding", "positions"):
+            sources[name] = Source(f"{module}.weight")
             continue
-        sources[f"{ours}.{'scale' if ours.endswith('norm') else 'weight'}"] = Source(f"{module}.weight")
-        sources[f"{ours}.bias"] = Source(f"{module}.bias")
+        sources[f"{name}.{'scale' if name.endswith('norm') else 'weight'}"] = Source(f"{module}.weight")
+        sources[f"{name}.bias"] = Source(f"{module}.bias")
     return sources
 
 
@@ -86,12 +86,12 @@ def transposed(source: Source) -> Source:
     """Return the source of maps stored as [in, out], or [expert, in, out]; biases stay as they are."""
 
     def shape(leaf: Shape, config: ModelConfig) -> Shape:
-        found = leaf if source.shape is None else source.shape(leaf, config)
-        return (*found[:-2], *found[-2:][::-1])
+        sizes = leaf if source.shape is None else source.shape(leaf, config)
+        return (*sizes[:-2], *sizes[-2:][::-1])
 
     def read(tensor: Tensor, config: ModelConfig) -> Tensor:
-        turned = tensor.swapaxes(-1, -2) if tensor.ndim > 1 else tensor
-        return turned.copy() if source.read is None else source.read(turned, config)
+        swapped = tensor.swapaxes(-1, -2) if tensor.ndim > 1 else tensor
+        return swapped.copy() if source.read is None else source.read(swapped, config)
 
     return dataclasses.replace(source, shape=shape, read=read)
 
@@ -107,11 +107,11 @@ def expert_sources(block: str, maps: tuple[str, str, str] = ("gate_proj", "up_pr
     """
     fused = fused_experts(block)
     sources = {
-        f"layers.mlp.experts.{ours}.weight": Source(
-            f"{block}.experts.{{expert}}.{theirs}.weight",
-            others=(fused[ours], Source(f"{block}.experts.{theirs}.weight")),
+        f"layers.mlp.experts.{leaf}.weight": Source(
+            f"{block}.experts.{{expert}}.{stored_name}.weight",
+            alternatives=(fused[leaf], Source(f"{block}.experts.{stored_name}.weight")),
         )
-        for ours, theirs in zip(fused, maps, strict=True)
+        for leaf, stored_name in zip(fused, maps, strict=True)
     }
     return {"layers.mlp.router": Source(f"{block}.gate.weight"), **sources}
 

@@ -25,7 +25,7 @@ Projections = Float[Array, "L w h g d"]
 
 
 def memory_attention(
-    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
+    params: Params, recipe: Recipe, features: Features, dropout: Key[Array, ""] | None = None
 ) -> Float[Array, "b h g n d"]:
     """Compute equation 3, the attention with LESS, for all positions in parallel.
 
@@ -37,12 +37,12 @@ def memory_attention(
     shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
     train = dropout is not None
     rngs = [{"dropout": key} for key in jax.random.split(dropout)] if train else [{}, {}]
-    phi: Any = Phi(**shape).apply({"params": params["phi"]}, seen.q, train=train, rngs=rngs[0])
+    phi: Any = Phi(**shape).apply({"params": params["phi"]}, features.q, train=train, rngs=rngs[0])
     of_keys = Psi(**shape, literal=recipe.literal)
-    psi: Any = of_keys.apply({"params": params["psi"]}, seen.k, train=train, rngs=rngs[1])
-    n, d = seen.v.shape[-2:]
-    phi, psi = _chunks(phi), _chunks(psi * seen.leaving[..., None])
-    pairs = _chunks(jnp.concatenate([seen.v, jnp.ones_like(seen.v[..., :1])], -1))  # the column of ones sums psi
+    psi: Any = of_keys.apply({"params": params["psi"]}, features.k, train=train, rngs=rngs[1])
+    n, d = features.v.shape[-2:]
+    phi, psi = _chunks(phi), _chunks(psi * features.leaving[..., None])
+    pairs = _chunks(jnp.concatenate([features.v, jnp.ones_like(features.v[..., :1])], -1))  # the ones sum psi
     sums = jnp.einsum("bhmsr,bhmsd->bhmrd", psi, pairs)
     before = jnp.cumsum(sums, axis=2) - sums
     size = phi.shape[-2]
@@ -50,8 +50,8 @@ def memory_attention(
     mass = jnp.einsum("bhgmts,bhmsd->bhgmtd", within, pairs) + jnp.einsum("bhgmtr,bhmrd->bhgmtd", phi, before)
     mass = mass.reshape(*mass.shape[:3], -1, d + 1)[..., :n, :]
     # Both parts are relative to the cache's; the limit keeps float32 finite if the cache's mass is tiny.
-    mass = mass * jnp.exp(jnp.minimum(-seen.lse, 80.0))[..., None]
-    return (seen.sparse + mass[..., :d]) / (1 + mass[..., d:])
+    mass = mass * jnp.exp(jnp.minimum(-features.lse, 80.0))[..., None]
+    return (features.sparse + mass[..., :d]) / (1 + mass[..., d:])
 
 
 def _chunks(x: Array) -> Array:
@@ -62,14 +62,14 @@ def _chunks(x: Array) -> Array:
 
 
 def squared_error(
-    out: Float[Array, "b h g n d"], seen: Features, projection: Projection
+    out: Float[Array, "b h g n d"], features: Features, projection: Projection
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Return the summed squared error after the output projection, and the number of terms.
 
     Positions before the first eviction do not count.
     """
-    off = jnp.einsum("bhgnd,whgd->bnw", out - seen.full, projection)
-    counts = jnp.cumsum(seen.leaving.max(1), axis=-1) > 0
+    off = jnp.einsum("bhgnd,whgd->bnw", out - features.full, projection)
+    counts = jnp.cumsum(features.leaving.max(1), axis=-1) > 0
     return jnp.sum(jnp.where(counts[..., None], off, 0.0) ** 2), counts.sum() * off.shape[-1]
 
 

@@ -64,7 +64,7 @@ def train_kernels(
     run, name = out / "training", methods.name_of(policy)
     if (out / "settings.json").exists() and not (run / "settings.json").exists():
         raise ValueError(f"{out} holds kernels without their training run; give another --out.")
-    asked = {
+    run_settings = {
         "model": fingerprint(model),
         "dtype": str(model.weights.dtype),
         "policy": name,
@@ -78,12 +78,12 @@ def train_kernels(
         "save_dtype": save_dtype,
         **dataclasses.asdict(recipe),
     }
-    checkpoints.open_run(run, asked, free=("epochs",))
+    checkpoints.open_run(run, run_settings, free=("epochs",))
     if (out / "settings.json").exists():
-        made = checkpoint.read_settings(out).training
-        if made["epochs"] >= recipe.epochs:
-            print(error_table(made["errors"]))
-            print(f"{out} already has these kernels, after {made['epochs']} epochs.")
+        previous = checkpoint.read_settings(out).training
+        if previous["epochs"] >= recipe.epochs:
+            print(error_table(previous["errors"]))
+            print(f"{out} already has these kernels, after {previous['epochs']} epochs.")
             return
     began = time.monotonic()
     tokens = sample_texts(model, texts, sequences, length, recipe.seed)
@@ -109,17 +109,17 @@ def train_kernels(
         training = train(model, features, run, recipe, mesh=mesh, show=show)
     stored = jnp.dtype(save_dtype)
     errors = held_out_errors(model, features, training, recipe, stored, mesh=mesh)
-    told: dict[str, Any] = {k: v for k, v in asked.items() if k not in ("model", "policy", "policy_settings")}
+    record: dict[str, Any] = {k: v for k, v in run_settings.items() if k not in ("model", "policy", "policy_settings")}
     settings = checkpoint.Settings(
         model=model.name,
         fingerprint=fingerprints(model)[0],
         policy=name,
-        policy_settings=asked["policy_settings"],
+        policy_settings=run_settings["policy_settings"],
         budget=slots,
         features=recipe.features,
         hidden=recipe.hidden,
         literal=recipe.literal,
-        training=told | {"errors": errors},
+        training=record | {"errors": errors},
     )
     checkpoint.save(out, training.best, settings, dtype=stored)
     write_losses(out, np.asarray(training.losses))
@@ -140,12 +140,12 @@ def held_out_errors(
     model: Model, features: Features, training: Training, recipe: Recipe, dtype: DTypeLike, *, mesh: Mesh | None = None
 ) -> list[dict[str, Any]]:
     """Measure each layer's error on held-out texts, for the policy alone and with the kernels as stored in `dtype`."""
-    held = split_texts(features.q.shape[1], recipe)[1]
+    held_out = split_texts(features.q.shape[1], recipe)[1]
     mesh = training_mesh(model.config, mesh)
     projection = jax.device_put(output_projections(model), NamedSharding(mesh, OF_LAYERS))
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), training.best)
-    before = mean_error(None, features, held, projection, recipe, mesh)
-    after = mean_error(rounded, features, held, projection, recipe, mesh)
+    before = mean_error(None, features, held_out, projection, recipe, mesh)
+    after = mean_error(rounded, features, held_out, projection, recipe, mesh)
     best = np.argmin(np.asarray(training.losses)[:, :, 1], axis=1) + 1
     return [
         {"layer": layer, "before": float(before[layer]), "after": float(after[layer]), "best_epoch": int(best[layer])}

@@ -40,7 +40,7 @@ class Training(struct.PyTreeNode):
     optimiser: Any
     best: Params
     """Kernels of the best epoch so far."""
-    least: Float[Array, " L"]
+    lowest_error: Float[Array, " L"]
     """Error of the best kernels on the held-out texts."""
     losses: Float[Array, "L epoch 2"]
     """Mean squared error on training (with dropout) and on held-out texts, after each epoch done."""
@@ -68,17 +68,17 @@ def training_mesh(config: ModelConfig, mesh: Mesh | None = None) -> Mesh:
     if mesh is not None:
         rows = program_mesh(config, mesh).devices
         devices = rows.reshape(len(rows), -1)
-    most = max(count for count in range(1, devices.shape[1] + 1) if config.layers % count == 0)
-    chosen = devices[:, :most]
+    count = max(count for count in range(1, devices.shape[1] + 1) if config.layers % count == 0)
+    chosen = devices[:, :count]
     return mesh_of(chosen.ravel().tolist(), chosen.shape)
 
 
-def _over_layers(mesh: Mesh, function: Callable[..., Any], given: tuple[PartitionSpec, ...], *stacked: Any) -> Any:
+def _over_layers(mesh: Mesh, function: Callable[..., Any], in_specs: tuple[PartitionSpec, ...], *stacked: Any) -> Any:
     # Layers run in turn on each device: faster than vmap, whose hidden features do not fit the processor's cache.
     mapped = jax.shard_map(
         lambda *local: jax.lax.map(lambda layer: function(*layer), local),
         mesh=mesh,
-        in_specs=given,
+        in_specs=in_specs,
         out_specs=OF_LAYERS,
         check_vma=False,
     )
@@ -89,7 +89,7 @@ def _over_layers(mesh: Mesh, function: Callable[..., Any], given: tuple[Partitio
 def _step(
     params: Params,
     optimiser: Any,
-    seen: Features,
+    features: Features,
     projection: Projections,
     rate: float,
     key: Key[Array, ""],
@@ -98,44 +98,44 @@ def _step(
     mesh: Mesh,
 ) -> tuple[Params, Any, Float[Array, " L"]]:
     def loss(
-        params: Params, seen: Features, projection: Projection, key: Key[Array, ""]
+        params: Params, features: Features, projection: Projection, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-        return squared_error(memory_attention(params, recipe, seen, key), seen, projection)
+        return squared_error(memory_attention(params, recipe, features, key), features, projection)
 
     def layer(
         params: Params,
         optimiser: Any,
-        seen: Features,
+        features: Features,
         projection: Projection,
         rate: Float[Array, ""],
         keys: Key[Array, " b"],
     ) -> tuple[Params, Any, Float[Array, ""]]:
         def of_text(text: tuple[Features, Key[Array, ""]]) -> Any:
-            seen, key = jax.tree.map(lambda leaf: leaf[None], text[0]), text[1]
-            return jax.value_and_grad(loss, has_aux=True)(params, seen, projection, key)
+            features, key = jax.tree.map(lambda leaf: leaf[None], text[0]), text[1]
+            return jax.value_and_grad(loss, has_aux=True)(params, features, projection, key)
 
         # Texts run in turn, so the dropout of a text does not depend on the other texts of its device.
-        of_texts = jax.tree.map(lambda leaf: leaf.sum(0), jax.lax.map(of_text, (seen, keys)))
+        of_texts = jax.tree.map(lambda leaf: leaf.sum(0), jax.lax.map(of_text, (features, keys)))
         (total, numbers), gradients = jax.lax.psum(of_texts, DATA)
         error, gradients = jax.tree.map(lambda leaf: leaf / jnp.maximum(numbers, 1), (total, gradients))
         updates, optimiser = optax.scale_by_adam().update(gradients, optimiser)
         return optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, updates)), optimiser, error
 
-    layers, batch = seen.q.shape[:2]
+    layers, batch = features.q.shape[:2]
     keys, rates = jax.random.split(key, (layers, batch)), jnp.full(layers, rate)
-    given = OF_LAYERS, OF_LAYERS, OF_TEXTS, OF_LAYERS, OF_LAYERS, OF_TEXTS
-    return _over_layers(mesh, layer, given, params, optimiser, seen, projection, rates, keys)
+    in_specs = OF_LAYERS, OF_LAYERS, OF_TEXTS, OF_LAYERS, OF_LAYERS, OF_TEXTS
+    return _over_layers(mesh, layer, in_specs, params, optimiser, features, projection, rates, keys)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "mesh"))
 def _errors(
-    params: Params | None, seen: Features, projection: Projections, *, recipe: Recipe, mesh: Mesh
+    params: Params | None, rows: Features, projection: Projections, *, recipe: Recipe, mesh: Mesh
 ) -> tuple[Float[Array, " L"], Int[Array, " L"]]:
-    def layer(params: Params | None, seen: Features, projection: Projection) -> tuple[Float[Array, ""], Int[Array, ""]]:
-        out = seen.sparse if params is None else memory_attention(params, recipe, seen)
-        return jax.lax.psum(squared_error(out, seen, projection), DATA)
+    def layer(params: Params | None, rows: Features, projection: Projection) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        out = rows.sparse if params is None else memory_attention(params, recipe, rows)
+        return jax.lax.psum(squared_error(out, rows, projection), DATA)
 
-    return _over_layers(mesh, layer, (OF_LAYERS, OF_TEXTS, OF_LAYERS), params, seen, projection)
+    return _over_layers(mesh, layer, (OF_LAYERS, OF_TEXTS, OF_LAYERS), params, rows, projection)
 
 
 def mean_error(
@@ -143,15 +143,15 @@ def mean_error(
 ) -> Float[np.ndarray, " L"]:
     """Return the mean squared error of each layer on some of the texts; `params` is None for the policy alone."""
     total, numbers = np.zeros((2, len(projection)))
-    for seen in batches(features, np.asarray(texts), recipe.batch, mesh, whole=False):
-        error, count = _errors(params, seen, projection, recipe=recipe, mesh=mesh)
+    for rows in batches(features, np.asarray(texts), recipe.batch, mesh, drop_last=False):
+        error, count = _errors(params, rows, projection, recipe=recipe, mesh=mesh)
         total, numbers = total + np.asarray(error, np.float64), numbers + np.asarray(count)
     return total / np.maximum(numbers, 1)
 
 
-def batches(features: Features, order: np.ndarray, batch: int, mesh: Mesh, whole: bool) -> Iterator[Features]:
-    """Yield batches of texts in an order; a smaller last one is dropped if `whole`, or else padded for the mesh."""
-    stop = len(order) - len(order) % batch if whole else len(order)
+def batches(features: Features, order: np.ndarray, batch: int, mesh: Mesh, drop_last: bool) -> Iterator[Features]:
+    """Yield batches of texts in an order; a smaller last one is dropped if `drop_last`, or else padded for the mesh."""
+    stop = len(order) - len(order) % batch if drop_last else len(order)
     for first in range(0, stop, batch):
         chosen = np.sort(order[first : first + batch])
         missing = -len(chosen) % mesh.shape[DATA]
@@ -166,12 +166,12 @@ def _texts(leaf: Array, *, chosen: np.ndarray, missing: int) -> np.ndarray:
 
 def split_texts(texts: int, recipe: Recipe) -> tuple[range, range]:
     """Return the indices of the training texts and of the held-out ones, which are the last."""
-    held = max(1, round(recipe.held_out * texts))
-    if texts - held < recipe.batch:
+    count = max(1, round(recipe.held_out * texts))
+    if texts - count < recipe.batch:
         raise ValueError(
-            f"{texts} texts less {held} held out do not make one batch of {recipe.batch}; use more texts or batch=1."
+            f"{texts} texts less {count} held out do not make one batch of {recipe.batch}; use more texts or batch=1."
         )
-    return range(texts - held), range(texts - held, texts)
+    return range(texts - count), range(texts - count, texts)
 
 
 def train(
@@ -199,7 +199,7 @@ def train(
         ValueError: the batch does not fit the mesh, the mesh has other axes, or there are too few texts.
     """
     layers, texts = features.q.shape[:2]
-    learn, held = split_texts(texts, recipe)
+    learn, held_out_texts = split_texts(texts, recipe)
     check_batch(recipe.batch, mesh)
     mesh = training_mesh(model.config, mesh)
     sharding = NamedSharding(mesh, OF_LAYERS)
@@ -214,7 +214,7 @@ def train(
         params=params,
         optimiser=jax.vmap(optax.scale_by_adam().init)(params),
         best=jax.tree.map(jnp.copy, params),
-        least=jnp.full(layers, jnp.inf, jnp.float32),
+        lowest_error=jnp.full(layers, jnp.inf, jnp.float32),
         losses=jnp.zeros((layers, checkpoints.newest_step(directory), 2), jnp.float32),
         epoch=jnp.zeros(layers, jnp.int32),
     )
@@ -228,22 +228,22 @@ def train(
         key = jax.random.fold_in(jax.random.key(recipe.seed + 1), epoch)
         rate = recipe.rate * 0.5 ** (epoch // recipe.halve_every)
         errors = []
-        for step, seen in enumerate(batches(features, order, recipe.batch, mesh, whole=True)):
+        for step, rows in enumerate(batches(features, order, recipe.batch, mesh, drop_last=True)):
             step_key = jax.random.fold_in(key, step)
             params, optimiser, error = _step(
-                params, optimiser, seen, projection, rate, step_key, recipe=recipe, mesh=mesh
+                params, optimiser, rows, projection, rate, step_key, recipe=recipe, mesh=mesh
             )
             errors.append(error)
-        held_out = mean_error(params, features, held, projection, recipe, mesh).astype(np.float32)
+        held_out = mean_error(params, features, held_out_texts, projection, recipe, mesh).astype(np.float32)
         losses = np.stack([np.mean(np.stack(errors), axis=0), held_out], axis=-1)
         if not np.isfinite(losses).all():
             raise FloatingPointError(f"the losses became {losses.tolist()} in epoch {epoch + 1}; use a smaller rate.")
-        better = jax.device_put(held_out < np.asarray(training.least), sharding)
+        better = jax.device_put(held_out < np.asarray(training.lowest_error), sharding)
         training = training.replace(
             params=params,
             optimiser=optimiser,
             best=_choose(better, params, training.best),
-            least=jnp.where(better, held_out, training.least),
+            lowest_error=jnp.where(better, held_out, training.lowest_error),
             losses=jnp.concatenate([training.losses, losses[:, None]], axis=1),
             epoch=training.epoch + 1,
         )

@@ -66,8 +66,8 @@ def tensors_of(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
     draw, tensors = np.random.default_rng(0), {}
     for path, leaf in jax.tree.leaves_with_path(weight_shapes(config)):
         source = family.source(leaf_name(path))
-        if source.others and "router" not in source.name:
-            source = source.others[-1]  # GGUF has one tensor for all experts
+        if source.alternatives and "router" not in source.name:
+            source = source.alternatives[-1]  # GGUF has one tensor for all experts
         shape = leaf.shape if source.shape is None else source.shape(leaf.shape, config)
         tensors[source.name] = draw.standard_normal(shape, np.float32)
     return tensors
