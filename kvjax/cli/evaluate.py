@@ -29,8 +29,8 @@ REPORTS = ("quality", "codecs", "weights", "less", "long", "fastgen", "claims")
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of all tasks and reports."""
-    made = Parser(prog="kvjax evaluate", description=__doc__)
-    reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
+    command_line = Parser(prog="kvjax evaluate", description=__doc__)
+    reports = command_line.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, task in TASKS.items():
         task.add_arguments(_add_grid(reports, name, task.summary))
     compare = _add_grid(reports, *COMPARE)
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     report_page.add_arguments(reports.add_parser("report", help=pages, description=pages))
     if module_exists("experiments.reports"):
         importlib.import_module("experiments.reports").add_parsers(reports)
-    return made
+    return command_line
 
 
 def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -56,10 +56,12 @@ def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    made = parser()
+    command_line = parser()
     if words and words[0] in REPORTS and not module_exists("experiments.reports"):
-        made.error(f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports")
-    options = made.parse_args(words)
+        command_line.error(
+            f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports"
+        )
+    options = command_line.parse_args(words)
     options.command = quoted(words)
 
     def run() -> None:
@@ -83,8 +85,8 @@ def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
     model = load_model(options)
     measured = {name: task.fill(files[name], model, options, compared) for name, task in tasks.items()}
     print_table(measured.values())
-    for name, found in measured.items():
-        print(f"{files[name].file}: {sum(map(len, found.rows))} rows, new or from earlier runs, by {options.command}")
+    for name, results in measured.items():
+        print(f"{files[name].file}: {sum(map(len, results.rows))} rows, new or from earlier runs, by {options.command}")
 
 
 def quoted(words: Sequence[str]) -> str:

@@ -56,10 +56,10 @@ class Metrics:
 
 
 class Latency:
-    """Times of one text's tokens, for metrics; `arrived` is the `perf_counter()` at the last byte of the request."""
+    """Times of one text's tokens, for metrics; `arrival` is the `perf_counter()` at the last byte of the request."""
 
-    def __init__(self, metrics: Metrics, arrived: float) -> None:
-        self._metrics, self._before, self._first = metrics, arrived, True
+    def __init__(self, metrics: Metrics, arrival: float) -> None:
+        self._metrics, self._before, self._first = metrics, arrival, True
 
     def observe(self, tokens: int) -> None:
         """Record that tokens, at least one, have just come together."""

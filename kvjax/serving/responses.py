@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvjax.serving.metrics import OUTCOME, Latency, Metrics
 from kvjax.serving.openai.answer import Answer
-from kvjax.serving.openai.bodies import Asked
+from kvjax.serving.openai.bodies import ParsedBody
 from kvjax.serving.openai.fields import Refused
 from kvjax.serving.requests import Finished, FullError, Piece, Serving, StoppingError, Tell, Ticket
 
@@ -47,7 +47,7 @@ class EngineResponse(Response):
         super().__init__()
         self.serving, self.metrics = serving, metrics
         self.loop = asyncio.get_running_loop()
-        self.arrived = time.perf_counter()
+        self.arrival = time.perf_counter()
         self.events: asyncio.Queue[tuple[int, Piece | Finished] | None] = asyncio.Queue()
         """Events from the engine, or None if the client disconnected; the queue is at most as long as the answer."""
         self.tickets: list[Ticket] = []
@@ -55,11 +55,11 @@ class EngineResponse(Response):
         """Number of tokens sent so far."""
         self.answer: Answer
 
-    def submit(self, asked: Asked) -> None:
+    def submit(self, parsed: ParsedBody) -> None:
         """Submit all requests to the engine, or none if it refuses one; safe in any thread."""
-        self.answer = Answer(self.serving, asked)
+        self.answer = Answer(self.serving, parsed)
         try:
-            for index, request in enumerate(asked.requests):
+            for index, request in enumerate(parsed.requests):
                 self.tickets.append(self.serving.submit(request, self._tell(index)))
         except BaseException as error:
             self._cancel()
@@ -73,7 +73,7 @@ class EngineResponse(Response):
             raise
 
     def _tell(self, index: int) -> Tell:
-        latency = Latency(self.metrics, self.arrived)
+        latency = Latency(self.metrics, self.arrival)
 
         def tell(event: Piece | Finished) -> None:
             if isinstance(event, Piece) and event.tokens:
@@ -91,12 +91,12 @@ class EngineResponse(Response):
         """Send the response; the rows are freed in all cases."""
         watch, outcome = asyncio.create_task(self._watch(receive)), scope[OUTCOME]
         try:
-            if self.answer.asked.stream:
+            if self.answer.parsed.stream:
                 await self._stream(send, outcome)
             else:
                 while self.answer.unfinished:
                     self._note(*await self._next())
-                await JsonResponse(self.answer.whole())(scope, receive, send)
+                await JsonResponse(self.answer.response())(scope, receive, send)
         except (ClientDisconnect, asyncio.CancelledError) as error:
             outcome["status"] = GONE
             if isinstance(error, asyncio.CancelledError):
@@ -104,7 +104,7 @@ class EngineResponse(Response):
         finally:
             self._cancel()
             watch.cancel()
-            outcome |= {"read": self.answer.asked.read, "written": self.written}
+            outcome |= {"read": self.answer.parsed.read, "written": self.written}
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
