@@ -29,8 +29,8 @@ REPORTS = ("quality", "codecs", "weights", "less", "long", "fastgen", "claims")
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of all tasks and reports."""
-    command_line = Parser(prog="kvjax evaluate", description=__doc__)
-    reports = command_line.add_subparsers(dest="report", required=True, metavar="TASK")
+    root = Parser(prog="kvjax evaluate", description=__doc__)
+    reports = root.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, task in TASKS.items():
         task.add_arguments(_add_grid(reports, name, task.summary))
     compare = _add_grid(reports, *COMPARE)
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     report_page.add_arguments(reports.add_parser("report", help=pages, description=pages))
     if module_exists("experiments.reports"):
         importlib.import_module("experiments.reports").add_parsers(reports)
-    return command_line
+    return root
 
 
 def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -56,12 +56,10 @@ def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    command_line = parser()
+    root = parser()
     if words and words[0] in REPORTS and not module_exists("experiments.reports"):
-        command_line.error(
-            f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports"
-        )
-    options = command_line.parse_args(words)
+        root.error(f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports")
+    options = root.parse_args(words)
     options.command = quoted(words)
 
     def run() -> None:

@@ -250,9 +250,8 @@ def policy_and_config(options: argparse.Namespace, default: str) -> tuple[Policy
     parts = preset_parts | {part: name for part, name in option_parts.items() if name is not None}
     # A config's settings apply only to its own policy and parts.
     defaults = preset.settings | config.get("settings", {})
-    same = {"policy": spec.name == preset.name} | {
-        part: parts.get(part) == preset_parts.get(part) for part in PART_KEYS
-    }
+    same = {part: parts.get(part) == preset_parts.get(part) for part in PART_KEYS}
+    same["policy"] = spec.name == preset.name
     # A part that does not exist differs in nothing, so that `policy` refuses it.
     settings = {
         key: defaults[key] for key in defaults if same.get(key.partition(".")[0] if "." in key else "policy", True)

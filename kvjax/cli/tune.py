@@ -92,14 +92,12 @@ def run(options: argparse.Namespace) -> None:
     if device is None:
         raise ValueError(_why_not())
     model = load_model(options)
-    workloads: dict[str, common.Asked] = {}
+    tasks: dict[str, common.Asked] = {}
     for rows, tokens in sizes:
-        workloads |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
-    new_verdicts = Autotuner(device).settle(workloads.values(), again=options.again)
+        tasks |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
+    new_verdicts = Autotuner(device).settle(tasks.values(), again=options.again)
     verdicts = ({} if file is None else autotune.read(file).get(device, {})) | new_verdicts
-    console(160).print(
-        results_table(f"{model.name} on {device}", {bucket: verdicts.get(bucket) for bucket in workloads})
-    )
+    console(160).print(results_table(f"{model.name} on {device}", {bucket: verdicts.get(bucket) for bucket in tasks}))
     if file is not None:
         print(f"stored in {file}", file=sys.stderr)
 

@@ -172,11 +172,9 @@ class Service:
         if kind != "application/json":  # this also refuses forms of other sites' pages
             raise Refused("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
         body = await self._body(request)
-        response = EngineResponse(self.serving, self.metrics)
-        await response.loop.run_in_executor(
-            self.reader, lambda: response.submit(read(self.serving, bodies.parse(body)))
-        )
-        return response
+        reply = EngineResponse(self.serving, self.metrics)
+        await reply.loop.run_in_executor(self.reader, lambda: reply.submit(read(self.serving, bodies.parse(body))))
+        return reply
 
     async def _body(self, request: Request) -> bytes:
         """Read the body, and check its length while it arrives."""

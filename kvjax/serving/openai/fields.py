@@ -71,17 +71,15 @@ def _of(kind: type, what: str) -> Check:
     return _where(lambda value: isinstance(value, kind), what)
 
 
-def _integer(minimum: int, maximum: int) -> Check:
-    return _where(
-        lambda value: type(value) is int and minimum <= value <= maximum, f"a whole number from {minimum} to {maximum}"
-    )
+def _integer(low: int, high: int) -> Check:
+    return _where(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
 
 
-def _real(minimum: float, maximum: float, above: bool = False) -> Check:
+def _real(low: float, high: float, above: bool = False) -> Check:
     """Return a check for numbers in a range; `above` excludes the lower end."""
-    what = f"a number above {minimum} up to {maximum}" if above else f"a number from {minimum} to {maximum}"
+    what = f"a number above {low} up to {high}" if above else f"a number from {low} to {high}"
     return _where(
-        lambda value: type(value) in (int, float) and minimum <= value <= maximum and not (above and value == minimum),
+        lambda value: type(value) in (int, float) and low <= value <= high and not (above and value == low),
         what,
         float,
     )
