@@ -160,7 +160,7 @@ class CompressedLM:
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
         """Render a conversation; without `add_generation_prompt`, its last turn is left unfinished."""
-        return render(self.model, chat_history, answers=add_generation_prompt, unfinished=not add_generation_prompt)
+        return render(self.model, chat_history, add_generation_prompt, unfinished=not add_generation_prompt)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any

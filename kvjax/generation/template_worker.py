@@ -87,13 +87,13 @@ def dictionary(*pairs: Any, **items: Any) -> dict[str, Any]:
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """Return an environment like that of transformers' `apply_chat_template`."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = tojson
-    made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    made.globals.update(dict=dictionary, namespace=_Namespace)
-    return made
+    environment.filters["tojson"] = tojson
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    environment.globals.update(dict=dictionary, namespace=_Namespace)
+    return environment
 
 
 @functools.lru_cache(8)
@@ -126,14 +126,14 @@ def answer_line(line: bytes, characters: int) -> str:
     try:
         return json.dumps(_answer(json.loads(line), characters))
     except MemoryError:
-        said = {"excess": "bytes"}
+        reply = {"excess": "bytes"}
     except RecursionError:
-        said = {"excess": "recursion"}
+        reply = {"excess": "recursion"}
     except jinja2.TemplateSyntaxError as error:
-        said = {"error": f"line {error.lineno}: {error.message}"}
+        reply = {"error": f"line {error.lineno}: {error.message}"}
     except Exception as error:  # a template can raise any error
-        said = {"error": str(error)[:1000] or type(error).__name__}
-    return json.dumps(said)
+        reply = {"error": str(error)[:1000] or type(error).__name__}
+    return json.dumps(reply)
 
 
 def limit_memory(size: int) -> None:

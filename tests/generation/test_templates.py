@@ -61,7 +61,7 @@ def test_texts_are_those_of_transformers(name: str) -> None:
             assert render(model, in_parts(TURNS[:count], *ALL), answers) == wanted
         if name != "json":
             wanted = model.tokenizer.apply_chat_template(read[:count], tokenize=False, continue_final_message=True)
-            assert render(model, TURNS[:count], answers=False, unfinished=True) == wanted
+            assert render(model, TURNS[:count], add_generation_prompt=False, unfinished=True) == wanted
     text = render(model, TURNS)
     assert "friend" in text and "kind" in text and ("child" in text) == (name != "thoughts")
     several = [{"role": "user", "content": [{"type": "text", "text": each} for each in ("one", "two")]}]
