@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import shlex
@@ -28,28 +29,31 @@ REPORTS = ("quality", "codecs", "weights", "less", "long", "fastgen", "claims")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of all tasks and reports."""
+    """Build the parser of all tasks and reports; each of them sets `run`, which gets the options."""
     root = Parser(prog="kvjax evaluate", description=__doc__)
     reports = root.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, task in TASKS.items():
-        task.add_arguments(_add_grid(reports, name, task.summary))
-    compare = _add_grid(reports, *COMPARE)
+        task.add_arguments(_add_grid(reports, name, task.summary, [name]))
+    compare = _add_grid(reports, *COMPARE, COMPARED)
     texts.add_text_options(compare, default=[SAMPLE], rows=4, lengths=[512])
     compare.set_defaults(masked=None)
     pages = "results of tasks on one page, as Markdown and HTML"
-    report_page.add_arguments(reports.add_parser("report", help=pages, description=pages))
+    report = reports.add_parser("report", help=pages, description=pages)
+    report_page.add_arguments(report)
+    report.set_defaults(run=report_page.run)
     if module_exists("experiments.reports"):
         importlib.import_module("experiments.reports").add_parsers(reports)
     return root
 
 
-def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    """Add a task that compares policies at budgets."""
+def _add_grid(tasks: Any, name: str, summary: str, measured: Sequence[str]) -> argparse.ArgumentParser:
+    """Add a command that compares policies at budgets by some tasks."""
     task = tasks.add_parser(name, help=summary, description=summary)
     add_model_options(task)
     add_policies(task, "streaming,h2o,keyformer")
     task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
     task.add_argument("--out", type=output_directory, default="results", help="directory for TASK.jsonl and TASK.csv")
+    task.set_defaults(run=functools.partial(measure_tasks, measured))
     return task
 
 
@@ -61,16 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         root.error(f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports")
     options = root.parse_args(words)
     options.command = quoted(words)
-
-    def run() -> None:
-        if options.report == "report":
-            report_page.run(options)
-        elif options.report in REPORTS:
-            importlib.import_module("experiments.reports").run(options)
-        else:
-            measure_tasks(COMPARED if options.report == COMPARE[0] else [options.report], options)
-
-    return finish_with_model("evaluate", run, vars(options).get("distributed"))
+    return finish_with_model("evaluate", lambda: options.run(options), vars(options).get("distributed"))
 
 
 def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
