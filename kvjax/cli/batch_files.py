@@ -165,18 +165,18 @@ class Results:
             self._aside.unlink()
 
 
-def _started(
+def _start(
     options: argparse.Namespace, settings: dict[str, Any], file: Path, lines: Sequence[Line], prompt: Any = None
 ) -> tuple[Results, Model]:
     """Return the results of a command line, which resume an interrupted run of the same one, and the model."""
     model = load_model(options)
     run = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "json")}
     content = hashlib.sha256(file.read_bytes()).hexdigest()
-    described: dict[str, Any] = {"content": content, "prompt": prompt, "run": run}
+    identity: dict[str, Any] = {"content": content, "prompt": prompt, "run": run}
     if options.beams == 1 and (values := defaults_in_force(model.sampling_defaults, settings)):
         tell_sampling_defaults("generate", model, settings)
-        described["sampling"] = values
-    return Results(options.out, described, [line.number for line in lines]), model
+        identity["sampling"] = values
+    return Results(options.out, identity, [line.number for line in lines]), model
 
 
 def _result_fields(model: Model, generation: Generation, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -189,15 +189,15 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
     """Continue each prompt of `--prompt-file`, in batches of similar length."""
     file, size = options.prompt_file, options.batch_size or BATCH_SIZE
     lines = read_prompt_lines(file)
-    results, model = _started(options, settings, file, lines)
-    reading: dict[str, Any] = {name: settings[name] for name in ("budget", "budget_of", "max_new_tokens")}
-    reading |= {"chunk": settings["prefill_chunk"], "lengths": None, "key": None, "plan": None}
+    results, model = _start(options, settings, file, lines)
+    prefill_settings: dict[str, Any] = {name: settings[name] for name in ("budget", "budget_of", "max_new_tokens")}
+    prefill_settings |= {"chunk": settings["prefill_chunk"], "lengths": None, "key": None, "plan": None}
     rows = bucket_rows(1, model.mesh)  # rows of a batch with this line alone
 
     def ids_of(line: Line) -> list[int]:
         prompt, policy = encode(model, line.prompt, chat, options.system), settings["policy"]
         check_room(len(prompt), settings["max_new_tokens"], policy, model)
-        prepare(model, policy, [prompt] * rows, **reading)
+        prepare(model, policy, [prompt] * rows, **prefill_settings)
         return prompt
 
     encoded = [(line, of_line(file, line.number, lambda line=line: ids_of(line))) for line in lines]
@@ -214,13 +214,13 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
                 for (line, _), fields in zip(batch, _result_fields(model, generation, settings), strict=True):
                     results.write(line.number, line.fields | fields)
                 results.show(totals.speed)
-    _tell(totals, options.out)
+    _print_summary(totals, options.out)
 
 
 def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: Chat, prompt: str | Messages) -> None:
     """Answer each question of `--questions` about one prompt, which is read once; see `continue_lines`."""
     lines = read_question_lines(options.questions)
-    results, model = _started(options, settings, options.questions, lines, prompt)
+    results, model = _start(options, settings, options.questions, lines, prompt)
     before, question_ids = encode_questions(model, prompt, [str(line.prompt) for line in lines], chat, options.system)
     queue = [(line, ids) for line, ids in zip(lines, question_ids, strict=True) if line.number not in results.done]
     longest, totals = max(map(len, question_ids)), Totals()
@@ -228,8 +228,8 @@ def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: Ch
     def batches() -> Iterator[list[tuple[Line, dict[str, Any]]]]:
         """Yield the lines of each batch with their results."""
         questions, turn = [ids for _, ids in queue], bool(chat) or not isinstance(prompt, str)
-        asking: dict[str, Any] = settings | {"chat": turn, "batch_size": options.batch_size or BATCH_SIZE}
-        for generation in answer(model, before, questions, longest=longest, **asking) if queue else ():
+        keywords: dict[str, Any] = settings | {"chat": turn, "batch_size": options.batch_size or BATCH_SIZE}
+        for generation in answer(model, before, questions, longest=longest, **keywords) if queue else ():
             results_of_lines, done = _result_fields(model, generation, settings), totals.lines
             totals.add(generation, len(results_of_lines))
             yield [(line, fields) for (line, _), fields in zip(queue[done:], results_of_lines, strict=False)]
@@ -249,10 +249,10 @@ def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: Ch
                     for sample in fields.get("samples", [fields]):
                         print(sample["text"], flush=True)
                 bar.update(totals.lines, f"questions, {totals.speed}")
-    _tell(totals, options.out)
+    _print_summary(totals, options.out)
 
 
-def _tell(totals: Totals, file: Path | None) -> None:
+def _print_summary(totals: Totals, file: Path | None) -> None:
     """Print the summary of a run, unless another one had done all lines."""
     if totals.lines:
         print(totals.summary(file), file=sys.stderr)

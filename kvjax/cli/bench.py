@@ -35,12 +35,12 @@ def bench_entries(options: argparse.Namespace) -> list[BenchEntry]:
     Callers add `full` themselves.
     """
     check_options(options, "batch", "prompt_tokens", "new_tokens", "repeats")
-    everyone = options.policies == "all"
+    all_policies = options.policies == "all"
     budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
-    texts = ",".join(methods.REGISTRY) if everyone else options.policies
+    texts = ",".join(methods.REGISTRY) if all_policies else options.policies
     entries: list[BenchEntry] = []
     decided = False
-    for label, policy in compared(texts, *parts_of(options), left_out=say if everyone else None).items():
+    for label, policy in compared(texts, *parts_of(options), left_out=say if all_policies else None).items():
         if label == "full":
             continue
         decided |= policy.plan.sizing.mode == "profiled"
@@ -74,9 +74,9 @@ def run(options: argparse.Namespace) -> None:
         "prefill": lambda policy, budget: bench.reader(model, policy, budget, tokens),
     }[options.what]
     say("compiling full")
-    contenders, own_slots = [make("full", 1.0)], 1
+    contenders, profiled_slots = [make("full", 1.0)], 1
     for name, policy, budget in entries:
-        slots = own_slots if budget == "same" else budget
+        slots = profiled_slots if budget == "same" else budget
         say(f"compiling {name}" + ("" if policy.plan.sizing.mode == "profiled" else f" at {slots}"))
         try:
             with refusals():
@@ -85,8 +85,8 @@ def run(options: argparse.Namespace) -> None:
             say(f"{name} at {slots} is left out: {error}")
             continue
         if policy.plan.sizing.mode == "profiled":
-            own_slots = round(contenders[-1].slots or 1)
-            contenders[-1].budget = f"own: {own_slots}"
+            profiled_slots = round(contenders[-1].slots or 1)
+            contenders[-1].budget = f"own: {profiled_slots}"
     if entries and len(contenders) == 1:
         raise ValueError("no policy is left to benchmark, for the reasons above.")
     peer = bench.transformers_model(model) if options.against else None

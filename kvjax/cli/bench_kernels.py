@@ -126,8 +126,8 @@ def programs(options: argparse.Namespace) -> Iterator[tuple[str, str, Workload]]
     yield "prefill", title, workloads.prefill("Gumbel column sums", prompt, "noise")
     title = f"rotate: {b} rows, {heads}, d {d}, {dtype.name}"
     yield "rotate", title, workloads.rotating("one token", b, h, g, d, dtype)
-    for which, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
-        program = workloads.features(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
+    for feature_map, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
+        program = workloads.features(feature_map, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
         yield "less", f"less_kernels: {heads}, d {d}, {dtype.name}", program
 
 

@@ -77,16 +77,16 @@ def _interruptions() -> Generator[Callable[[], bool]]:
 
     Interrupting a decode step would lose the cache.
     """
-    noted: list[int] = []
+    signals: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if noted:
+    def record(number: int, frame: FrameType | None) -> None:
+        if signals:
             raise KeyboardInterrupt
-        noted.append(number)
+        signals.append(number)
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, record)
     try:
-        yield lambda: bool(noted)
+        yield lambda: bool(signals)
     finally:
         signal.signal(signal.SIGINT, before)
 

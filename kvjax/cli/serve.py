@@ -188,8 +188,8 @@ def _progress(compiling: Compiling) -> Callable[[int, int], None]:
 
     def tell(done: int, total: int) -> None:
         reads = compiling.read > 0 and compiling.read >= compiling.programs
-        doing = f"reading {done} of {total} programs from disk" if reads else f"compiling {done} of {total} programs"
-        _say(f"{doing}{time_left(done, total - done, time.monotonic() - began)}")
+        action = f"reading {done} of {total} programs from disk" if reads else f"compiling {done} of {total} programs"
+        _say(f"{action}{time_left(done, total - done, time.monotonic() - began)}")
 
     return tell
 

@@ -77,7 +77,7 @@ def describe(policy: Policy) -> dict[str, Any]:
         preset = methods.policy(name, **settings)
         for part in ("plan", "codec", "selection"):
             if getattr(base, part) != getattr(preset, part):
-                fields[part] = _described(getattr(base, part))
+                fields[part] = _describe_part(getattr(base, part))
     if policy.residual is None:
         return fields
     kind = type(policy.residual)
@@ -85,12 +85,12 @@ def describe(policy: Policy) -> dict[str, Any]:
     return {"name": kind_name} | _settings(policy.residual) | {"base": fields}
 
 
-def _described(part: Any) -> dict[str, Any]:
+def _describe_part(part: Any) -> dict[str, Any]:
     # Rows measured before there were other quantizers have the bits of integer codes.
     fields = {"kind": type(part).__name__} | _settings(part)
     if isinstance(part, Codec) and part.quantized:
         has_bits = type(part.quantizer) in (Int8, Int4)
-        fields |= {"bits": part.bits} if has_bits else {"quantizer": _described(part.quantizer)}
+        fields |= {"bits": part.bits} if has_bits else {"quantizer": _describe_part(part.quantizer)}
     return fields
 
 

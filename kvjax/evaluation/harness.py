@@ -61,7 +61,7 @@ def adapter(model: Model, **settings: Any) -> CompressedLM:
 class _Text(NamedTuple):
     """A context and its continuation."""
 
-    read: tuple[int, ...]
+    prefix: tuple[int, ...]
     """Tokens of the prefill, which are then compressed."""
     suffix: tuple[int, ...]
     """Tokens that decode steps read."""
@@ -174,7 +174,7 @@ class CompressedLM:
         # Depends on the request only, or its budget would depend on other requests.
         planned = [bucket_rows(len(text.suffix)) for text in texts]
         results: dict[int, tuple[float, bool]] = {}
-        for batch in self._batches([text.read for text in texts], planned, "Scoring continuations", disable_tqdm):
+        for batch in self._batches([text.prefix for text in texts], planned, "Scoring continuations", disable_tqdm):
             for i, result in zip(batch, self._score([texts[i] for i in batch], planned[batch[0]]), strict=True):
                 results[i] = result
                 if requests[i][0] is not None:
@@ -205,7 +205,7 @@ class CompressedLM:
 
     def _score(self, texts: Sequence[_Text], new: int) -> list[tuple[float, bool]]:
         """Score one batch, streaming up to `new` tokens of each text; a shared context is read once."""
-        prompts = list(dict.fromkeys(text.read for text in texts))
+        prompts = list(dict.fromkeys(text.prefix for text in texts))
         shortest = min(prompts, key=len)
         if self.policy.plan.sizing.per_head and len(shortest) == 1:
             raise ValueError(
@@ -222,7 +222,7 @@ class CompressedLM:
             jax.block_until_ready(logits)
             self.prefill_seconds += compiling.lap()
         self._note(lower_prefill(self.model, self.policy, filled, **reading))
-        index = [prompts.index(text.read) for text in texts] + [0] * (room(len(texts)) - len(texts))
+        index = [prompts.index(text.prefix) for text in texts] + [0] * (room(len(texts)) - len(texts))
         if index != list(range(len(filled))):
             state, logits = take_rows(state, index), logits[np.asarray(index)]
         self._count(state, len(texts))

@@ -128,8 +128,8 @@ def begin(
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     num_samples = whole_number("num_samples", num_samples)
     logprobs = None if logprobs is None else whole_number("logprobs", logprobs, 0, model.config.vocab_size)
-    drawing = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    sampling = sampling_of(model.sampling_defaults, drawing | {"repetition_penalty": repetition_penalty})
+    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = sampling_of(model.sampling_defaults, filters | {"repetition_penalty": repetition_penalty})
     stop, several = stop_strings(stop), isinstance(stop_token_ids, (list, tuple, np.ndarray))
     if not several or any(isinstance(id, bool) or not isinstance(id, (int, np.integer)) for id in stop_token_ids):
         raise TypeError(f"stop_token_ids={stop_token_ids!r} is not a list of token ids.")
@@ -152,7 +152,7 @@ def begin(
             prompts = [prompt for prompt in prompts for _ in range(num_samples)]
             seeds = [(number + i) % 2**32 for number in seeds for i in range(num_samples)]
             rows, num_samples = len(prompts), 1
-        index = _filled(prompts, model)
+        index = _prompt_of_rows(prompts, model)
         keys = _keys(np.asarray([seeds[row] for row in index], np.int64))
         compiling.lap()
         batch = [list(prompts[row]) for row in index]
@@ -189,10 +189,10 @@ def lower_begin(
     model: LanguageModel, prompts: Sequence[Sequence[int]], *, policy: str | Policy, **reading: Any
 ) -> list[jax.stages.Lowered]:
     """Lower the programs of `begin`, to read their `memory_analysis()`; `reading` is of `kvjax.prefill`."""
-    return lower_prefill(model, policy, [list(prompts[row]) for row in _filled(prompts, model)], **reading)
+    return lower_prefill(model, policy, [list(prompts[row]) for row in _prompt_of_rows(prompts, model)], **reading)
 
 
-def _filled(prompts: Sequence[Sequence[int]], model: LanguageModel) -> list[int]:
+def _prompt_of_rows(prompts: Sequence[Sequence[int]], model: LanguageModel) -> list[int]:
     """Return the prompt index of each row of the batch; copies of the shortest prompt fill it up."""
     rows = list(range(len(prompts)))
     shortest = min(rows, key=lambda row: len(prompts[row]), default=0)

@@ -97,7 +97,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 @functools.lru_cache(8)
-def _compiled(source: str) -> jinja2.Template:
+def _compile(source: str) -> jinja2.Template:
     """Compile a template."""
     return _environment().from_string(source)
 
@@ -113,7 +113,7 @@ def _answer(request: dict[str, Any], characters: int) -> dict[str, Any]:
     if "variables" not in request:
         return {"names": _names(request["template"])}
     pieces, length = list[str](), 0
-    for piece in _compiled(request["template"]).generate(request["variables"]):
+    for piece in _compile(request["template"]).generate(request["variables"]):
         pieces.append(piece)
         length += len(piece)
         if length > characters:
@@ -157,9 +157,9 @@ def main() -> None:
     limit_memory(size)
     for line in sys.stdin.buffer:
         limit_time(seconds)
-        answered = answer_line(line, characters)
+        reply = answer_line(line, characters)
         limit_time(0)
-        sys.stdout.buffer.write(f"{answered}\n".encode())
+        sys.stdout.buffer.write(f"{reply}\n".encode())
         sys.stdout.buffer.flush()
 
 

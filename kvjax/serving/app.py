@@ -23,9 +23,9 @@ from starlette.routing import Route
 
 from kvjax.serving.metrics import Metrics, Outcomes
 from kvjax.serving.openai import bodies
-from kvjax.serving.openai.fields import Refused
+from kvjax.serving.openai.fields import APIError
 from kvjax.serving.requests import Serving
-from kvjax.serving.responses import GONE, EngineResponse, JsonResponse, stopping_error
+from kvjax.serving.responses import CLIENT_CLOSED, EngineResponse, JsonResponse, stopping_error
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -82,7 +82,7 @@ class Service:
         if origins:
             allowed: dict[str, Any] = dict(allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"])
             middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **allowed))
-        chat = functools.partial(bodies.chat, usual_tokens=chat_tokens)
+        chat = functools.partial(bodies.chat, default_tokens=chat_tokens)
         self.app = Starlette(
             middleware=middleware,
             routes=[
@@ -94,7 +94,7 @@ class Service:
                 self._route("/v1/completions", lambda request: self._answer(request, bodies.completion), "POST"),
                 self._route("/v1/chat/completions", lambda request: self._answer(request, chat), "POST"),
             ],
-            exception_handlers=dict.fromkeys((Refused, ClientDisconnect, HTTPException, Exception), self._error),
+            exception_handlers=dict.fromkeys((APIError, ClientDisconnect, HTTPException, Exception), self._error),
         )
         self.app.router.redirect_slashes = False
 
@@ -117,7 +117,7 @@ class Service:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if name and not is_loopback(name) and name.strip("[]").lower() not in self.hosts:
-            raise Refused(
+            raise APIError(
                 f"{host[:60]!r} is not a name of this server; use the address on which it listens.", status=403
             )
 
@@ -130,7 +130,7 @@ class Service:
         if scheme.lower() != "bearer" or not any(fits):
             reason = "the API key is wrong" if key else "there is no API key"
             text, headers = f"{reason}; send it as `Authorization: Bearer KEY`.", {"www-authenticate": "Bearer"}
-            raise Refused(text, status=401, code="invalid_api_key", headers=headers)
+            raise APIError(text, status=401, code="invalid_api_key", headers=headers)
 
     async def _page(self, request: Request) -> Response:
         return Response(self.page_html, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
@@ -170,7 +170,7 @@ class Service:
             raise stopping_error()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # this also refuses forms of other sites' pages
-            raise Refused("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
+            raise APIError("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
         body = await self._body(request)
         reply = EngineResponse(self.serving, self.metrics)
         await reply.loop.run_in_executor(self.reader, lambda: reply.submit(read(self.serving, bodies.parse(body))))
@@ -179,7 +179,7 @@ class Service:
     async def _body(self, request: Request) -> bytes:
         """Read the body, and check its length while it arrives."""
         length = request.headers.get("content-length", "")
-        too_long = Refused(f"the body has more than {self.max_body} bytes; send less.", status=413)
+        too_long = APIError(f"the body has more than {self.max_body} bytes; send less.", status=413)
         if length.isdecimal() and int(length[:20]) > self.max_body:
             raise too_long
         body = bytearray()
@@ -191,17 +191,17 @@ class Service:
                         raise too_long
         except TimeoutError:
             text = f"the body did not arrive within {self.read_timeout:g} seconds."
-            raise Refused(text, status=408, headers={"connection": "close"}) from None
+            raise APIError(text, status=408, headers={"connection": "close"}) from None
         return bytes(body)
 
     async def _error(self, request: Request, error: Exception) -> Response:
         """Return the response for an error."""
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=GONE)  # never received
+            return Response(status_code=CLIENT_CLOSED)  # never received
         if isinstance(error, HTTPException):
             words = {404: "there is nothing at", 405: f"{request.method} is not for"}
             message = f"{words.get(error.status_code, error.detail)} {request.scope['path'][:200]}."
-            error = Refused(message, status=error.status_code, headers=error.headers)
-        if not isinstance(error, Refused):  # Uvicorn logs the error; the client gets no details.
-            error = Refused("the server failed; its log says why.", status=500)
+            error = APIError(message, status=error.status_code, headers=error.headers)
+        if not isinstance(error, APIError):  # Uvicorn logs the error; the client gets no details.
+            error = APIError("the server failed; its log says why.", status=500)
         return JsonResponse(error.body(), error.status, error.headers)

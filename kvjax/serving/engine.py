@@ -18,7 +18,7 @@ from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.serving.batch import UNDEFINED, Planned, Text, Written
-from kvjax.serving.prefix_cache import Key, Snapshots
+from kvjax.serving.prefix_cache import Key, PrefixCache
 from kvjax.serving.requests import (
     CHUNK,
     SIZES,
@@ -108,7 +108,7 @@ class Engine:
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
-        self.snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, *SIZES["snapshot_bytes"]))
+        self.prefix_cache = PrefixCache(whole_number("snapshot_bytes", snapshot_bytes, *SIZES["snapshot_bytes"]))
         self.device = Device(model, policy, budget, rows, context, chunk, steps)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.model, self.policy_name = model, name_of(self.device.policy)
@@ -126,8 +126,8 @@ class Engine:
         """Time at the end of the last dispatch; 0 if no row continues."""
         self._pace = 0.0
         """Running average of the seconds per step; 0 before the first one."""
-        counted = "requests", "prompt_tokens", "tokens", "reused_tokens", "dispatches", "failed_dispatches"
-        self._counts = dict.fromkeys((f"{name}_total" for name in counted), 0)
+        names = "requests", "prompt_tokens", "tokens", "reused_tokens", "dispatches", "failed_dispatches"
+        self._counts = dict.fromkeys((f"{name}_total" for name in names), 0)
         self._longest = 0.0
         self._listening = contextlib.ExitStack()
         self._compiling = self._listening.enter_context(Compiling())
@@ -151,7 +151,7 @@ class Engine:
     def submit(self, request: Request, tell: Tell) -> Ticket:
         """Accept a request, from any thread; see `kvjax.serving.requests.Serving`."""
         planned = self.device.plan(request)
-        keys = self.device.beginnings(request, planned) if self.snapshots.limit else []
+        keys = self.device.prefix_keys(request, planned) if self.prefix_cache.limit else []
         pieces = Pieces(self._tokenizer, stop_strings(request.stop), request.prompt)
         work = _Work(request, tell, planned, keys, pieces, self.changed)
         with self.changed:
@@ -189,8 +189,8 @@ class Engine:
                 "waiting": len(self._waiting),
                 "cache_bytes": self.device.bytes,
                 "cache_device_bytes": self.device.device_bytes,
-                "snapshot_bytes": self.snapshots.bytes,
-                "snapshot_device_bytes": self.snapshots.device_bytes,
+                "snapshot_bytes": self.prefix_cache.bytes,
+                "snapshot_device_bytes": self.prefix_cache.device_bytes,
                 "compilations": self._compiling.programs,
                 "longest_gap_seconds": self._longest,
                 **self._counts,
@@ -246,7 +246,7 @@ class Engine:
         prompt, size = work.request.prompt, self.device.chunk
         text = work.text
         if text is None:
-            chunks, prefix = self.snapshots.longest(work.keys)
+            chunks, prefix = self.prefix_cache.longest(work.keys)
             text = self.device.begin(work.planned, prefix)
             work.position = work.reused = chunks * size
             with self.changed:
@@ -257,7 +257,7 @@ class Engine:
         work.text = text
         work.position += len(chunk)
         if work.position <= len(work.keys) * size:
-            self.snapshots.put(work.keys[work.position // size - 1], text)
+            self.prefix_cache.put(work.keys[work.position // size - 1], text)
         return logits
 
     def _write(self, has_read: bool) -> None:
@@ -345,7 +345,7 @@ class Engine:
         for work in failed:
             self._finish(work, "failed", _sentence("a step of the model", error))
         self.device.state = None
-        self.snapshots.clear()
+        self.prefix_cache.clear()
 
 
 def _sentence(what: str, error: Exception) -> str:

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvjax.serving.app import Service
-from kvjax.serving.openai.fields import Refused
+from kvjax.serving.openai.fields import APIError
 from kvjax.serving.responses import json_bytes
 
 
@@ -35,7 +35,7 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-                self.reading = _stopped(self.reading)
+                self.reading = _cancel(self.reading)
             elif self.reading is None:
                 self.reading = self.loop.call_later(read_timeout, self._expire)
 
@@ -44,7 +44,7 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
             if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
                 self.transport.abort()
                 return
-            error = Refused("the request is not valid HTTP/1.1; check its first line, headers and length.")
+            error = APIError("the request is not valid HTTP/1.1; check its first line, headers and length.")
             body = json_bytes(error.body())
             headers = [
                 (b"content-type", b"application/json"),
@@ -68,16 +68,16 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self.writing = _stopped(self.writing)
+            self.writing = _cancel(self.writing)
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self.reading, self.writing = _stopped(self.reading), _stopped(self.writing)
+            self.reading, self.writing = _cancel(self.reading), _cancel(self.writing)
 
     return Connection
 
 
-def _stopped(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
 

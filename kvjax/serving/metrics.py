@@ -85,13 +85,13 @@ class Outcomes:
         outcome: dict[str, Any] = {"status": 500}
         scope[OUTCOME] = outcome
 
-        async def noted(message: Message) -> None:
+        async def send_noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 outcome["status"] = message["status"]
             await send(message)
 
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, send_noting)
         finally:
             self.metrics.responses.labels(outcome["status"]).inc()
             if self.log:

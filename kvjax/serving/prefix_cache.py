@@ -17,7 +17,7 @@ from kvjax.utils.dependence import depends_on
 Key = bytes
 
 
-class Snapshots:
+class PrefixCache:
     """LRU cache of prefilled prefixes, keyed by all inputs that their states depend on.
 
     Args:
@@ -63,7 +63,7 @@ class Snapshots:
         self.bytes = self.device_bytes = 0
 
 
-def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
+def prefix_keys(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
     """Return the key of a text after each whole chunk, except a chunk with the last token.
 
     `depends` are the bytes of all other inputs that the state depends on.

@@ -28,7 +28,7 @@ from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.serving import batch
 from kvjax.serving.batch import Planned, Rows, Sizes, Text, Wishes, Written
-from kvjax.serving.prefix_cache import Key, beginnings, dependencies
+from kvjax.serving.prefix_cache import Key, dependencies, prefix_keys
 from kvjax.serving.requests import SIZES, Request
 from kvjax.types import Kernels
 from kvjax.utils.autotune import settle_before
@@ -45,7 +45,7 @@ LOGPROBS = 20
 class Device:
     """Rows of one budget; see `kvjax.serving.engine.Engine` for the settings.
 
-    Any thread may call `plan` and `beginnings`; only one thread may use the rest.
+    Any thread may call `plan` and `prefix_keys`; only one thread may use the rest.
     """
 
     @on_the_host
@@ -126,11 +126,11 @@ class Device:
         return _planned(limits, rope, seed_number(request.seed), end - len(prompt), end)
 
     @on_the_host
-    def beginnings(self, request: Request, planned: Planned) -> list[Key]:
-        """Return the keys of a request's prefixes in the prefix cache, see `prefix_cache.beginnings`."""
+    def prefix_keys(self, request: Request, planned: Planned) -> list[Key]:
+        """Return the keys of a request's prefixes in the prefix cache, see `prefix_cache.prefix_keys`."""
         inputs = [(name, getattr(planned, name).tolist()) for name in sorted(self._depends)]
         depends = repr((inputs, [limit.tolist() for limit in planned.limits])).encode()
-        return beginnings(depends, request.prompt, self.chunk)
+        return prefix_keys(depends, request.prompt, self.chunk)
 
     @on_the_host
     def begin(self, planned: Planned, prefix: Text | None = None) -> Text:
@@ -167,7 +167,7 @@ class Device:
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
         """Compile all programs in parallel, as `Engine.warm_up` does; this overwrites the first row."""
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
-        self._settle(sizes)
+        self._autotune(sizes)
         text = self.begin(self._one)
 
         def compiles(size: int) -> None:
@@ -191,7 +191,7 @@ class Device:
         for size in sizes[1:]:
             jax.block_until_ready(self.read(text, [0] * size))
 
-    def _settle(self, sizes: Sequence[int]) -> None:
+    def _autotune(self, sizes: Sequence[int]) -> None:
         """Autotune the kernels for chunks of these sizes and for decode steps, if they need it."""
 
         def trace(survey: Survey) -> None:

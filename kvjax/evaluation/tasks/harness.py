@@ -53,9 +53,9 @@ class HarnessTask(Task):
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
         """Return the metrics of the task, and of all tasks if it is a group, with standard errors and the cost."""
-        answering = adapter(model, policy=entry.policy, budget=entry.budget, batch_size=options.batch_size)
+        lm = adapter(model, policy=entry.policy, budget=entry.budget, batch_size=options.batch_size)
         results = required("lm_eval").simple_evaluate(
-            answering,
+            lm,
             tasks=[cell["task"]],
             limit=cell["limit"],
             num_fewshot=cell["num_fewshot"],
@@ -65,14 +65,14 @@ class HarnessTask(Task):
         )
         metrics = {name: _metrics(result) for name, result in results["results"].items()}
         costs = "cache_bytes", "full_cache_bytes", "peak_temporary_bytes", "prefill_seconds"
-        timed, seconds = answering.timed_tokens, answering.decode_seconds
+        timed, seconds = lm.timed_tokens, lm.decode_seconds
         return metrics.pop(cell["task"], {}) | {
             "cases": sum(size["effective"] for size in results["n-samples"].values()),
             "num_fewshot_of_tasks": results["n-shot"],
             "versions": results["versions"],
             "of_tasks": metrics or None,
-            "contexts_cut": answering.cut,
-            **{name: getattr(answering, name) for name in costs},
+            "contexts_cut": lm.cut,
+            **{name: getattr(lm, name) for name in costs},
             "decode_tokens_per_second": timed / seconds if timed else None,
         }
 

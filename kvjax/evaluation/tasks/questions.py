@@ -44,7 +44,7 @@ class QuestionTask(Task):
             raise ValueError("--system is a turn of a conversation; give --chat, too.")
 
 
-def _way(options: argparse.Namespace) -> dict[str, Any]:
+def _question_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a cell that describe how questions are asked."""
     return {"chat": options.chat, "system": options.system, "query_aware": options.query_aware}
 
@@ -66,8 +66,8 @@ def _generate(
         encoded = [([*context, *question[:-1]], question[-1:]) for context, question in encoded]
     contexts, questions = zip(*encoded, strict=True)
     rows, reading = options.batch_size, {"policy": entry.policy, "budget": entry.budget}
-    asking: dict[str, Any] = dict(batch_size=rows, max_new_tokens=max_new_tokens, chat=options.chat, **GREEDY)
-    generations = list(answer_each(model, contexts, questions, **asking, **reading))
+    keywords: dict[str, Any] = dict(batch_size=rows, max_new_tokens=max_new_tokens, chat=options.chat, **GREEDY)
+    generations = list(answer_each(model, contexts, questions, **keywords, **reading))
     seconds, timed = (sum(getattr(x, name) for x in generations) for name in ("decode_seconds", "timed_tokens"))
     longest = max(map(len, questions)) + max_new_tokens
     programs = lower_begin(model, contexts[:rows], max_new_tokens=longest, **reading)
@@ -127,7 +127,7 @@ class RetrievalTask(QuestionTask):
         """Return a cell for each family, length and, if its needle has one, depth."""
         text: Path | None = options.text
         common = {"hay": options.hay, "text": text and text.stem, "content": text and digest(text.read_bytes())}
-        common |= {"seed": options.seed, "cases": options.cases} | _way(options)
+        common |= {"seed": options.seed, "cases": options.cases} | _question_settings(options)
         common |= {"max_new_tokens": options.max_new_tokens}
         return [
             {"family": family, "length": length, "depth": depth} | common
@@ -175,7 +175,7 @@ class GenerationTask(QuestionTask):
         """Return the single cell of the file."""
         content = digest(options.file.read_bytes())
         new = options.max_new_tokens or NEW_TOKENS
-        return [{"file": options.file.stem, "content": content, "max_new_tokens": new} | _way(options)]
+        return [{"file": options.file.stem, "content": content, "max_new_tokens": new} | _question_settings(options)]
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
         """Return the scores of the answers, the answers and their cost; the best of several expected answers counts."""

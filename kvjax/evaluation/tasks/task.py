@@ -81,8 +81,8 @@ class Task(abc.ABC):
             for cell, of_cell in zip(cells, results, strict=True):
                 shown = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
                 bar.say(f"{rows.file.stem}: {', '.join(f'{name} {value}' for name, value in shown.items())}")
-                for entry, ours in entries:
-                    row = rows.of(ours | cell)
+                for entry, entry_cell in entries:
+                    row = rows.of(entry_cell | cell)
                     new = row is None
                     if row is None:
                         drop_programs()
@@ -91,7 +91,7 @@ class Task(abc.ABC):
                                 fields = self.measure(model, options, entry, cell)
                         except Unsupported as error:
                             fields = {"refused": str(error)}
-                        row = rows.add(ours | cell | fields)
+                        row = rows.add(entry_cell | cell | fields)
                     bar.advance(new)
                     full = next((earlier for earlier in of_cell if earlier["policy"] == "full"), None)
                     bar.say(result_line(self.columns_of([row]), row, full))

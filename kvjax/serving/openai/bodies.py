@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvjax.generation.prompts import chat_ids, check_settings, render, token_ids
 from kvjax.generation.sampling import sampling_of
 from kvjax.model import Model
-from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, Refused, checked, invalid, shown
+from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, APIError, check_fields, invalid, shown
 from kvjax.serving.requests import Request, Serving
 from kvjax.utils.files import parse_json
 from kvjax.utils.settings import conversation
@@ -42,50 +42,50 @@ def parse(body: bytes) -> dict[str, Any]:
     try:
         value = parse_json(body, "the body")
     except ValueError as error:
-        raise Refused(str(error)) from None
+        raise APIError(str(error)) from None
     if not isinstance(value, dict):
-        raise Refused(f"the body is {shown(value)}, not an object of JSON.")
+        raise APIError(f"the body is {shown(value)}, not an object of JSON.")
     return value
 
 
 def completion(serving: Serving, body: Mapping[str, Any]) -> ParsedBody:
     """Parse a body of `/v1/completions`."""
-    fields = checked(body, COMPLETION)
+    fields = check_fields(body, COMPLETION)
     check_model(serving, fields.get("model", serving.model.name))
     n = fields.get("n", 1)
     if fields.get("best_of", n) != n:
-        raise Refused(f"best_of={fields['best_of']} is not supported; leave it out, and ask for n texts.", "best_of")
+        raise APIError(f"best_of={fields['best_of']} is not supported; leave it out, and ask for n texts.", "best_of")
     prompts = _prompts(serving, fields.get("prompt"))
     if len(prompts) * n > MOST_CHOICES:
-        raise Refused(f"{len(prompts)} prompts and n={n} are more than {MOST_CHOICES} texts; ask for fewer.", "n")
+        raise APIError(f"{len(prompts)} prompts and n={n} are more than {MOST_CHOICES} texts; ask for fewer.", "n")
     requests = [request for ids in prompts for request in _requests(serving, fields, ids, 16, n)]
     return ParsedBody(tuple(requests), n, False, fields.get("stream", False), fields.get("stream_options", False))
 
 
-def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> ParsedBody:
-    """Parse a body of `/v1/chat/completions`; `usual_tokens` limits an answer if the body sets no limit."""
-    fields = checked(body, CHAT)
+def chat(serving: Serving, body: Mapping[str, Any], default_tokens: int) -> ParsedBody:
+    """Parse a body of `/v1/chat/completions`; `default_tokens` limits an answer if the body sets no limit."""
+    fields = check_fields(body, CHAT)
     model = serving.model
     check_model(serving, fields.get("model", model.name))
     if "max_completion_tokens" in fields:
         fields["max_tokens"] = fields["max_completion_tokens"]
     for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         if fields.get(name) and fields.get(choice) != "none":
-            raise Refused(f'{name} are not supported; leave them out, or give {choice}="none".', name)
+            raise APIError(f'{name} are not supported; leave them out, or give {choice}="none".', name)
     if fields.get("top_logprobs") and not fields.get("logprobs"):
-        raise Refused("top_logprobs needs logprobs=true.", "top_logprobs")
+        raise APIError("top_logprobs needs logprobs=true.", "top_logprobs")
     fields["logprobs"] = fields.get("top_logprobs", 0) if fields.get("logprobs") else None
     if "messages" not in fields:
-        raise Refused("there are no messages; give a list of them.", "messages")
+        raise APIError("there are no messages; give a list of them.", "messages")
     messages = [_message(number, message) for number, message in enumerate(fields["messages"])]
     if not getattr(model.tokenizer, "chat_template", None):
-        raise Refused(f"the model {model.name!r} has no chat template; ask /v1/completions.", "messages")
+        raise APIError(f"the model {model.name!r} has no chat template; ask /v1/completions.", "messages")
     settings = fields.get("chat_template_kwargs", {})
     _call("chat_template_kwargs", lambda: check_settings(model, settings))
     text = _call("messages", lambda: render(model, conversation(messages), settings=settings))
     ids = _encoded(serving, "messages", text, chat_ids)
     n = fields.get("n", 1)
-    requests = _requests(serving, fields, ids, usual_tokens, n, chat=True)
+    requests = _requests(serving, fields, ids, default_tokens, n, chat=True)
     return ParsedBody(tuple(requests), n, True, fields.get("stream", False), fields.get("stream_options", False))
 
 
@@ -93,14 +93,14 @@ def check_model(serving: Serving, name: str) -> None:
     """Refuse a request to another model."""
     if name != serving.model.name:
         text = f"there is no model {shown(name)} here; ask for {serving.model.name!r}."
-        raise Refused(text, "model", 404, "model_not_found")
+        raise APIError(text, "model", 404, "model_not_found")
 
 
 def _prompts(serving: Serving, value: Any) -> list[tuple[int, ...]]:
     """Return the ids of each prompt, given as a text, a list of texts, ids, or a list of lists of ids."""
     several = value if isinstance(value, list) and value and isinstance(value[0], (str, list)) else [value]
     if len(several) > MOST_CHOICES:
-        raise Refused(f"{len(several)} prompts are too many; give {MOST_CHOICES} at most.", "prompt")
+        raise APIError(f"{len(several)} prompts are too many; give {MOST_CHOICES} at most.", "prompt")
     vocabulary = serving.model.config.vocab_size
     prompts: list[tuple[int, ...]] = []
     for prompt in several:
@@ -112,7 +112,7 @@ def _prompts(serving: Serving, value: Any) -> list[tuple[int, ...]]:
             what = f"a text, token ids from 0 to {vocabulary - 1}, nor a list of one kind of these"
             raise invalid("prompt", prompt, what)
         if not ids:
-            raise Refused("the prompt is empty; give some text.", "prompt")
+            raise APIError("the prompt is empty; give some text.", "prompt")
         prompts.append(ids)
     return prompts
 
@@ -130,40 +130,40 @@ def _call(param: str, function: Callable[[], Value]) -> Value:
     try:
         return function()
     except ValueError as error:
-        raise Refused(" ".join(str(error).split()), param) from None
+        raise APIError(" ".join(str(error).split()), param) from None
 
 
-def _too_long(serving: Serving, what: str, param: str) -> Refused:
+def _too_long(serving: Serving, what: str, param: str) -> APIError:
     text = f"a prompt {what} does not fit the context of {serving.context}; ask for less."
-    return Refused(text, param, code="context_length_exceeded")
+    return APIError(text, param, code="context_length_exceeded")
 
 
 def _message(number: int, message: Any) -> dict[str, Any]:
     """Check a turn, and return its role and its content, a text or a list of parts with texts."""
     name = f"messages[{number}]"
     if not isinstance(message, dict):
-        raise Refused(f"{name} is {shown(message)}, not an object with role and content.", "messages")
+        raise APIError(f"{name} is {shown(message)}, not an object with role and content.", "messages")
     # Clients send back all fields of an answer, many of them empty; templates get only role and content.
     for key, value in message.items():
         if key in ("name", "reasoning_content", "reasoning") and isinstance(value, str):
             continue
         if key not in ("role", "content") and value not in (None, [], "", {}):
-            raise Refused(f"{name}.{key[:40]} is not supported; give role and content alone.", "messages")
+            raise APIError(f"{name}.{key[:40]} is not supported; give role and content alone.", "messages")
     role, content = message.get("role"), message.get("content")
     if role not in ("system", "developer", "user", "assistant"):
-        raise Refused(f"{name}.role={shown(role)} is not system, developer, user or assistant.", "messages")
+        raise APIError(f"{name}.role={shown(role)} is not system, developer, user or assistant.", "messages")
     if isinstance(content, list):
         for part in content:
             if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-                raise Refused(f"{name}.content has {shown(part)}, which is no text.", "messages")
+                raise APIError(f"{name}.content has {shown(part)}, which is no text.", "messages")
         content = [{"type": "text", "text": part["text"]} for part in content]
     elif not isinstance(content, str):
-        raise Refused(f"{name}.content={shown(content)} is not a text, nor a list of texts.", "messages")
+        raise APIError(f"{name}.content={shown(content)} is not a text, nor a list of texts.", "messages")
     return {"role": "system" if role == "developer" else role, "content": content}
 
 
 def _requests(
-    serving: Serving, fields: Mapping[str, Any], ids: tuple[int, ...], usual_tokens: int, n: int, chat: bool = False
+    serving: Serving, fields: Mapping[str, Any], ids: tuple[int, ...], default_tokens: int, n: int, chat: bool = False
 ) -> list[Request]:
     """Return the requests for `n` texts from one prompt, each with its own seed."""
     room = serving.context - len(ids)
@@ -171,12 +171,12 @@ def _requests(
         limit = f" and max_tokens={fields['max_tokens']}" if "max_tokens" in fields else ""
         raise _too_long(serving, f"of {len(ids)} tokens{limit}", "messages" if chat else "prompt")
     if fields.get("kv_budget", 1) > serving.budget:
-        raise Refused(f"kv_budget={fields['kv_budget']} is more than the server's {serving.budget}.", "kv_budget")
+        raise APIError(f"kv_budget={fields['kv_budget']} is more than the server's {serving.budget}.", "kv_budget")
     if any(not 0 <= token < serving.model.config.vocab_size for token in fields.get("stop_token_ids", ())):
-        raise Refused("stop_token_ids has ids that the model does not have.", "stop_token_ids")
+        raise APIError("stop_token_ids has ids that the model does not have.", "stop_token_ids")
     first = Request(
         prompt=ids,
-        max_tokens=fields.get("max_tokens", min(usual_tokens, room)),
+        max_tokens=fields.get("max_tokens", min(default_tokens, room)),
         sampling=sampling_of(serving.model.sampling_defaults, fields, TEMPERATURE),
         presence_penalty=fields.get("presence_penalty", 0.0),
         frequency_penalty=fields.get("frequency_penalty", 0.0),

@@ -16,10 +16,10 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 """Maximal number of stop strings and characters of each, since all are searched after every token."""
 
 Check = Callable[[str, Any], Any]
-"""Function of a field's name and value; it returns the parsed value, or raises `Refused` if it is invalid."""
+"""Function of a field's name and value; it returns the parsed value, or raises `APIError` if it is invalid."""
 
 
-class Refused(Exception):
+class APIError(Exception):
     """Error that a client gets instead of an answer.
 
     Args:
@@ -51,9 +51,9 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def invalid(name: str, value: Any, what: str) -> Refused:
+def invalid(name: str, value: Any, what: str) -> APIError:
     """Return the error for a field with an invalid value."""
-    return Refused(f"{name}={shown(value)} is not {what}.", name)
+    return APIError(f"{name}={shown(value)} is not {what}.", name)
 
 
 def _where(fits: Callable[[Any], bool], what: str, parse: Callable[[Any], Any] = lambda value: value) -> Check:
@@ -99,7 +99,7 @@ def _only(*values: Any) -> Check:
     def check(name: str, value: Any) -> Any:
         if not any(type(value) is type(choice) and value == choice for choice in values):
             allowed = "".join(f", or give {json.dumps(choice)}" for choice in values)
-            raise Refused(f"{name}={shown(value)} is not supported; leave it out{allowed}.", name)
+            raise APIError(f"{name}={shown(value)} is not supported; leave it out{allowed}.", name)
         return value
 
     return check
@@ -108,7 +108,7 @@ def _only(*values: Any) -> Check:
 def _no_bias(name: str, value: Any) -> None:
     """Check that all token biases are zero."""
     if not isinstance(value, dict) or any(type(bias) not in (int, float) or bias != 0 for bias in value.values()):
-        raise Refused(f"{name}={shown(value)} is not supported; leave it out, or give {{}}.", name)
+        raise APIError(f"{name}={shown(value)} is not supported; leave it out, or give {{}}.", name)
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
@@ -116,21 +116,21 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise invalid(name, value, "a text, nor a list of texts, none of them empty")
     if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
-        raise Refused(f"{name} takes {MOST_STOPS} texts of {LONGEST_STOP} characters at most.", name)
+        raise APIError(f"{name} takes {MOST_STOPS} texts of {LONGEST_STOP} characters at most.", name)
     return tuple(stops)
 
 
 def _stream_options(name: str, value: Any) -> bool:
     """Return whether the end of a stream includes the usage."""
     checks = {"include_usage": _flag, "include_obfuscation": _flag, "continuous_usage_stats": _only(False)}
-    return checked(_object(name, value), checks, f"{name}.").get("include_usage", False)
+    return check_fields(_object(name, value), checks, f"{name}.").get("include_usage", False)
 
 
 def _template_settings(name: str, value: Any) -> dict[str, Any]:
     """Check the settings of a chat template by name; the template itself tells which it has."""
     for key in _object(name, value):
         if key in TEMPLATE_VARIABLES:
-            raise Refused(f"{name}.{key} is not supported; leave it out.", name)
+            raise APIError(f"{name}.{key} is not supported; leave it out.", name)
     return value
 
 
@@ -210,7 +210,7 @@ CHAT: Mapping[str, Check] = COMMON | {
 }
 
 
-def checked(fields: Mapping[str, Any], checks: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
+def check_fields(fields: Mapping[str, Any], checks: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
     """Check the fields, and return those that are not null, which has no effect in any field."""
     values: dict[str, Any] = {}
     for name, value in fields.items():
@@ -220,6 +220,6 @@ def checked(fields: Mapping[str, Any], checks: Mapping[str, Check], prefix: str 
             near = difflib.get_close_matches(name[:40], checks, 1)
             meant = f"did you mean {prefix}{near[0]}?" if near else "leave it out."
             field = f"{prefix}{name[:40]}"
-            raise Refused(f"there is no field {field!r}; {meant}", field, code="unknown_parameter")
+            raise APIError(f"there is no field {field!r}; {meant}", field, code="unknown_parameter")
         values[name] = checks[name](f"{prefix}{name}", value)
     return values

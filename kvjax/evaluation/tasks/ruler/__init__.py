@@ -59,35 +59,35 @@ def cases(
     """
     if family not in FAMILIES:
         raise ValueError(f"family={family!r} is not one of {', '.join(FAMILIES)}.")
-    made_of, length = FAMILIES[family], whole_number("length", length)
+    design, length = FAMILIES[family], whole_number("length", length)
     count, seed = whole_number("count", count), whole_number("seed", seed, 0)
     types_reason = "which has keys and values of its own; leave it out"
     for name, value, supported, why in (
-        ("depth", depth, made_of.depth, "which asks for no single needle; give None"),
-        ("hay", hay if text is None else "essay", made_of.hays, "which has no hay but its own; leave out hay and text"),
-        ("needles", needles, made_of.needles, "whose number is fixed; leave it out"),
-        ("key_type", key_type, made_of.types, types_reason),
-        ("value_type", value_type, made_of.types, types_reason),
+        ("depth", depth, design.depth, "which asks for no single needle; give None"),
+        ("hay", hay if text is None else "essay", design.hays, "which has no hay but its own; leave out hay and text"),
+        ("needles", needles, design.needles, "whose number is fixed; leave it out"),
+        ("key_type", key_type, design.types, types_reason),
+        ("value_type", value_type, design.types, types_reason),
     ):
         if value is not None and not supported:
             raise ValueError(f"{name}={value!r} is not for {family}, {why}.")
-    if made_of.depth:
+    if design.depth:
         if not isinstance(depth, (int, float)) or isinstance(depth, bool) or not 0 <= depth <= 1:
             raise ValueError(f"depth={depth!r} of {family} is not from 0.0, before all hay, to 1.0, after it.")
         depth = float(depth)
-    if made_of.needles is not None:
-        default, *limits = made_of.needles
+    if design.needles is not None:
+        default, *limits = design.needles
         needles = default if needles is None else whole_number("needles", needles, *limits)
     types = {"key_type": key_type or "words", "value_type": value_type or "numbers"}
     for name, kind in types.items():
         if kind not in KINDS:
             raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}.")
-    settings: dict[str, Any] = {"hay": _hay_of(family, hay, text) if made_of.hays else None, "needles": needles}
-    settings |= types if made_of.types else dict.fromkeys(types)
+    settings: dict[str, Any] = {"hay": _hay_of(family, hay, text) if design.hays else None, "needles": needles}
+    settings |= types if design.types else dict.fromkeys(types)
     results, words = list[Case](), (text or "").split()
     for index in range(count):
         rng = random.Random(f"{family} {length} {depth} {seed} {index}")
-        draft = made_of.draft(CaseRequest(rng, length, depth, words, **settings))
+        draft = design.draft(CaseRequest(rng, length, depth, words, **settings))
         case = Case("", draft.question, draft.references, draft.prefix)
         units, tokens = _fit(draft, case.continuation, tokenizer, family, length)
         metadata = {"family": family, "length": length, "depth": depth, **settings, "seed": seed, "index": index}

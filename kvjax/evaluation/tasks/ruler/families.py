@@ -12,11 +12,11 @@ from kvjax.evaluation.tasks.ruler.drafts import HAYS, KINDS, CaseRequest, Draft,
 from kvjax.evaluation.tasks.words import ADJECTIVES, NOUNS
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _coded(request: CaseRequest, letters: str, length: int) -> str:
+def _draw_code(request: CaseRequest, letters: str, length: int) -> str:
     return request.fresh(lambda rng: "".join(rng.choices(letters, k=length)))
 
 
@@ -41,7 +41,7 @@ def _magic(request: CaseRequest, *, distractors: int = 0, values: int = 1, queri
     single = len(needles) == 1 and not of_needles
     hidden, them = (f"a {name}", "it") if single else (f"{name}s", "them")
     intro = f"The text below hides {hidden}. Remember {them}: you will be asked for {them}."
-    several, these = len(targets) > 1, _listed(keys)
+    several, these = len(targets) > 1, _join(keys)
     question = f"What are all the {name}s of {these}?" if several else f"What is the {name} of {these}?"
     prefix = f"The {name}s of {these} are" if several else f"The {name} of {these} is"
     return Draft(
@@ -57,7 +57,7 @@ def _magic(request: CaseRequest, *, distractors: int = 0, values: int = 1, queri
 def _variable_tracking(request: CaseRequest) -> Draft:
     """Draft one chain of assignments, in order: a number, then each variable from the one before."""
     value = str(request.rng.randrange(10**4, 10**5))
-    names = [_coded(request, string.ascii_uppercase, 5) for _ in range(request.needles)]
+    names = [_draw_code(request, string.ascii_uppercase, 5) for _ in range(request.needles)]
     sources = [value, *(f"VAR {name}" for name in names)]
     chain = [f"VAR {name} = {source}." for name, source in zip(names, sources, strict=False)]
     planted = list(zip(sorted(request.rng.random() for _ in chain), chain, strict=True))
@@ -107,7 +107,7 @@ def _common_words(request: CaseRequest) -> Draft:
 def _frequent_words(request: CaseRequest) -> Draft:
     """Draft coded words with frequencies of the zeta distribution of exponent 2; the most frequent is noise."""
     count, order = 3, request.rng.random()
-    words = (_coded(request, string.ascii_lowercase, 6) for _ in itertools.count())
+    words = (_draw_code(request, string.ascii_lowercase, 6) for _ in itertools.count())
     coded = Hay(itertools.chain(["..."], words), " ")
 
     def share(rank: int) -> float:
