@@ -212,22 +212,20 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     except BrokenPipeError:
         return BROKEN_PIPE
     except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError, AssertionError) as error:
-        message = " ".join(str(error).split())
+        text = " ".join(str(error).split())
         if (failure := platform_failure(error)) is not None:
-            message = failure
+            text = failure
         elif isinstance(error, (RuntimeError, AssertionError)):
-            if message.startswith("RESOURCE_EXHAUSTED") or "Out of memory" in message:  # the latter on a CPU
-                message = f"there is not enough memory ({message}); use a smaller budget, a shorter text or fewer rows."
+            if text.startswith("RESOURCE_EXHAUSTED") or "Out of memory" in text:  # the latter on a CPU
+                text = f"there is not enough memory ({text}); use a smaller budget, a shorter text or fewer rows."
             elif distributed is not None:
                 print(
-                    f"kvjax {command}: another process of this run has stopped ({message[:300]}).",
-                    file=errors,
-                    flush=True,
+                    f"kvjax {command}: another process of this run has stopped ({text[:300]}).", file=errors, flush=True
                 )
                 os._exit(2)  # a normal exit would wait for the others
             else:
                 raise
-        print(f"kvjax {command}: {message or type(error).__name__}", file=errors)
+        print(f"kvjax {command}: {text or type(error).__name__}", file=errors)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED

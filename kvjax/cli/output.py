@@ -28,21 +28,19 @@ def print_written(what: str, place: Path) -> None:
 
 def report(generation: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON fields of one prompt: its texts, from `samples`, and what they cost."""
-    rate, local = generation.decode_tokens_per_second, _local_windows(generation)
+    state, local = generation.state, _local_windows(generation)
     return {
         "text": texts["text"],
         "prompt_tokens": len(generation.prompts[0]),
         "new_tokens": len(generation.tokens[0]),
         "policy": methods.name_of(policy),
-        "budget": round(
-            float(np.mean([limit for i, limit in enumerate(slot_limits(generation.state)) if i not in local]))
-        ),
-        "allocated_slots": round(allocated_slots(generation.state)),
-        "cache_bytes": cache_bytes(generation.state),
-        "full_cache_bytes": full_cache_bytes(generation.state),
+        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(state)) if i not in local]))),
+        "allocated_slots": round(allocated_slots(state)),
+        "cache_bytes": cache_bytes(state),
+        "full_cache_bytes": full_cache_bytes(state),
         "compile_seconds": generation.compile_seconds,
         "prefill_seconds": generation.prefill_seconds,
-        "decode_tokens_per_second": rate,
+        "decode_tokens_per_second": generation.decode_tokens_per_second,
         "seed": seed,
         **({"local_windows": local} if local else {}),
         **_choices(generation),
@@ -58,12 +56,8 @@ def _local_windows(generation: Generation) -> dict[int, int]:
 
 def text_fields(model: Model, generation: Generation, stop: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the JSON fields of each text."""
-    texts = [
-        {"text": text, "prompt_tokens": len(prompt), "new_tokens": len(tokens)}
-        for text, prompt, tokens in zip(
-            texts_of(model, generation, stop), generation.prompts, generation.tokens, strict=True
-        )
-    ]
+    rows = zip(texts_of(model, generation, stop), generation.prompts, generation.tokens, strict=True)
+    texts = [{"text": text, "prompt_tokens": len(ids), "new_tokens": len(new)} for text, ids, new in rows]
     if generation.logprobs is None:
         return texts
     spelling = Spelling(model.tokenizer)

@@ -145,7 +145,7 @@ def defaults_in_force(defaults: SamplingDefaults, settings: Mapping[str, Any]) -
 def penalised(
     logits: Float[Array, "b vocab"], in_text: Bool[Array, "b vocab"], penalty: float | Float[Array, "*b"]
 ) -> Float[Array, "b vocab"]:
-    """Apply the repetition penalty to the logits of tokens that have been seen; see `Sampling`."""
+    """Apply the repetition penalty to the logits of tokens in the text; see `Sampling`."""
     penalty = _of_rows(penalty, logits.dtype)
     return jnp.where(in_text, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
