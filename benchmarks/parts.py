@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from kvjax.cache.layer import LayerCache, LayerTokens
 from kvjax.cli.bench import say
 from kvjax.cli.commands import Parser, add_model_options, finish
-from kvjax.cli.options import add_policy, named
+from kvjax.cli.options import add_policy, policy_and_config
 from kvjax.evaluation.bench import Contender, decoder, model_named, race
 from kvjax.generation.detokenize import Pieces
 from kvjax.generation.loop import draw
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     """
     for name in ("batch", "prompt_tokens", "new_tokens", "repeats"):
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
-    chosen, config = named(options, "h2o")
+    chosen, config = policy_and_config(options, "h2o")
     words = options.budget or ("0.25" if chosen.bounded and chosen.plan.sizing.mode != "profiled" else "1.0")
     budget = parse_budget(words)
     model = model_named(options.model, options.dtype, options.revision, options.weights)

@@ -24,7 +24,7 @@ REPORTS = {
 
 
 def add_parsers(reports: Any) -> None:
-    """Add the parser of each report."""
+    """Add the parser of each report, which runs it."""
     for name, (module, summary) in REPORTS.items():
         report = reports.add_parser(name, help=summary, description=summary)
         add_model_options(report, dtype=None, rounded=False, processes=False, kernels=False)
@@ -34,6 +34,7 @@ def add_parsers(reports: Any) -> None:
         report.add_argument("--length", type=int, default=1024, help="tokens of each passage")
         report.add_argument("--redo", action="store_true", help="repeat measurements that are on disk")
         importlib.import_module(module).add_arguments(report)
+        report.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -97,8 +97,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"kvjax.{name}")
     if name not in _NAMES:
         raise AttributeError(f"kvjax has no {name!r}; it has {', '.join(sorted(__all__))}.")
-    found = globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)
-    return found
+    value = globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -104,7 +104,7 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
         whole_number("logprobs", options.logprobs, 0)
     several = _of_lines(options) or options.questions is not None
     pictures = options.show_cache or options.save_cache_map is not None or options.trace is not None
-    for given, ok, sentence in (
+    for option, ok, sentence in (
         (options.out, several, "--out takes what comes of --prompt-file FILE.jsonl or --questions; leave it out"),
         (options.batch_size, several, "--batch-size is of --prompt-file FILE.jsonl and --questions; leave it out"),
         (several and pictures, False, "--show-cache, --save-cache-map and --trace draw one prompt; leave them out"),
@@ -116,7 +116,7 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
         ),
         (options.logprobs is not None, options.json or several, "--logprobs is told in JSON; give --json, too"),
     ):
-        if given and not ok:
+        if option and not ok:
             raise ValueError(f"{sentence}.")
     if options.batch_size is not None:
         whole_number("batch_size", options.batch_size)
@@ -185,35 +185,35 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: C
     settings["chat"] = bool(chat) or not isinstance(prompt, str)
     streams = not options.json and options.num_samples == options.beams == 1
     stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True), stop, ids)
-    made = generate_ids(model, [ids], **settings, on_tokens=stream if streams else None)
-    texts = text_fields(model, made, stop)
-    facts = report(made, policy, options.seed, samples(texts))
+    generation = generate_ids(model, [ids], **settings, on_tokens=stream if streams else None)
+    texts = text_fields(model, generation, stop)
+    facts = report(generation, policy, options.seed, samples(texts))
     if options.json:
         print(json.dumps(facts))
     else:
         if streams:
             stream.flush()
             print(flush=True)
-        for number, each in enumerate([] if streams else texts, 1):
+        for number, fields in enumerate([] if streams else texts, 1):
             heading = f"--- {number} of {len(texts)}\n" if len(texts) > 1 else ""
-            print(f"{heading}{each['text']}", flush=True)
-        print(summary(made, facts), file=sys.stderr)
+            print(f"{heading}{fields['text']}", flush=True)
+        print(summary(generation, facts), file=sys.stderr)
     if "policy_map" in facts:
         cache_map.print_choices(facts["choices"], facts["policy_map"], sys.stderr)
     if options.show_cache or options.save_cache_map:
-        held = cache_map.share_held(made.cache_positions, len(ids))
+        shares = cache_map.share_held(generation.cache_positions, len(ids))
         words = cache_map.words_of(model.tokenizer, ids)
         if options.show_cache:
-            cache_map.print_shaded(words, held.mean(0), sys.stderr if options.json else sys.stdout)
+            cache_map.print_shaded(words, shares.mean(0), sys.stderr if options.json else sys.stdout)
         if options.save_cache_map:
             title = f"What {model.name} holds of its prompt: {facts['policy']}, {facts['budget']:g} slots per head"
-            cache_map.save_png(held, words, options.save_cache_map, title)
+            cache_map.save_png(shares, words, options.save_cache_map, title)
             print_written(f"map of {len(ids)} prompt tokens", options.save_cache_map)
     if options.trace:
         used = {name: settings[name] for name in ("budget_of", "plan", "prefill_chunk") if name in settings}
-        found = trace.trace(model, policy, ids, made.tokens[0], settings["budget"], seed=options.seed, **used)
-        trace.save(found, options.trace, {name: facts[name] for name in ("policy", "budget")})
-        print_written(f"trace of {len(made.tokens[0])} new tokens", options.trace)
+        record = trace.trace(model, policy, ids, generation.tokens[0], settings["budget"], seed=options.seed, **used)
+        trace.save(record, options.trace, {name: facts[name] for name in ("policy", "budget")})
+        print_written(f"trace of {len(generation.tokens[0])} new tokens", options.trace)
 
 
 main = command("generate", parser, run)

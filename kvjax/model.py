@@ -69,10 +69,10 @@ class Model(LanguageModel):
         from kvjax.generation.generate import begin, stream_text
 
         check_keywords("model.stream", settings, keywords(stream_text, begin))
-        given = prompt_texts(prompt, settings.get("chat", False))
-        if len(given) != 1:
-            raise ValueError(f"{len(given)} prompts cannot be streamed at once; give one, or use model.generate.")
-        return stream_text(self, given[0], **settings)
+        texts = prompt_texts(prompt, settings.get("chat", False))
+        if len(texts) != 1:
+            raise ValueError(f"{len(texts)} prompts cannot be streamed at once; give one, or use model.generate.")
+        return stream_text(self, texts[0], **settings)
 
 
 @on_the_host
@@ -113,7 +113,7 @@ def load(
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     read = read_checkpoint(path_or_hub_id, dtype, revision, weights, mesh)
     table = read.weights.norm.scale
-    if weights is None and table.dtype.name == "bfloat16" and all(each.platform == "cpu" for each in table.devices()):
+    if weights is None and table.dtype.name == "bfloat16" and all(x.platform == "cpu" for x in table.devices()):
         print(f"kvjax: {_BFLOAT16}", file=sys.stderr)
     directory = read.place if read.metadata is None else None
     return Model(read.weights, read.config, read.name, directory, read.metadata, mesh, read.sampling)

@@ -39,9 +39,9 @@ def questions(model: kvjax.Model, family: str, count: int) -> list[dict[str, Any
             {
                 "family": family,
                 "context": hay[: LENGTH - len(context)] + context,
-                "question": encode(case.asked),
-                "answer": encode(f" {case.answers[0]}."),
-                "expected": list(case.answers),
+                "question": encode(case.continuation),
+                "answer": encode(f" {case.references[0]}."),
+                "expected": list(case.references),
             }
         )
     return made

@@ -44,7 +44,7 @@ class Line(NamedTuple):
 
     number: int
     prompt: str | Messages
-    given: dict[str, Any]
+    fields: dict[str, Any]
     """Fields that the result repeats: the `id`, if there is one, or the question."""
 
 
@@ -55,8 +55,8 @@ def read_prompt_lines(file: Path) -> list[Line]:
         keys = set(value) if isinstance(value, dict) else set[str]()
         if keys - {"id"} not in ({"prompt"}, {"messages"}) or not isinstance(value.get("prompt", ""), str):
             raise ValueError('it is not of the form {"prompt": "..."} or {"messages": [...]}, with an "id" or without.')
-        told = {"id": value["id"]} if "id" in keys else {}
-        return value["prompt"] if "prompt" in keys else conversation(value["messages"]), told
+        fields = {"id": value["id"]} if "id" in keys else {}
+        return value["prompt"] if "prompt" in keys else conversation(value["messages"]), fields
 
     return [Line(number, *read) for number, read in read_lines(file, lambda text: prompt(parse_json(text)))]
 
@@ -66,10 +66,10 @@ def read_question_lines(file: Path) -> list[Line]:
 
     def question(text: str) -> tuple[str, dict[str, Any]]:
         value = parse_json(text) if file.suffix == JSON_LINES else {"question": text}
-        asked = value.get("question") if isinstance(value, dict) and set(value) == {"question"} else None
-        if not isinstance(asked, str) or not asked.strip():
+        question_text = value.get("question") if isinstance(value, dict) and set(value) == {"question"} else None
+        if not isinstance(question_text, str) or not question_text.strip():
             raise ValueError('it is not of the form {"question": "..."}.')
-        return asked, {"question": asked}
+        return question_text, {"question": question_text}
 
     return [Line(number, *read) for number, read in read_lines(file, question)]
 
@@ -94,17 +94,17 @@ class Results:
             return
         check_writable(file, JSON_LINES)
         self._run = hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()
-        self._aside, self._told = (file.with_name(f".{file.name}.{word}") for word in ("begun", "run"))
+        self._aside, self._run_file = (file.with_name(f".{file.name}.{word}") for word in ("begun", "run"))
         if file.exists():
             check_regular(file)
             content = file.read_bytes()
-            if not self._told.exists() or self._told.read_text(encoding="utf-8") != self._note(content):
+            if not self._run_file.exists() or self._run_file.read_text(encoding="utf-8") != self._note(content):
                 raise ValueError(f"{file} exists and is not of this run; name another file, or delete it.")
             lines, count = content.decode().splitlines(), "all"
         elif self._aside.exists():
             # The last line is truncated or empty.
-            begun, *lines = read_text(self._aside).split("\n")[:-1] or [""]
-            if begun != json.dumps({"run": self._run}):
+            header, *lines = read_text(self._aside).split("\n")[:-1] or [""]
+            if header != json.dumps({"run": self._run}):
                 raise ValueError(
                     f"{self._aside} has the beginning of a run with other prompts or settings; go on with those, or "
                     "delete it to begin anew."
@@ -123,8 +123,8 @@ class Results:
     def __enter__(self) -> Results:
         if self.file is not None:
             # Rewrite the file: its last line may be truncated.
-            begun = [json.dumps({"run": self._run}), *self.done.values()]
-            write_text(self._aside, "".join(f"{line}\n" for line in begun))
+            lines = [json.dumps({"run": self._run}), *self.done.values()]
+            write_text(self._aside, "".join(f"{line}\n" for line in lines))
         self._bar = Bar("lines", len(self.numbers), len(self.done)).__enter__()
         if len(self.done) < len(self.numbers):
             self._bar.update(len(self.done), "lines")
@@ -142,10 +142,10 @@ class Results:
         """Show how many lines are done, and the speed so far."""
         self._bar.update(len(self.done), f"lines, {speed}")
 
-    def _print(self, rest: bool = False) -> None:
-        """Print finished lines in file order up to the first unfinished one, or with `rest` all that are left."""
+    def _print(self, skip_unfinished: bool = False) -> None:
+        """Print finished lines in file order up to the first unfinished one, or with `skip_unfinished` all."""
         for number in self.numbers[self._printed :]:
-            if number not in self.done and not rest:
+            if number not in self.done and not skip_unfinished:
                 return
             self._printed += 1
             if number in self.done:
@@ -155,104 +155,104 @@ class Results:
         self._bar.__exit__(None, None, None)
         if self.file is None:
             if error is not BrokenPipeError:
-                self._print(rest=True)
+                self._print(skip_unfinished=True)
             return
         if error is None:
             content = "".join(f"{self.done[number]}\n" for number in sorted(self.done))
-            write_text(self._told, self._note(content.encode()))
+            write_text(self._run_file, self._note(content.encode()))
             write_text(self.file, content)
         if error is None or not self.done:
             self._aside.unlink()
 
 
-def _started(
+def _start(
     options: argparse.Namespace, settings: dict[str, Any], file: Path, lines: Sequence[Line], prompt: Any = None
 ) -> tuple[Results, Model]:
     """Return the results of a command line, which resume an interrupted run of the same one, and the model."""
     model = load_model(options)
     run = {name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "json")}
     content = hashlib.sha256(file.read_bytes()).hexdigest()
-    described: dict[str, Any] = {"content": content, "prompt": prompt, "run": run}
+    identity: dict[str, Any] = {"content": content, "prompt": prompt, "run": run}
     if options.beams == 1 and (values := defaults_in_force(model.sampling_defaults, settings)):
         tell_sampling_defaults("generate", model, settings)
-        described["sampling"] = values
-    return Results(options.out, described, [line.number for line in lines]), model
+        identity["sampling"] = values
+    return Results(options.out, identity, [line.number for line in lines]), model
 
 
-def _found(model: Model, made: Generation, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def _result_fields(model: Model, generation: Generation, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the fields of each line's result."""
-    texts, each = text_fields(model, made, settings["stop"]), settings["num_samples"]
-    return [samples(texts[start : start + each]) for start in range(0, len(texts), each)]
+    texts, count = text_fields(model, generation, settings["stop"]), settings["num_samples"]
+    return [samples(texts[start : start + count]) for start in range(0, len(texts), count)]
 
 
 def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: Chat) -> None:
     """Continue each prompt of `--prompt-file`, in batches of similar length."""
     file, size = options.prompt_file, options.batch_size or BATCH_SIZE
     lines = read_prompt_lines(file)
-    results, model = _started(options, settings, file, lines)
-    reading: dict[str, Any] = {name: settings[name] for name in ("budget", "budget_of", "max_new_tokens")}
-    reading |= {"chunk": settings["prefill_chunk"], "lengths": None, "key": None, "plan": None}
+    results, model = _start(options, settings, file, lines)
+    prefill_settings: dict[str, Any] = {name: settings[name] for name in ("budget", "budget_of", "max_new_tokens")}
+    prefill_settings |= {"chunk": settings["prefill_chunk"], "lengths": None, "key": None, "plan": None}
     rows = bucket_rows(1, model.mesh)  # rows of a batch with this line alone
 
     def ids_of(line: Line) -> list[int]:
         prompt, policy = encode(model, line.prompt, chat, options.system), settings["policy"]
         check_room(len(prompt), settings["max_new_tokens"], policy, model)
-        prepare(model, policy, [prompt] * rows, **reading)
+        prepare(model, policy, [prompt] * rows, **prefill_settings)
         return prompt
 
     encoded = [(line, of_line(file, line.number, lambda line=line: ids_of(line))) for line in lines]
-    left = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
+    queue = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
     totals = Totals()
     # Turns end on other tokens than plain texts, so a batch never mixes them.
     with results:
         for turn in (False, True):
-            pairs = [pair for pair in left if turn == (bool(chat) or not isinstance(pair[0].prompt, str))]
+            pairs = [pair for pair in queue if turn == (bool(chat) or not isinstance(pair[0].prompt, str))]
             for start in range(0, len(pairs), size):
                 batch = pairs[start : start + size]
-                made = generate_ids(model, [ids for _, ids in batch], chat=turn, **settings)
-                totals.add(made, len(batch))
-                for (line, _), found in zip(batch, _found(model, made, settings), strict=True):
-                    results.write(line.number, line.given | found)
+                generation = generate_ids(model, [ids for _, ids in batch], chat=turn, **settings)
+                totals.add(generation, len(batch))
+                for (line, _), fields in zip(batch, _result_fields(model, generation, settings), strict=True):
+                    results.write(line.number, line.fields | fields)
                 results.show(totals.speed)
-    _tell(totals, options.out)
+    _print_summary(totals, options.out)
 
 
 def answer_lines(options: argparse.Namespace, settings: dict[str, Any], chat: Chat, prompt: str | Messages) -> None:
     """Answer each question of `--questions` about one prompt, which is read once; see `continue_lines`."""
     lines = read_question_lines(options.questions)
-    results, model = _started(options, settings, options.questions, lines, prompt)
-    before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], chat, options.system)
-    left = [(line, ids) for line, ids in zip(lines, asked, strict=True) if line.number not in results.done]
-    longest, totals = max(map(len, asked)), Totals()
+    results, model = _start(options, settings, options.questions, lines, prompt)
+    before, question_ids = encode_questions(model, prompt, [str(line.prompt) for line in lines], chat, options.system)
+    queue = [(line, ids) for line, ids in zip(lines, question_ids, strict=True) if line.number not in results.done]
+    longest, totals = max(map(len, question_ids)), Totals()
 
-    def answers() -> Iterator[list[tuple[Line, dict[str, Any]]]]:
+    def batches() -> Iterator[list[tuple[Line, dict[str, Any]]]]:
         """Yield the lines of each batch with their results."""
-        questions, turn = [ids for _, ids in left], bool(chat) or not isinstance(prompt, str)
-        asking: dict[str, Any] = settings | {"chat": turn, "batch_size": options.batch_size or BATCH_SIZE}
-        for made in answer(model, before, questions, longest=longest, **asking) if left else ():
-            found, done = _found(model, made, settings), totals.lines
-            totals.add(made, len(found))
-            yield [(line, each) for (line, _), each in zip(left[done:], found, strict=False)]
+        questions, turn = [ids for _, ids in queue], bool(chat) or not isinstance(prompt, str)
+        keywords: dict[str, Any] = settings | {"chat": turn, "batch_size": options.batch_size or BATCH_SIZE}
+        for generation in answer(model, before, questions, longest=longest, **keywords) if queue else ():
+            results_of_lines, done = _result_fields(model, generation, settings), totals.lines
+            totals.add(generation, len(results_of_lines))
+            yield [(line, fields) for (line, _), fields in zip(queue[done:], results_of_lines, strict=False)]
 
     if options.json or options.out is not None:
         with results:
-            for batch in answers():
-                for line, found in batch:
-                    results.write(line.number, line.given | found)
+            for batch in batches():
+                for line, fields in batch:
+                    results.write(line.number, line.fields | fields)
                 results.show(totals.speed)
     else:
-        with Bar("questions", len(left)) as bar:
+        with Bar("questions", len(queue)) as bar:
             bar.update(0, "questions")
-            for batch in answers():
-                for line, found in batch:
+            for batch in batches():
+                for line, fields in batch:
                     print(f"--- {str(line.prompt).strip()}")
-                    for each in found.get("samples", [found]):
-                        print(each["text"], flush=True)
+                    for sample in fields.get("samples", [fields]):
+                        print(sample["text"], flush=True)
                 bar.update(totals.lines, f"questions, {totals.speed}")
-    _tell(totals, options.out)
+    _print_summary(totals, options.out)
 
 
-def _tell(totals: Totals, file: Path | None) -> None:
+def _print_summary(totals: Totals, file: Path | None) -> None:
     """Print the summary of a run, unless another one had done all lines."""
     if totals.lines:
         print(totals.summary(file), file=sys.stderr)

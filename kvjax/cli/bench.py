@@ -35,21 +35,21 @@ def bench_entries(options: argparse.Namespace) -> list[BenchEntry]:
     Callers add `full` themselves.
     """
     check_options(options, "batch", "prompt_tokens", "new_tokens", "repeats")
-    everyone = options.policies == "all"
+    all_policies = options.policies == "all"
     budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
-    texts = ",".join(methods.REGISTRY) if everyone else options.policies
-    made: list[BenchEntry] = []
+    texts = ",".join(methods.REGISTRY) if all_policies else options.policies
+    entries: list[BenchEntry] = []
     decided = False
-    for label, policy in compared(texts, *parts_of(options), left_out=say if everyone else None).items():
+    for label, policy in compared(texts, *parts_of(options), left_out=say if all_policies else None).items():
         if label == "full":
             continue
         decided |= policy.plan.sizing.mode == "profiled"
         if "same" in budgets and not decided:
             raise ValueError("budget 'same' follows a policy that decides its slots; name fastgen first.")
-        made += [(label, policy, budget) for budget in ([1.0] if policy.plan.sizing.mode == "profiled" else budgets)]
-    if texts != "full" and not made:
+        entries += [(label, policy, budget) for budget in ([1.0] if policy.plan.sizing.mode == "profiled" else budgets)]
+    if texts != "full" and not entries:
         raise ValueError("no policy is left to benchmark, for the reasons above.")
-    return made
+    return entries
 
 
 def say(line: str) -> None:
@@ -65,7 +65,7 @@ def add_bench_options(options: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Benchmark the policies that the command line names."""
-    named = bench_entries(options)
+    entries = bench_entries(options)
     model = bench.model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
@@ -74,9 +74,9 @@ def run(options: argparse.Namespace) -> None:
         "prefill": lambda policy, budget: bench.reader(model, policy, budget, tokens),
     }[options.what]
     say("compiling full")
-    contenders, own_slots = [make("full", 1.0)], 1
-    for name, policy, budget in named:
-        slots = own_slots if budget == "same" else budget
+    contenders, profiled_slots = [make("full", 1.0)], 1
+    for name, policy, budget in entries:
+        slots = profiled_slots if budget == "same" else budget
         say(f"compiling {name}" + ("" if policy.plan.sizing.mode == "profiled" else f" at {slots}"))
         try:
             with refusals():
@@ -85,9 +85,9 @@ def run(options: argparse.Namespace) -> None:
             say(f"{name} at {slots} is left out: {error}")
             continue
         if policy.plan.sizing.mode == "profiled":
-            own_slots = round(contenders[-1].slots or 1)
-            contenders[-1].budget = f"own: {own_slots}"
-    if named and len(contenders) == 1:
+            profiled_slots = round(contenders[-1].slots or 1)
+            contenders[-1].budget = f"own: {profiled_slots}"
+    if entries and len(contenders) == 1:
         raise ValueError("no policy is left to benchmark, for the reasons above.")
     peer = bench.transformers_model(model) if options.against else None
     say(f"timing {len(contenders)} programs, {options.repeats} rounds")

@@ -107,14 +107,14 @@ def programs(options: argparse.Namespace) -> Iterator[tuple[str, str, Workload]]
     size = f"{b} rows, {c} slots, {heads}, d {d}, {dtype.name}"
     sizes, pages = Sizes(b, h, g, c, d, dtype), b * h * c // PAGE
     summed, noisy, prompt = sizes._replace(scores="sum"), sizes._replace(noisy=True), sizes._replace(b=1, c=n)
-    for label, each, rank in (
+    for label, variant, rank in (
         ("plain", sizes, 0),
         ("sum of probabilities", summed, 0),
         ("Gumbel scores", noisy, 0),
         ("rank 8", sizes, 8),
         ("Gumbel scores, rank 8", noisy, 8),
     ):
-        yield "decode", f"decode_attention: {size}", workloads.decode(label, each, rank=rank)
+        yield "decode", f"decode_attention: {size}", workloads.decode(label, variant, rank=rank)
     program = workloads.paged(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
     yield "paged", f"paged_attention: {size}", program
     yield "evict", f"evict: {size}", workloads.eviction("a pair and its score", b, h, c, d, dtype)
@@ -126,17 +126,17 @@ def programs(options: argparse.Namespace) -> Iterator[tuple[str, str, Workload]]
     yield "prefill", title, workloads.prefill("Gumbel column sums", prompt, "noise")
     title = f"rotate: {b} rows, {heads}, d {d}, {dtype.name}"
     yield "rotate", title, workloads.rotating("one token", b, h, g, d, dtype)
-    for which, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
-        program = workloads.features(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
+    for feature_map, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
+        program = workloads.features(feature_map, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
         yield "less", f"less_kernels: {heads}, d {d}, {dtype.name}", program
 
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
     """Yield the title and runners of each table, the copy first."""
-    known = list(programs(options))
-    for (op, title), of_op in itertools.groupby(known, key=lambda each: each[:2]):
+    cases = list(programs(options))
+    for (op, title), of_op in itertools.groupby(cases, key=lambda case: case[:2]):
         if op in options.ops.split(","):
-            runners = [copy(known[0][2].bytes)]
+            runners = [copy(cases[0][2].bytes)]
             for _, _, program in of_op:
                 runners += [*ways(program), *(peers(program, op == "prefill") if program.label == "plain" else ())]
             yield title, runners
@@ -151,7 +151,7 @@ def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, An
     plain = {r.name: r.median for r in runners if r.label == "plain"}
     rows = []
     for r in runners:
-        same = {other.name: other.median for other in runners if (other.op, other.label) == (r.op, r.label)}
+        same = {runner.name: runner.median for runner in runners if (runner.op, runner.label) == (r.op, r.label)}
         times = {"xla": same.get("xla"), JAX: plain.get(JAX), "torch": plain.get("torch")}
         over = {name: r.median / seconds for name, seconds in times.items() if seconds is not None and r.op != COPY}
         row: dict[str, Any] = dict(
@@ -184,8 +184,8 @@ def time_decode_steps(options: argparse.Namespace, device: str) -> dict[str, Any
     kernels = init_kernels(jax.random.key(1), config)
     contenders = []
     for base in ("streaming", "h2o"):
-        for name, made in ((base, policy(base)), (f"less on {base}", policy("less", base=base, kernels=kernels))):
-            contender = bench.decoder(model, made, options.step_slots, tokens, steps)
+        for name, candidate in ((base, policy(base)), (f"less on {base}", policy("less", base=base, kernels=kernels))):
+            contender = bench.decoder(model, candidate, options.step_slots, tokens, steps)
             contenders.append(dataclasses.replace(contender, name=name))
     bench.race(contenders, options.repeats)
     title = (

@@ -77,16 +77,16 @@ def _interruptions() -> Generator[Callable[[], bool]]:
 
     Interrupting a decode step would lose the cache.
     """
-    noted: list[int] = []
+    signals: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        if noted:
+    def record(number: int, frame: FrameType | None) -> None:
+        if signals:
             raise KeyboardInterrupt
-        noted.append(number)
+        signals.append(number)
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, record)
     try:
-        yield lambda: bool(noted)
+        yield lambda: bool(signals)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -105,10 +105,10 @@ class Chat:
 
     def line(self, line: str) -> None:
         """Run a line: a command, or else a turn."""
-        word, _, rest = line.strip().partition(" ")
+        word, _, argument = line.strip().partition(" ")
         if word in self.commands:
             with _interruptions():  # a file that is half read or written would be of no use
-                self.commands[word](rest.strip())
+                self.commands[word](argument.strip())
             return
         if word.startswith("/"):
             unknown = f"there is no command {word}; {choices(word, [*self.commands, '/quit'])}"
@@ -130,23 +130,23 @@ class Chat:
 
     def _show(self) -> None:
         use = self.conversation.use()
-        told = f"{use.tokens:,} tokens seen; {use.slots:,.0f} of {use.limit:,.0f} slots per head hold one"
-        print(f"[{told}; {use.bytes:,} bytes]", file=sys.stderr, flush=True)
+        counts = f"{use.tokens:,} tokens seen; {use.slots:,.0f} of {use.limit:,.0f} slots per head hold one"
+        print(f"[{counts}; {use.bytes:,} bytes]", file=sys.stderr, flush=True)
 
-    def _save(self, rest: str) -> None:
-        directory = _name("/save", rest)
+    def _save(self, argument: str) -> None:
+        directory = _name("/save", argument)
         self.conversation.save(directory)
         print_written(f"conversation of {self.conversation.use().tokens:,} tokens", directory)
 
-    def _load(self, rest: str) -> None:
-        self.conversation.load(_name("/load", rest))
+    def _load(self, argument: str) -> None:
+        self.conversation.load(_name("/load", argument))
         self._show()
 
 
-def _name(command: str, rest: str) -> Path:
-    if not rest:
+def _name(command: str, argument: str) -> Path:
+    if not argument:
         raise ValueError(f"{command} needs a name: {command} NAME.")
-    return expanded(rest)
+    return expanded(argument)
 
 
 def _lines() -> Iterator[str]:

@@ -55,25 +55,25 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None, **_: Any) -> tuple[Any, list[str]]:
         """Parse as `argparse` does, but refuse unknown arguments."""
         words = list(sys.argv[1:] if args is None else args)
-        found, left = super().parse_known_args(self._named(words), namespace)
-        if left:
-            self.error(f"{left[0]!r} belongs to no option; see {self.prog} --help")
-        return found, []
+        options, unknown = super().parse_known_args(self._declared_words(words), namespace)
+        if unknown:
+            self.error(f"{unknown[0]!r} belongs to no option; see {self.prog} --help")
+        return options, []
 
     def error(self, message: str) -> NoReturn:
         """Print a sentence and exit with code 2."""
-        said = " ".join(message.split()).rstrip(".")
-        self.exit(2, f"{self.prog}: {said}{'' if said.endswith('?') else '.'}\n")
+        text = " ".join(message.split()).rstrip(".")
+        self.exit(2, f"{self.prog}: {text}{'' if text.endswith('?') else '.'}\n")
 
-    def _named(self, words: Sequence[str]) -> list[str]:
+    def _declared_words(self, words: Sequence[str]) -> list[str]:
         """Replace the names of options and of a subcommand by their declared spelling."""
         options = {normalized(name): name for name in self._option_string_actions if name.startswith("--")}
-        named = list(words)
+        argv = list(words)
         for index, word in enumerate(words):
             if self._subparsers is not None and not word.startswith("-"):
                 # The subcommand parses the rest.
-                choices = next(each.choices for each in self._actions if each.nargs == argparse.PARSER) or {}
-                named[index] = next((each for each in choices if normalized(each) == normalized(word)), word)
+                choices = next(action.choices for action in self._actions if action.nargs == argparse.PARSER) or {}
+                argv[index] = next((choice for choice in choices if normalized(choice) == normalized(word)), word)
                 break
             if word == "--":
                 break
@@ -84,20 +84,22 @@ class Parser(argparse.ArgumentParser):
                 near = meant(name, options.values())
                 hint = f"did you mean {near}?" if near else f"{self.prog} --help lists them"
                 self.error(f"there is no option {name}; {hint}")
-            named[index] = f"{options[normalized(name)]}{equals}{value}"
-        return named
+            argv[index] = f"{options[normalized(name)]}{equals}{value}"
+        return argv
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         if action.choices is not None and action.type is None and action.nargs != argparse.PARSER:
-            return next((each for each in action.choices if normalized(each) == normalized(arg_string)), arg_string)
+            return next(
+                (choice for choice in action.choices if normalized(choice) == normalized(arg_string)), arg_string
+            )
         return super()._get_value(action, arg_string)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
-        known = [str(each) for each in action.choices]
+        names = [str(choice) for choice in action.choices]
         name = "/".join(action.option_strings) or action.metavar or action.dest
-        raise argparse.ArgumentError(None, f"{name} {value!r} is not known; {choices(str(value), known)}")
+        raise argparse.ArgumentError(None, f"{name} {value!r} is not known; {choices(str(value), names)}")
 
 
 def _kernels(text: str) -> None:
@@ -212,20 +214,20 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     except BrokenPipeError:
         return BROKEN_PIPE
     except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError, AssertionError) as error:
-        said = " ".join(str(error).split())
+        text = " ".join(str(error).split())
         if (failure := platform_failure(error)) is not None:
-            said = failure
+            text = failure
         elif isinstance(error, (RuntimeError, AssertionError)):
-            if said.startswith("RESOURCE_EXHAUSTED") or "Out of memory" in said:  # the latter on a CPU
-                said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
+            if text.startswith("RESOURCE_EXHAUSTED") or "Out of memory" in text:  # the latter on a CPU
+                text = f"there is not enough memory ({text}); use a smaller budget, a shorter text or fewer rows."
             elif distributed is not None:
                 print(
-                    f"kvjax {command}: another process of this run has stopped ({said[:300]}).", file=errors, flush=True
+                    f"kvjax {command}: another process of this run has stopped ({text[:300]}).", file=errors, flush=True
                 )
                 os._exit(2)  # a normal exit would wait for the others
             else:
                 raise
-        print(f"kvjax {command}: {said or type(error).__name__}", file=errors)
+        print(f"kvjax {command}: {text or type(error).__name__}", file=errors)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -260,12 +262,12 @@ def exit_on_interrupt() -> None:
 
     This covers imports. `finish` makes interruptions raise again, so that a running command can clean up.
     """
-    usual = sys.unraisablehook
+    default_hook = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):  # in a callback of the garbage collector
             leave(INTERRUPTED)
-        usual(unraisable)
+        default_hook(unraisable)
 
     sys.unraisablehook = hook
     signal.signal(signal.SIGINT, _leave_at_once)

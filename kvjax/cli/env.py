@@ -47,13 +47,13 @@ def _packages() -> dict[str, str]:
         required = importlib.metadata.requires("kvjax") or []
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
         required = ["jax", "flax", "numpy", "optax", "orbax-checkpoint", "transformers"]
-    used = (each for each in required if not any(f'extra == "{name}"' in each.replace("'", '"') for name in WORKSHOP))
-    names = {re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in used}
-    found: dict[str, str] = {}
+    used = (spec for spec in required if not any(f'extra == "{name}"' in spec.replace("'", '"') for name in WORKSHOP))
+    names = {re.split(r"[^\w.-]", spec, maxsplit=1)[0] for spec in used}
+    versions: dict[str, str] = {}
     for name in sorted(names | set(BACKENDS)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _devices() -> list[str]:
@@ -75,15 +75,15 @@ def _size(path: Path | None) -> dict[str, Any]:
     return {"path": path and str(path), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 
 
-def text(found: dict[str, Any]) -> str:
+def text(report: dict[str, Any]) -> str:
     """Format the environment as lines to paste into an issue."""
-    lines = [f"{name}: {found[name]}" for name in ("kvjax", "python", "system")]
+    lines = [f"{name}: {report[name]}" for name in ("kvjax", "python", "system")]
     for name in ("packages", "variables"):
-        lines += [f"{name}:", *(f"  {key} {value}" for key, value in found[name].items())]
-    lines += ["devices:", *(f"  {line}" for line in found["devices"]), "caches:"]
-    for name, it in found["caches"].items():
-        kept = f"{it['path']} ({it['files']} files, {it['bytes']:,} bytes)" if it["path"] else "none"
-        lines.append(f"  {name}: {kept}")
+        lines += [f"{name}:", *(f"  {key} {value}" for key, value in report[name].items())]
+    lines += ["devices:", *(f"  {line}" for line in report["devices"]), "caches:"]
+    for name, cache in report["caches"].items():
+        size = f"{cache['path']} ({cache['files']} files, {cache['bytes']:,} bytes)" if cache["path"] else "none"
+        lines.append(f"  {name}: {size}")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import shlex
@@ -28,49 +29,43 @@ REPORTS = ("quality", "codecs", "weights", "less", "long", "fastgen", "claims")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of all tasks and reports."""
-    made = Parser(prog="kvjax evaluate", description=__doc__)
-    reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
+    """Build the parser of all tasks and reports; each of them sets `run`, which gets the options."""
+    root = Parser(prog="kvjax evaluate", description=__doc__)
+    reports = root.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, task in TASKS.items():
-        task.add_arguments(_add_grid(reports, name, task.summary))
-    compare = _add_grid(reports, *COMPARE)
+        task.add_arguments(_add_grid(reports, name, task.summary, [name]))
+    compare = _add_grid(reports, *COMPARE, COMPARED)
     texts.add_text_options(compare, default=[SAMPLE], rows=4, lengths=[512])
     compare.set_defaults(masked=None)
     pages = "results of tasks on one page, as Markdown and HTML"
-    report_page.add_arguments(reports.add_parser("report", help=pages, description=pages))
+    report = reports.add_parser("report", help=pages, description=pages)
+    report_page.add_arguments(report)
+    report.set_defaults(run=report_page.run)
     if module_exists("experiments.reports"):
         importlib.import_module("experiments.reports").add_parsers(reports)
-    return made
+    return root
 
 
-def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
-    """Add a task that compares policies at budgets."""
+def _add_grid(tasks: Any, name: str, summary: str, measured: Sequence[str]) -> argparse.ArgumentParser:
+    """Add a command that compares policies at budgets by some tasks."""
     task = tasks.add_parser(name, help=summary, description=summary)
     add_model_options(task)
     add_policies(task, "streaming,h2o,keyformer")
     task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
     task.add_argument("--out", type=output_directory, default="results", help="directory for TASK.jsonl and TASK.csv")
+    task.set_defaults(run=functools.partial(measure_tasks, measured))
     return task
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    made = parser()
+    root = parser()
     if words and words[0] in REPORTS and not module_exists("experiments.reports"):
-        made.error(f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports")
-    options = made.parse_args(words)
+        root.error(f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports")
+    options = root.parse_args(words)
     options.command = quoted(words)
-
-    def run() -> None:
-        if options.report == "report":
-            report_page.run(options)
-        elif options.report in REPORTS:
-            importlib.import_module("experiments.reports").run(options)
-        else:
-            measure_tasks(COMPARED if options.report == COMPARE[0] else [options.report], options)
-
-    return finish_with_model("evaluate", run, vars(options).get("distributed"))
+    return finish_with_model("evaluate", lambda: options.run(options), vars(options).get("distributed"))
 
 
 def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
@@ -83,8 +78,8 @@ def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
     model = load_model(options)
     measured = {name: task.fill(files[name], model, options, compared) for name, task in tasks.items()}
     print_table(measured.values())
-    for name, found in measured.items():
-        print(f"{files[name].file}: {sum(map(len, found.rows))} rows, new or from earlier runs, by {options.command}")
+    for name, results in measured.items():
+        print(f"{files[name].file}: {sum(map(len, results.rows))} rows, new or from earlier runs, by {options.command}")
 
 
 def quoted(words: Sequence[str]) -> str:

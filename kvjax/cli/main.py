@@ -53,8 +53,8 @@ def _run(words: list[str]) -> int:
     commands = available()
     if not words or words[0] in ("-h", "--help"):
         lines = "\n".join(f"  {name:<{max(map(len, commands))}}  {summary}" for name, (_, summary) in commands.items())
-        rest = "kvjax COMMAND --help lists the settings of one command, kvjax --version says which kvjax this is."
-        print(f"usage: kvjax COMMAND ...\n\n{lines}\n\n{rest}")
+        hint = "kvjax COMMAND --help lists the settings of one command, kvjax --version says which kvjax this is."
+        print(f"usage: kvjax COMMAND ...\n\n{lines}\n\n{hint}")
         return 0
     if words[0] == "--version":
         print(f"kvjax {version()}")

@@ -33,14 +33,14 @@ from kvjax.utils.settings import (
 )
 
 
-def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: float, whole: str) -> None:
+def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: float, base: str) -> None:
     """Add the options of a policy and its budget; the defaults only appear in the help."""
     add_policy(options, policy)
     options.add_argument(
         "--budget", help=f"slots per head, a fraction, or slots for each layer as 64,48,32,16 (default: {budget})"
     )
     options.add_argument(
-        "--budget-of", choices=WHOLES, help=f"base of a fraction; text is prompt + new tokens (default: {whole})"
+        "--budget-of", choices=WHOLES, help=f"base of a fraction; text is prompt + new tokens (default: {base})"
     )
     options.add_argument("--prefill-chunk", type=int, help="compress after each chunk of this many prompt tokens")
 
@@ -136,11 +136,11 @@ def add_end_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--seed", type=int, default=0, help="random seed, from 0 to 2^32 - 1")
 
 
-def own_sampling(options: argparse.Namespace) -> dict[str, Any]:
+def user_sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling settings that a user gives, after checking them."""
-    given = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
-    Sampling(**given)
-    return given
+    settings = {name: getattr(options, name) for name in SETTINGS if getattr(options, name) is not None}
+    Sampling(**settings)
+    return settings
 
 
 def tell_sampling_defaults(command: str, model: LanguageModel, settings: Mapping[str, Any]) -> None:
@@ -153,9 +153,9 @@ def tell_sampling_defaults(command: str, model: LanguageModel, settings: Mapping
 
 def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling settings and stop conditions as keywords of `kvjax.generation.generate.begin`."""
-    given = own_sampling(options)
+    settings = user_sampling(options)
     ends = {"stop": stop_strings(options.stop), "stop_token_ids": tuple(options.stop_token_ids)}
-    return given | ends | {"seed": seed_number(options.seed)}
+    return settings | ends | {"seed": seed_number(options.seed)}
 
 
 def print_policy_help(options: argparse.Namespace, parser: Callable[[], argparse.ArgumentParser]) -> bool:
@@ -185,16 +185,16 @@ def list_policies() -> None:
             text = Text(entry.summary)
             table.add_row(entry.name, text.append(f"\n{settings}", "dim") if settings else text, entry.paper)
         shown.print(table, "")
-    usual = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
-    shown.print(f"Nearly every policy also takes {usual}. --policy NAME --help explains the settings.")
+    common = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
+    shown.print(f"Nearly every policy also takes {common}. --policy NAME --help explains the settings.")
 
 
 def explain_policy(name: str) -> None:
     """Print what a policy and the parts in its name are, with tables of their settings, defaults and meanings."""
-    named, shown = parse_policy(name), console(110)
-    for entry in describe.describe_named(named.name, named.parts):
-        told = [f"{entry.name}: {entry.summary}", f"From: {entry.paper.rstrip('.')}." if entry.paper else ""]
-        shown.print(" ".join(filter(None, told)))
+    spec, shown = parse_policy(name), console(110)
+    for entry in describe.describe_named(spec.name, spec.parts):
+        heading = [f"{entry.name}: {entry.summary}", f"From: {entry.paper.rstrip('.')}." if entry.paper else ""]
+        shown.print(" ".join(filter(None, heading)))
         shown.print(f"When: {entry.when}\n" if entry.when else "")
         columns = Column("setting", no_wrap=True), Column("default", no_wrap=True), Column("meaning", ratio=1)
         table = _table("settings (--set key=value)", *columns)
@@ -221,39 +221,42 @@ def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[s
 
 
 def policy_and_budget(
-    options: argparse.Namespace, usual: str = "full", slots: float = 1.0, whole: str = WHOLES[0]
+    options: argparse.Namespace, default: str = "full", slots: float = 1.0, base: str = WHOLES[0]
 ) -> tuple[Policy, dict[str, Any]]:
     """Return the policy that a command line names, and its budget and chunk settings as keywords of `kvjax.prefill`.
 
     Args:
         slots: budget if none is named, for policies that have one.
-        whole: what a fractional budget is a fraction of, unless an option sets it.
+        base: what a fractional budget is a fraction of, unless an option sets it.
     """
-    policy, config = named(options, usual)
+    policy, config = policy_and_config(options, default)
     bounded = policy.plan.sizing.mode == "budget"
     slots = config.get("budget", slots if bounded else 1.0)
     budget = slots if options.budget is None else parse_budgets(options.budget)
     check_bounded(policy, budget)
     chunk = config.get("prefill_chunk") if options.prefill_chunk is None else options.prefill_chunk
-    whole = options.budget_of or config.get("budget_of", whole)
-    return policy, {"budget": budget, "budget_of": whole, "prefill_chunk": chunk}
+    base = options.budget_of or config.get("budget_of", base)
+    return policy, {"budget": budget, "budget_of": base, "prefill_chunk": chunk}
 
 
-def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, Any]]:
-    """Return the policy, or the `usual` one, and the config that a command line names."""
+def policy_and_config(options: argparse.Namespace, default: str) -> tuple[Policy, dict[str, Any]]:
+    """Return the policy, or the default one, and the config that a command line names."""
     config = read_config(options.config) if options.config is not None else {}
-    its = parse_policy(config.get("policy", usual))
-    asked = its if options.policy is None else parse_policy(options.policy)
-    of_config = its.parts | {part: config[part] for part in PART_KEYS if part in config}
-    parts, settings_given = parts_of(options)
-    given = combined_parts(asked.parts, parts)
-    parts = of_config | {part: name for part, name in given.items() if name is not None}
+    preset = parse_policy(config.get("policy", default))
+    spec = preset if options.policy is None else parse_policy(options.policy)
+    preset_parts = preset.parts | {part: config[part] for part in PART_KEYS if part in config}
+    parts, option_settings = parts_of(options)
+    option_parts = combined_parts(spec.parts, parts)
+    parts = preset_parts | {part: name for part, name in option_parts.items() if name is not None}
     # A config's settings apply only to its own policy and parts.
-    own = its.settings | config.get("settings", {})
-    same = {"policy": asked.name == its.name} | {part: parts.get(part) == of_config.get(part) for part in PART_KEYS}
+    defaults = preset.settings | config.get("settings", {})
+    same = {part: parts.get(part) == preset_parts.get(part) for part in PART_KEYS}
+    same["policy"] = spec.name == preset.name
     # A part that does not exist differs in nothing, so that `policy` refuses it.
-    settings = {key: own[key] for key in own if same.get(key.partition(".")[0] if "." in key else "policy", True)}
-    settings |= asked.settings | settings_given
+    settings = {
+        key: defaults[key] for key in defaults if same.get(key.partition(".")[0] if "." in key else "policy", True)
+    }
+    settings |= spec.settings | option_settings
     if options.less_checkpoint is not None:
-        settings["checkpoint" if asked.name == "less" else "residual.checkpoint"] = options.less_checkpoint
-    return methods.policy(asked.name, **parts, **settings), config
+        settings["checkpoint" if spec.name == "less" else "residual.checkpoint"] = options.less_checkpoint
+    return methods.policy(spec.name, **parts, **settings), config

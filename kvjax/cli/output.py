@@ -26,50 +26,48 @@ def print_written(what: str, place: Path) -> None:
     print(f"wrote a {what} to {place}", file=sys.stderr, flush=True)
 
 
-def report(made: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -> dict[str, Any]:
+def report(generation: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON fields of one prompt: its texts, from `samples`, and what they cost."""
-    rate, local = made.decode_tokens_per_second, _local_windows(made)
+    state, local = generation.state, _local_windows(generation)
     return {
         "text": texts["text"],
-        "prompt_tokens": len(made.prompts[0]),
-        "new_tokens": len(made.tokens[0]),
+        "prompt_tokens": len(generation.prompts[0]),
+        "new_tokens": len(generation.tokens[0]),
         "policy": methods.name_of(policy),
-        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(made.state)) if i not in local]))),
-        "allocated_slots": round(allocated_slots(made.state)),
-        "cache_bytes": cache_bytes(made.state),
-        "full_cache_bytes": full_cache_bytes(made.state),
-        "compile_seconds": made.compile_seconds,
-        "prefill_seconds": made.prefill_seconds,
-        "decode_tokens_per_second": rate,
+        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(state)) if i not in local]))),
+        "allocated_slots": round(allocated_slots(state)),
+        "cache_bytes": cache_bytes(state),
+        "full_cache_bytes": full_cache_bytes(state),
+        "compile_seconds": generation.compile_seconds,
+        "prefill_seconds": generation.prefill_seconds,
+        "decode_tokens_per_second": generation.decode_tokens_per_second,
         "seed": seed,
         **({"local_windows": local} if local else {}),
-        **_choices(made),
+        **_choices(generation),
         **texts,
     }
 
 
-def _local_windows(made: Generation) -> dict[int, int]:
+def _local_windows(generation: Generation) -> dict[int, int]:
     """Return the window of each layer whose sliding window overrides the budget, by the layer's index."""
-    layers, end = enumerate(made.state.config.layer_configs), int(np.max(made.state.end))
+    layers, end = enumerate(generation.state.config.layer_configs), int(np.max(generation.state.end))
     return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounds(end)}
 
 
-def text_fields(model: Model, made: Generation, stop: tuple[str, ...]) -> list[dict[str, Any]]:
+def text_fields(model: Model, generation: Generation, stop: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the JSON fields of each text."""
-    found = [
-        {"text": text, "prompt_tokens": len(prompt), "new_tokens": len(tokens)}
-        for text, prompt, tokens in zip(texts_of(model, made, stop), made.prompts, made.tokens, strict=True)
-    ]
-    if made.logprobs is None:
-        return found
+    rows = zip(texts_of(model, generation, stop), generation.prompts, generation.tokens, strict=True)
+    texts = [{"text": text, "prompt_tokens": len(ids), "new_tokens": len(new)} for text, ids, new in rows]
+    if generation.logprobs is None:
+        return texts
     spelling = Spelling(model.tokenizer)
-    for each, known in zip(found, made.logprobs, strict=True):
-        each["logprobs"] = [
+    for fields, logprobs in zip(texts, generation.logprobs, strict=True):
+        fields["logprobs"] = [
             {"token": token, "text": spelling.name(token), "bytes": spelling.byte_list(token), "logprob": logprob}
-            | ({"likeliest": [{"token": other, "logprob": its} for other, its in likeliest]} if likeliest else {})
-            for token, logprob, likeliest in known
+            | ({"likeliest": [{"token": id, "logprob": value} for id, value in likeliest]} if likeliest else {})
+            for token, logprob, likeliest in logprobs
         ]
-    return found
+    return texts
 
 
 def samples(texts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -77,32 +75,33 @@ def samples(texts: list[dict[str, Any]]) -> dict[str, Any]:
     return texts[0] | ({"samples": texts} if len(texts) > 1 else {})
 
 
-def _choices(made: Generation) -> dict[str, Any]:
+def _choices(generation: Generation) -> dict[str, Any]:
     """Return the choice of each head of the first row, by layer, for policies that profile heads."""
-    plan = made.state.policy.plan
+    plan = generation.state.policy.plan
     if not isinstance(plan, Profiled):
         return {}
     maps: dict[str, Any] = {}
-    if made.beams == 1:  # a beam search leaves paged storage
-        maps["policy_map"] = [np.asarray(layer.state.plan.choice)[0].tolist() for layer in made.state.cache.attending]
+    if generation.beams == 1:  # a beam search leaves paged storage
+        heads = generation.state.cache.attending
+        maps["policy_map"] = [np.asarray(layer.state.plan.choice)[0].tolist() for layer in heads]
     return {
         "choices": ["+".join(parts) or "full" for parts in plan.choices],
         **maps,
-        "slots": [limit[0].tolist() for limit in slot_limits(made.state)],
+        "slots": [limit[0].tolist() for limit in slot_limits(generation.state)],
     }
 
 
-def summary(made: Generation, report: dict[str, Any]) -> str:
+def summary(generation: Generation, report: dict[str, Any]) -> str:
     """Summarize a report in a few lines."""
-    kept = np.mean([(positions >= 0).sum(-1).mean() for positions in made.cache_positions])
+    tokens = np.mean([(positions >= 0).sum(-1).mean() for positions in generation.cache_positions])
     speed = _speed(report["decode_tokens_per_second"])
     return (
         f"prompt: {report['prompt_tokens']} tokens in {report['prefill_seconds']:.2f} s; "
         f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
         f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
-        f"{report['policy']} kept {kept:.0f} of {report['prompt_tokens']} prompt tokens per head, "
-        f"budget {report['budget']}: {report['allocated_slots']} slots{_local(made)}{_excess(made, report)}"
-        f"{_spare(made)}"
+        f"{report['policy']} kept {tokens:.0f} of {report['prompt_tokens']} prompt tokens per head, "
+        f"budget {report['budget']}: {report['allocated_slots']} slots{_local(generation)}{_excess(generation, report)}"
+        f"{_spare(generation)}"
     )
 
 
@@ -119,15 +118,15 @@ class Totals:
     """Bytes of the largest batch, as in the next field."""
     full_cache_bytes: int = 0
 
-    def add(self, made: Generation, lines: int) -> None:
+    def add(self, generation: Generation, lines: int) -> None:
         """Add a batch of some lines."""
         self.lines += lines
-        self.tokens += sum(map(len, made.tokens))
-        self.timed_tokens += made.timed_tokens
-        self.decode_seconds += made.decode_seconds
-        self.compile_seconds += made.compile_seconds
-        self.cache_bytes = max(self.cache_bytes, cache_bytes(made.state))
-        self.full_cache_bytes = max(self.full_cache_bytes, full_cache_bytes(made.state))
+        self.tokens += sum(map(len, generation.tokens))
+        self.timed_tokens += generation.timed_tokens
+        self.decode_seconds += generation.decode_seconds
+        self.compile_seconds += generation.compile_seconds
+        self.cache_bytes = max(self.cache_bytes, cache_bytes(generation.state))
+        self.full_cache_bytes = max(self.full_cache_bytes, full_cache_bytes(generation.state))
 
     @property
     def speed(self) -> str:
@@ -147,9 +146,9 @@ def _speed(rate: float | None) -> str:
     return "too few to time" if rate is None else f"{rate:,.0f} tokens/s"
 
 
-def _local(made: Generation) -> str:
+def _local(generation: Generation) -> str:
     """Name the layers that the budget does not apply to, if there are any."""
-    windows, layers = _local_windows(made), made.state.config.layers
+    windows, layers = _local_windows(generation), generation.state.config.layers
     if not windows:
         return ""
     return (
@@ -158,26 +157,26 @@ def _local(made: Generation) -> str:
     )
 
 
-def _spare(made: Generation) -> str:
+def _spare(generation: Generation) -> str:
     """Report the slots that FastGen sets aside for new special tokens and punctuation, and whether they sufficed."""
-    plan, protection = made.state.policy.plan, made.state.policy.protection
+    plan, protection = generation.state.policy.plan, generation.state.policy.protection
     if not isinstance(plan, Profiled) or not isinstance(protection, TokenClasses) or protection.classes is None:
         return ""
     classes = np.asarray(protection.classes)
-    written = [np.asarray(tokens, np.int64) for tokens in made.tokens]
-    special, marks = (max(int((classes[ids] & bit > 0).sum()) for ids in written) for bit in (SPECIAL, PUNCTUATION))
-    slots = int(plan.spare_special), math.ceil(plan.spare_punctuation * int(np.max(made.state.horizon)) - 1e-6)
-    said = f"\n{slots[0]} and {slots[1]} slots are set aside for special tokens and punctuation that are written"
+    token_ids = [np.asarray(tokens, np.int64) for tokens in generation.tokens]
+    special, marks = (max(int((classes[ids] & bit > 0).sum()) for ids in token_ids) for bit in (SPECIAL, PUNCTUATION))
+    slots = int(plan.spare_special), math.ceil(plan.spare_punctuation * int(np.max(generation.state.horizon)) - 1e-6)
+    sentence = f"\n{slots[0]} and {slots[1]} slots are set aside for special tokens and punctuation that are written"
     if special <= slots[0] and marks <= slots[1]:
-        return f"{said}; {special} and {marks} were."
-    return f"{said}, but {special} and {marks} were: in heads that keep them the oldest may have left."
+        return f"{sentence}; {special} and {marks} were."
+    return f"{sentence}, but {special} and {marks} were: in heads that keep them the oldest may have left."
 
 
-def _excess(made: Generation, report: dict[str, Any]) -> str:
+def _excess(generation: Generation, report: dict[str, Any]) -> str:
     """Explain why a cache is larger than the full one, if it is."""
     if report["policy"] == "full" or report["cache_bytes"] <= report["full_cache_bytes"]:
         return ""
-    needed = int(np.max(made.state.end))
+    needed = int(np.max(generation.state.end))
     if report["budget"] >= needed:
         return f"\nThis is more than a full cache, for the whole text has no more than {needed} tokens."
     return (

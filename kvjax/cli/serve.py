@@ -18,10 +18,10 @@ from kvjax.cli.commands import Parser, add_model_options, command, leave, load_m
 from kvjax.cli.options import (
     add_policy,
     add_sampling_options,
-    named,
-    own_sampling,
+    policy_and_config,
     print_policy_help,
     tell_sampling_defaults,
+    user_sampling,
 )
 from kvjax.serving.requests import CHUNK, SIZES, SNAPSHOT_BYTES, STEPS
 from kvjax.utils.compilation import Compiling
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     from kvjax.serving.engine import Engine
     from kvjax.serving.http import Server
 
-    policy, config = named(options, POLICY)
+    policy, config = policy_and_config(options, POLICY)
     budget = config.get("budget", BUDGET) if options.budget is None else options.budget
     if type(budget) is not int:
         raise ValueError(
@@ -117,12 +117,12 @@ def run(options: argparse.Namespace) -> None:
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     for name, size in sizes.items():
         whole_number(name, size, *SIZES[name])
-    sampling, file = own_sampling(options), options.api_key_file
+    sampling, file = user_sampling(options), options.api_key_file
     keys = [] if file is None else [line.strip() for line in read_text(file).splitlines() if line.strip()]
     if file is not None and not keys:
         raise ValueError(f"{file} has no key; write one, or several on a line each.")
     # The port is bound before a model is loaded, in case it is taken.
-    with _bound(options.host, options.port) as listener, _ends_at_sigterm():
+    with _bind(options.host, options.port) as listener, _ends_at_sigterm():
         host, port = listener.getsockname()[:2]
         public = not is_loopback(host)
         if public and not keys and not options.no_key:
@@ -164,8 +164,8 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("rows", "queue", "chat_tokens", "max_body"):
         whole_number(name, getattr(options, name))
     whole_number("port", options.port, 0, 65_535)
-    for name, least in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
-        if not least <= getattr(options, name) <= 86_400:
+    for name, minimum in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
+        if not minimum <= getattr(options, name) <= 86_400:
             raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
 
 
@@ -188,8 +188,8 @@ def _progress(compiling: Compiling) -> Callable[[int, int], None]:
 
     def tell(done: int, total: int) -> None:
         reads = compiling.read > 0 and compiling.read >= compiling.programs
-        doing = f"reading {done} of {total} programs from disk" if reads else f"compiling {done} of {total} programs"
-        _say(f"{doing}{time_left(done, total - done, time.monotonic() - began)}")
+        action = f"reading {done} of {total} programs from disk" if reads else f"compiling {done} of {total} programs"
+        _say(f"{action}{time_left(done, total - done, time.monotonic() - began)}")
 
     return tell
 
@@ -199,7 +199,7 @@ def _say(line: str) -> None:
     print(f"kvjax serve: {line}", file=sys.stderr, flush=True)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address and does not listen yet."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax.cli.commands import Parser, add_model_options, command
-from kvjax.cli.options import add_policy, named, parts_of
+from kvjax.cli.options import add_policy, parts_of, policy_and_config
 from kvjax.methods.notation import combined_parts, parse_policy
 from kvjax.utils.files import check_not_empty, output_directory
 from kvjax.utils.settings import check_options, parse_budget
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
 
     names = {field.name for field in dataclasses.fields(Recipe)}
     recipe = Recipe(**{name: value for name, value in vars(options).items() if name in names})
-    policy, _ = named(options, "h2o")
+    policy, _ = policy_and_config(options, "h2o")
     parts, settings = parts_of(options)
     if any(setting.startswith("plan.") for setting in settings):
         raise ValueError("kernels are trained under a plan with its usual settings; leave --set plan.* out.")
@@ -102,10 +102,10 @@ def run(options: argparse.Namespace) -> None:
 
 def serving_line(options: argparse.Namespace) -> str:
     """Return the command that generates text with the kernels that this command line trains."""
-    name, *others = (options.policy or ("" if options.config else "h2o")).partition("[")
+    name, *suffix = (options.policy or ("" if options.config else "h2o")).partition("[")
     words = ["--model", options.model] if options.model else []
     words += ["--config", options.config] if options.config else []
-    words += ["--policy", "".join([f"{name}+less", *others])] if name else ["--residual", "less"]
+    words += ["--policy", "".join([f"{name}+less", *suffix])] if name else ["--residual", "less"]
     words += ["--plan", options.plan] if options.plan else []
     words += ["--set", *options.settings] if options.settings else []
     words += ["--less-checkpoint", str(options.out), "--budget", options.budget, "--prompt", "Once upon a time"]

@@ -34,15 +34,15 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
 
     `reading` has the budget and similar settings, as `kvjax.prefill` takes them.
     """
-    found = Survey()
-    settings: dict[str, Any] = dict(reading, implementation=Kernels(found))
+    workloads = Survey()
+    settings: dict[str, Any] = dict(reading, implementation=Kernels(workloads))
     sizing = ready(model, policy, reading["budget"], None).plan.sizing
     if sizing.per_head:  # only a prompt determines the slots of each head
         state, _ = prefill(model, policy, np.zeros((rows, tokens), np.int32), **settings)
     else:
         state = state_shapes(model, policy, rows, tokens, **settings)
     step_shapes(state.decoder, state.cache)
-    return found
+    return workloads
 
 
 def results_table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
@@ -92,12 +92,12 @@ def run(options: argparse.Namespace) -> None:
     if device is None:
         raise ValueError(_why_not())
     model = load_model(options)
-    asked: dict[str, common.Asked] = {}
+    tasks: dict[str, common.Asked] = {}
     for rows, tokens in sizes:
-        asked |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
-    raced = Autotuner(device).settle(asked.values(), again=options.again)
-    held = ({} if file is None else autotune.read(file).get(device, {})) | raced
-    console(160).print(results_table(f"{model.name} on {device}", {bucket: held.get(bucket) for bucket in asked}))
+        tasks |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
+    new_verdicts = Autotuner(device).settle(tasks.values(), again=options.again)
+    verdicts = ({} if file is None else autotune.read(file).get(device, {})) | new_verdicts
+    console(160).print(results_table(f"{model.name} on {device}", {bucket: verdicts.get(bucket) for bucket in tasks}))
     if file is not None:
         print(f"stored in {file}", file=sys.stderr)
 

@@ -169,8 +169,8 @@ def time_transformers(
                 token = peer(token, **{name: cache}).logits[:, -1:].argmax(-1)
             seconds.append(time.perf_counter() - began)
     config = model.config
-    held = 2 * tokens.size * config.layers * config.kv_heads * config.head_width * 4
-    return Contender("transformers", "full", lambda: None, held, seconds=seconds[1:])
+    size = 2 * tokens.size * config.layers * config.kv_heads * config.head_width * 4
+    return Contender("transformers", "full", lambda: None, size, seconds=seconds[1:])
 
 
 def print_timings(contenders: list[Contender], tokens: int, title: str) -> list[dict[str, Any]]:
@@ -214,11 +214,11 @@ def model_named(
     if name == "synthetic":
         if revision is not None or weights is not None:
             raise ValueError("--revision and --weights apply to loaded models, not to synthetic; leave them out.")
-        made, devices = random_weights(SYNTHETIC, jax.random.key(0), jnp.dtype(dtype)), None
+        arrays, devices = random_weights(SYNTHETIC, jax.random.key(0), jnp.dtype(dtype)), None
         if mesh is not None:
             devices = parse_mesh(mesh)
-            made = jax.device_put(made, weight_shardings(SYNTHETIC, devices))
-        return Model(made, SYNTHETIC, name, mesh=devices)
+            arrays = jax.device_put(arrays, weight_shardings(SYNTHETIC, devices))
+        return Model(arrays, SYNTHETIC, name, mesh=devices)
     return load(name, dtype, revision, weights, mesh)
 
 
@@ -230,10 +230,10 @@ def transformers_model(model: Model) -> Any:
         raise ValueError("--against transformers needs torch; install it with: pip install 'kvjax[parity]'.") from None
     from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as written:
+    with tempfile.TemporaryDirectory() as directory:
         if model.directory is None:
-            write_checkpoint(model.weights, model.config, Path(written))
-        return AutoModelForCausalLM.from_pretrained(model.directory or written, dtype=torch.float32)
+            write_checkpoint(model.weights, model.config, Path(directory))
+        return AutoModelForCausalLM.from_pretrained(model.directory or directory, dtype=torch.float32)
 
 
 def shaped_model(config: ModelConfig, dtype: DTypeLike, weights: Literal["int8"] | None, mesh: Mesh | None) -> Model:
@@ -241,8 +241,8 @@ def shaped_model(config: ModelConfig, dtype: DTypeLike, weights: Literal["int8"]
     shapes = weight_shapes(config, dtype)
     shapes = rounded_shapes(shapes) if weights == "int8" else shapes
     devices = None if mesh is None else program_mesh(config, mesh)
-    placed = placed_shapes(weight_specs(shapes, config, devices), shapes, devices)
-    return Model(placed, config, f"{config.layers} layers of width {config.width}", mesh=mesh)
+    shapes = placed_shapes(weight_specs(shapes, config, devices), shapes, devices)
+    return Model(shapes, config, f"{config.layers} layers of width {config.width}", mesh=mesh)
 
 
 def random_model(
@@ -254,15 +254,15 @@ def random_model(
     @functools.partial(jax.jit, static_argnums=1)
     def draw(key: Key[Array, ""], leaf: jax.ShapeDtypeStruct) -> Array:
         if leaf.dtype == jnp.int8:
-            made = jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
-            made = made if code_dtype(platform_of(None)) == jnp.int8 else unsigned(made)
+            values = jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
+            values = values if code_dtype(platform_of(None)) == jnp.int8 else unsigned(values)
         elif len(leaf.shape) > 1:
-            made = jax.random.normal(key, leaf.shape, leaf.dtype) / math.sqrt(leaf.shape[-1])
+            values = jax.random.normal(key, leaf.shape, leaf.dtype) / math.sqrt(leaf.shape[-1])
         else:
-            made = jnp.full(leaf.shape, 1.0 / config.width if leaf.dtype != dtype else 1.0, leaf.dtype)
-        return made if leaf.sharding is None else jax.lax.with_sharding_constraint(made, leaf.sharding)
+            values = jnp.full(leaf.shape, 1.0 / config.width if leaf.dtype != dtype else 1.0, leaf.dtype)
+        return values if leaf.sharding is None else jax.lax.with_sharding_constraint(values, leaf.sharding)
 
     leaves, tree = jax.tree.flatten(shaped.weights)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    drawn = [draw(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
-    return Model(jax.tree.unflatten(tree, drawn), config, shaped.name, mesh=mesh)
+    arrays = [draw(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
+    return Model(jax.tree.unflatten(tree, arrays), config, shaped.name, mesh=mesh)

@@ -34,8 +34,8 @@ def share_held(positions: list[np.ndarray], tokens: int) -> Float[np.ndarray, "l
 def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """Return the text of each token as it appears after other tokens."""
     spelling = Spelling(tokenizer)
-    known = [spelling.bytes_of(token) for token in ids]
-    return ["\ufffd" if each is None else each.decode(errors="replace") for each in known]
+    contents = [spelling.bytes_of(token) for token in ids]
+    return ["\ufffd" if content is None else content.decode(errors="replace") for content in contents]
 
 
 def print_shaded(words: Sequence[str], share: Float[np.ndarray, " tokens"], file: TextIO) -> None:
@@ -69,11 +69,11 @@ def save_png(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], fi
     figure, (axes,) = new_figure(width=max(7.0, min(14.0, 0.17 * tokens + 2.5)), height=0.35 * layers + 2.0)
     image = axes.imshow(share, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
     # Name only some tokens of a long prompt.
-    named = range(0, tokens, -(-tokens // MOST_WORDS))
-    axes.set_xticks(named, [_visible(words[token]) for token in named], rotation=90, fontsize=7, parse_math=False)
-    every = -(-layers // 16)
-    axes.set(xlabel="prompt token" if tokens <= MOST_WORDS else f"prompt token (1 in {named.step} is named)")
-    axes.set(ylabel="layer", yticks=range(0, layers, every))
+    ticks = range(0, tokens, -(-tokens // MOST_WORDS))
+    axes.set_xticks(ticks, [_visible(words[token]) for token in ticks], rotation=90, fontsize=7, parse_math=False)
+    step = -(-layers // 16)
+    axes.set(xlabel="prompt token" if tokens <= MOST_WORDS else f"prompt token (1 in {ticks.step} is named)")
+    axes.set(ylabel="layer", yticks=range(0, layers, step))
     axes.set_title(title, fontsize=10, parse_math=False)
     figure.colorbar(
         image, label="share of KV heads\nthat hold the token", ticks=[0, 0.25, 0.5, 0.75, 1], format="{x:.0%}"

@@ -97,12 +97,12 @@ def plot_quality(
     qualities = sorted(point.quality for point in points)
     highest = math.inf
     if near and full is not None and len(points) > 4:
-        lowest, most = min(full, qualities[0]), qualities[math.ceil(0.8 * len(points)) - 1]
-        highest = most + (most - lowest) / 10
+        lowest, high = min(full, qualities[0]), qualities[math.ceil(0.8 * len(points)) - 1]
+        highest = high + (high - lowest) / 10
         if highest < qualities[-1]:
-            axes.set_ylim(lowest - (most - lowest) / 20, highest)
-    named = {label: label + (" (leaves the frame)" if max(lines[label][1]) > highest else "") for label in order}
-    plot_lines(axes, {named[label]: lines[label] for label in order})
+            axes.set_ylim(lowest - (high - lowest) / 20, highest)
+    labels = {label: label + (" (leaves the frame)" if max(lines[label][1]) > highest else "") for label in order}
+    plot_lines(axes, {labels[label]: lines[label] for label in order})
     if full is not None:
         axes.axhline(full, color="black", linewidth=1, linestyle=":", label="full")
     axes.set(xlabel=xlabel, ylabel=ylabel)

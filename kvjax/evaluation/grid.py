@@ -37,14 +37,14 @@ class Entry(NamedTuple):
     @property
     def sources(self) -> list[Path]:
         """Files of which the policy is made: FILE.py:NAME in the label, and those of directories in settings."""
-        found: list[Path] = []
+        files: list[Path] = []
         for text in re.findall(r"[^,\[\]]+?\.py(?=:)", self.label):
             # A plus or an equals sign may be part of a path, or end what is before it.
             starts = [0, *(sign.end() for sign in re.finditer(r"[+=]", text))]
-            found += [file for start in starts if (file := expanded(text[start:])).is_file()][:1]
+            files += [file for start in starts if (file := expanded(text[start:])).is_file()][:1]
         for text in directories(self.policy):
-            found += sorted(file for file in expanded(text).rglob("*") if file.is_file())
-        return found
+            files += sorted(file for file in expanded(text).rglob("*") if file.is_file())
+        return files
 
     def cell(self, model: Model) -> Cell:
         """Return the fields of the policy, the budget and the model that identify a row."""
@@ -71,27 +71,27 @@ def describe(policy: Policy) -> dict[str, Any]:
     Parts that differ from those of the name and its settings are included.
     """
     base = dataclasses.replace(policy, residual=None)
-    name, own = methods.name_of(base), methods.settings_in(base)
-    made: dict[str, Any] = {"name": name} | _plain(own)
+    name, settings = methods.name_of(base), methods.settings_in(base)
+    fields: dict[str, Any] = {"name": name} | _plain(settings)
     if name in methods.REGISTRY:
-        usual = methods.policy(name, **own)
+        preset = methods.policy(name, **settings)
         for part in ("plan", "codec", "selection"):
-            if getattr(base, part) != getattr(usual, part):
-                made[part] = _described(getattr(base, part))
+            if getattr(base, part) != getattr(preset, part):
+                fields[part] = _describe_part(getattr(base, part))
     if policy.residual is None:
-        return made
+        return fields
     kind = type(policy.residual)
-    named = next((name for name, known in methods.RESIDUALS.items() if known is kind), kind.__name__)
-    return {"name": named} | _settings(policy.residual) | {"base": made}
+    kind_name = next((name for name, residual in methods.RESIDUALS.items() if residual is kind), kind.__name__)
+    return {"name": kind_name} | _settings(policy.residual) | {"base": fields}
 
 
-def _described(part: Any) -> dict[str, Any]:
+def _describe_part(part: Any) -> dict[str, Any]:
     # Rows measured before there were other quantizers have the bits of integer codes.
-    found = {"kind": type(part).__name__} | _settings(part)
+    fields = {"kind": type(part).__name__} | _settings(part)
     if isinstance(part, Codec) and part.quantized:
         has_bits = type(part.quantizer) in (Int8, Int4)
-        found |= {"bits": part.bits} if has_bits else {"quantizer": _described(part.quantizer)}
-    return found
+        fields |= {"bits": part.bits} if has_bits else {"quantizer": _describe_part(part.quantizer)}
+    return fields
 
 
 def _settings(part: Any) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def _settings(part: Any) -> dict[str, Any]:
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    kept = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, tuple, list))}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+    plain = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, tuple, list))}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
 def entries(

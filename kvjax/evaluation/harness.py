@@ -54,19 +54,19 @@ def required(module: str) -> Any:
 def adapter(model: Model, **settings: Any) -> CompressedLM:
     """Return a `CompressedLM`, with its settings, that is an `lm_eval.api.model.LM`."""
     base = required("lm_eval.api.model").TemplateLM
-    made = type(CompressedLM.__name__, (CompressedLM, base), {"__module__": __name__, "__doc__": CompressedLM.__doc__})
-    return made(model, **settings)
+    cls = type(CompressedLM.__name__, (CompressedLM, base), {"__module__": __name__, "__doc__": CompressedLM.__doc__})
+    return cls(model, **settings)
 
 
 class _Text(NamedTuple):
     """A context and its continuation."""
 
-    read: tuple[int, ...]
+    prefix: tuple[int, ...]
     """Tokens of the prefill, which are then compressed."""
-    rest: tuple[int, ...]
+    suffix: tuple[int, ...]
     """Tokens that decode steps read."""
     scored: int
-    """Number of tokens at the end of `rest` that are the continuation."""
+    """Number of tokens at the end of `suffix` that are the continuation."""
 
 
 class CompressedLM:
@@ -160,7 +160,7 @@ class CompressedLM:
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
         """Render a conversation; without `add_generation_prompt`, its last turn is left unfinished."""
-        return render(self.model, chat_history, answers=add_generation_prompt, unfinished=not add_generation_prompt)
+        return render(self.model, chat_history, add_generation_prompt, unfinished=not add_generation_prompt)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
@@ -172,14 +172,14 @@ class CompressedLM:
         """
         texts = [self._split(context, continuation) for _, context, continuation in requests]
         # Depends on the request only, or its budget would depend on other requests.
-        planned = [bucket_rows(len(text.rest)) for text in texts]
-        found: dict[int, tuple[float, bool]] = {}
-        for batch in self._batches([text.read for text in texts], planned, "Scoring continuations", disable_tqdm):
+        planned = [bucket_rows(len(text.suffix)) for text in texts]
+        results: dict[int, tuple[float, bool]] = {}
+        for batch in self._batches([text.prefix for text in texts], planned, "Scoring continuations", disable_tqdm):
             for i, result in zip(batch, self._score([texts[i] for i in batch], planned[batch[0]]), strict=True):
-                found[i] = result
+                results[i] = result
                 if requests[i][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
-        return [found[i] for i in range(len(texts))]
+        return [results[i] for i in range(len(texts))]
 
     def _batches(
         self, prompts: Sequence[Sequence[int]], kinds: Sequence[Any], title: str, disable_tqdm: bool
@@ -187,8 +187,8 @@ class CompressedLM:
         """Yield the indices of prompts in batches of one kind, the longest first, with a progress bar."""
         order = sorted(range(len(prompts)), key=lambda i: (kinds[i], -len(prompts[i]), prompts[i]))
         with required("tqdm").tqdm(total=len(order), desc=title, disable=disable_tqdm) as bar:
-            for _, alike in itertools.groupby(order, key=kinds.__getitem__):
-                while batch := list(itertools.islice(alike, self.batch_size)):
+            for _, group in itertools.groupby(order, key=kinds.__getitem__):
+                while batch := list(itertools.islice(group, self.batch_size)):
                     yield batch
                     bar.update(len(batch))
 
@@ -205,7 +205,7 @@ class CompressedLM:
 
     def _score(self, texts: Sequence[_Text], new: int) -> list[tuple[float, bool]]:
         """Score one batch, streaming up to `new` tokens of each text; a shared context is read once."""
-        prompts = list(dict.fromkeys(text.read for text in texts))
+        prompts = list(dict.fromkeys(text.prefix for text in texts))
         shortest = min(prompts, key=len)
         if self.policy.plan.sizing.per_head and len(shortest) == 1:
             raise ValueError(
@@ -222,15 +222,15 @@ class CompressedLM:
             jax.block_until_ready(logits)
             self.prefill_seconds += compiling.lap()
         self._note(lower_prefill(self.model, self.policy, filled, **reading))
-        index = [prompts.index(text.read) for text in texts] + [0] * (room(len(texts)) - len(texts))
+        index = [prompts.index(text.prefix) for text in texts] + [0] * (room(len(texts)) - len(texts))
         if index != list(range(len(filled))):
             state, logits = take_rows(state, index), logits[np.asarray(index)]
         self._count(state, len(texts))
         tokens = np.zeros((len(index), new), np.int32)
         for row, text in zip(tokens, texts, strict=False):
-            row[: len(text.rest)] = text.rest
+            row[: len(text.suffix)] = text.suffix
         nats, likeliest = stream(state, logits, tokens)
-        parts = [(row, slice(len(text.rest) - text.scored, len(text.rest))) for row, text in enumerate(texts)]
+        parts = [(row, slice(len(text.suffix) - text.scored, len(text.suffix))) for row, text in enumerate(texts)]
         return [(-float(nats[part].sum(dtype=np.float64)), bool((likeliest == tokens)[part].all())) for part in parts]
 
     def _note(self, programs: Sequence[jax.stages.Lowered]) -> None:
@@ -254,27 +254,27 @@ class CompressedLM:
             windows += [(None, *utils.make_disjoint_window(part)) for part in parts]
             counts.append(len(parts))
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
-        found = [sum(score for score, _ in itertools.islice(scores, count)) for count in counts]
-        for request, score in zip(requests, found, strict=True):
+        totals = [sum(score for score, _ in itertools.islice(scores, count)) for count in counts]
+        for request, score in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, score)
-        return found
+        return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Generate texts that continue contexts, up to their first stop string."""
-        asked = [(request.args[0], _generation(request.args[1], self.max_new_tokens)) for request in requests]
-        prompts = [self._prompt(context, settings["max_new_tokens"]) for context, settings in asked]
-        kinds = [(str(settings), len(ids) > 1) for (_, settings), ids in zip(asked, prompts, strict=True)]
+        jobs = [(request.args[0], _generation(request.args[1], self.max_new_tokens)) for request in requests]
+        prompts = [self._prompt(context, settings["max_new_tokens"]) for context, settings in jobs]
+        kinds = [(str(settings), len(ids) > 1) for (_, settings), ids in zip(jobs, prompts, strict=True)]
         copies, seeds = collections.Counter[Any](), list[int]()
-        for (context, _), kind in zip(asked, kinds, strict=True):
+        for (context, _), kind in zip(jobs, kinds, strict=True):
             seeds.append((self.seed + copies[context, kind]) % 2**32)
             copies[context, kind] += 1
-        found: dict[int, str] = {}
+        outputs: dict[int, str] = {}
         for batch in self._batches(prompts, kinds, "Generating", disable_tqdm):
-            texts = self._answers([prompts[i] for i in batch], [seeds[i] for i in batch], asked[batch[0]][1])
+            texts = self._generate([prompts[i] for i in batch], [seeds[i] for i in batch], jobs[batch[0]][1])
             for i, text in zip(batch, texts, strict=True):
-                found[i] = text
+                outputs[i] = text
                 self.cache_hook.add_partial("generate_until", requests[i].args, text)
-        return [found[i] for i in range(len(prompts))]
+        return [outputs[i] for i in range(len(prompts))]
 
     def _prompt(self, context: str, new: int) -> list[int]:
         if new >= self.max_length:
@@ -285,20 +285,20 @@ class CompressedLM:
         self.cut += len(ids) + new > self.max_length
         return ids[-(self.max_length - new) :]
 
-    def _answers(self, prompts: list[list[int]], seeds: list[int], settings: dict[str, Any]) -> list[str]:
+    def _generate(self, prompts: list[list[int]], seeds: list[int], settings: dict[str, Any]) -> list[str]:
         settings = settings | self.settings | {"policy": self.policy, "seed": seeds, "chat": True}
         read, last = zip(*map(_but_last, prompts), strict=True)
         if last[0]:
-            (made,) = answer_each(self.model, read, last, batch_size=len(prompts), **settings)
+            (generation,) = answer_each(self.model, read, last, batch_size=len(prompts), **settings)
         else:
-            made = generate_ids(self.model, read, **settings)
-        self._count(made.padded, len(prompts))
-        self.prefill_seconds += made.prefill_seconds
-        self.decode_seconds += made.decode_seconds
-        self.timed_tokens += made.timed_tokens
+            generation = generate_ids(self.model, read, **settings)
+        self._count(generation.padded, len(prompts))
+        self.prefill_seconds += generation.prefill_seconds
+        self.decode_seconds += generation.decode_seconds
+        self.timed_tokens += generation.timed_tokens
         planned = settings["max_new_tokens"] + max(map(len, last))
         self._note(lower_begin(self.model, read, policy=self.policy, max_new_tokens=planned, **self.settings))
-        decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in made.tokens]
+        decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in generation.tokens]
         return [before_stop(text, settings["stop"]) for text in decoded]
 
 
@@ -307,20 +307,20 @@ def _but_last(context: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     return (context[:-1], context[-1:]) if len(context) > 1 else (context, [])
 
 
-def _generation(given: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+def _generation(gen_kwargs: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
     """Translate a task's generation settings to hashable settings of `generate_ids`."""
-    settings = required("lm_eval.models.utils").normalize_gen_kwargs(given, max_new_tokens)
+    settings = required("lm_eval.models.utils").normalize_gen_kwargs(gen_kwargs, max_new_tokens)
     unknown = [name for name in settings if name not in GENERATION]
     if unknown:
         raise ValueError(
             f"the task generates with {unknown[0]}={settings[unknown[0]]!r}, which is none of {', '.join(GENERATION)}; "
             "leave it out of its generation_kwargs."
         )
-    drawn = settings["do_sample"]
-    made: dict[str, Any] = {
+    do_sample = settings["do_sample"]
+    fields: dict[str, Any] = {
         "max_new_tokens": settings["max_gen_toks"],
         "stop": tuple(stop for stop in settings["until"] if stop),
-        "temperature": settings.get("temperature", 1.0) if drawn else 0.0,
+        "temperature": settings.get("temperature", 1.0) if do_sample else 0.0,
         "repetition_penalty": settings.get("repetition_penalty") or 1.0,
     }
-    return made | {name: settings.get(name) or idle for name, idle in FILTERS.items() if drawn}
+    return fields | {name: settings.get(name) or idle for name, idle in FILTERS.items() if do_sample}

@@ -107,8 +107,8 @@ def _read(decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Fl
         cache, logits = decoder.steps(cache, tokens[0])
         return cache, judge(logits, tokens[1])
 
-    found = jax.lax.scan(one, cache, (blocks(tokens[:, :-1]), blocks(tokens[:, 1:])))[1]
-    nats, likeliest = (each.swapaxes(0, 1).reshape(rows, -1)[:, :count] for each in found)
+    outputs = jax.lax.scan(one, cache, (blocks(tokens[:, :-1]), blocks(tokens[:, 1:])))[1]
+    nats, likeliest = (output.swapaxes(0, 1).reshape(rows, -1)[:, :count] for output in outputs)
     return nats, likeliest
 
 
@@ -117,8 +117,8 @@ def _step_by_step(decoder: Decoder, cache: Cache, tokens: Int[Array, "b m"]) -> 
     def one(carry: tuple[Cache, Array], token: Int[Array, " b"]) -> tuple[tuple[Cache, Array], None]:
         return decoder.step(carry[0], token), None
 
-    begun = decoder.step(cache, tokens[:, 0])
-    return jax.lax.scan(one, begun, tokens[:, 1:].T)[0][1]
+    start = decoder.step(cache, tokens[:, 0])
+    return jax.lax.scan(one, start, tokens[:, 1:].T)[0][1]
 
 
 def begin(
@@ -132,12 +132,12 @@ def begin(
     seed: int = 0,
 ) -> State:
     """Return an empty state for `rows` texts that are read only by decode steps, as with `prefill_chunk=1`."""
-    bound = ready(model, policy, budget, plan)
-    check_prompt(bound, 1)
-    requires = bound.score.requires
-    if bound.plan.sizing.per_head or requires.replay is not None or requires.whole_prompt:
-        raise ValueError(f"policy {name_of(bound)!r} decides on a whole prompt; give a prefix of more than one token.")
-    state = empty_state(model, bound, rows, length, budget, seed=seed)
+    chosen = ready(model, policy, budget, plan)
+    check_prompt(chosen, 1)
+    requires = chosen.score.requires
+    if chosen.plan.sizing.per_head or requires.replay is not None or requires.whole_prompt:
+        raise ValueError(f"policy {name_of(chosen)!r} decides on a whole prompt; give a prefix of more than one token.")
+    state = empty_state(model, chosen, rows, length, budget, seed=seed)
     if not requires.host_memory:
         return state
     return state.replace(layers=tuple(slots.moved(HOST) for slots in state.cache.slots))
@@ -154,8 +154,8 @@ def stream(
     ids = jnp.asarray(tokens, jnp.int32)
     after = _read(state.decoder, state.cache, ids)
     nats, likeliest = (
-        jnp.concatenate([first[:, None], rest], axis=1)
-        for first, rest in zip(judge(logits, ids[:, 0]), after, strict=True)
+        jnp.concatenate([first[:, None], later], axis=1)
+        for first, later in zip(judge(logits, ids[:, 0]), after, strict=True)
     )
     return np.asarray(nats), np.asarray(likeliest)
 
@@ -198,10 +198,10 @@ def perplexity(
 
 
 def costs(
-    model: Model, policy: Policy | str, tokens: ArrayLike, budget: int | float | Sequence[int], made: Streamed
+    model: Model, policy: Policy | str, tokens: ArrayLike, budget: int | float | Sequence[int], likelihoods: Streamed
 ) -> Costs:
     """Measure up to `TIMED_STEPS` decode steps after the prefix of texts, which `perplexity` has read."""
-    ids, prefix, state = np.asarray(tokens), made.prefix, made.state
+    ids, prefix, state = np.asarray(tokens), likelihoods.prefix, likelihoods.state
     assert state is not None
     read = jnp.asarray(ids[:, prefix : prefix + TIMED_STEPS], jnp.int32)
     jax.block_until_ready(_step_by_step(state.decoder, state.cache, read))  # compiles

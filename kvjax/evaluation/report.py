@@ -56,20 +56,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Write the page."""
     notes = "" if options.notes is None else read_text(options.notes)
-    found: dict[str, list[Row]] = {task: [] for task in TASKS}
+    rows_by_task: dict[str, list[Row]] = {task: [] for task in TASKS}
     directories: list[Path] = options.runs
     for task, directory in itertools.product(TASKS, directories):
-        found[task] += [row for row in RowFile(directory / f"{task}.jsonl").rows if "refused" not in row]
-    if not any(found.values()):
+        rows_by_task[task] += [row for row in RowFile(directory / f"{task}.jsonl").rows if "refused" not in row]
+    if not any(rows_by_task.values()):
         where = ", ".join(map(str, options.runs))
         raise ValueError(f"{where}: there are no rows; make some with kvjax evaluate {'|'.join(TASKS)}.")
     figures = options.out / options.name
     sections = [
         _section(task, subject, rows, figures)
-        for task, all_rows in found.items()
+        for task, all_rows in rows_by_task.items()
         for subject, rows in _groups(all_rows, TASKS[task].subject)
     ]
-    sections += _needles(found["retrieval"], figures)
+    sections += _needles(rows_by_task["retrieval"], figures)
     file = options.out / f"{options.name}.md"
     write_text(file, markdown(sections, options.out, options.title, options.command, notes))
     write_text(file.with_suffix(".html"), page(sections, options.title, options.command, notes))
@@ -77,15 +77,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
-    return list(found.items())
+        groups.setdefault(tuple(row.get(name) for name in names), []).append(row)
+    return list(groups.items())
 
 
 def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Path) -> Section:
     _, (measure, label, _), also, of_cases = TASKS[task].columns_of(rows)
-    said, name = _names(TASKS[task].subject, subject)
+    caption, name = _names(TASKS[task].subject, subject)
     lines, points, full = [], list[Point](), None
     full_cases = _cases(of_cases, [row for row in rows if row["policy"] == "full"])
     for (policy, budget), of_choice in _groups(rows, ("policy", "budget")):
@@ -99,9 +99,9 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
         difference, error = paired(*zip(*common, strict=True)) if common and policy != "full" else (None, None)
         beside = [difference, None if error is None or np.isnan(error) else error] if of_cases else []
         peaks = [row[PEAK] for row in of_choice if row.get(PEAK) is not None]
-        rest = [*map(mean, also), max(peaks, default=None), *map(mean, SPEED)]
+        cells = [*map(mean, also), max(peaks, default=None), *map(mean, SPEED)]
         cases_of_all = sum(row["cases"] for row in of_choice)
-        lines.append([policy, f"{budget:g}", f"{share:.1%}", cases_of_all, quality, *beside, *rest])
+        lines.append([policy, f"{budget:g}", f"{share:.1%}", cases_of_all, quality, *beside, *cells])
         if policy == "full":
             full = quality
         else:  # if policies choose their bytes, settings make the curve
@@ -113,23 +113,24 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
     if points:
         figure, (axes,) = new_figure(width=7.0, height=4.5)
         plot_quality(axes, points, full, label, near=task == "perplexity")
-        axes.set_title(said, fontsize=8)
+        axes.set_title(caption, fontsize=8)
         figures.append(directory / f"{task}_{name}.png")
         save_figure(figure, figures[0])
-    return Section(f"{task}: {said}", headings, lines, figures + _curves(rows, directory / f"{task}_{name}_layers.png"))
+    figures += _curves(rows, directory / f"{task}_{name}_layers.png")
+    return Section(f"{task}: {caption}", headings, lines, figures)
 
 
 def _mean(rows: list[Row], name: str) -> float | None:
     """Return the mean of a field over the cases of some rows; None if no row has it."""
-    known = [(row[name], row["cases"]) for row in rows if row.get(name) is not None]
-    return sum(value * cases for value, cases in known) / sum(cases for _, cases in known) if known else None
+    pairs = [(row[name], row["cases"]) for row in rows if row.get(name) is not None]
+    return sum(value * cases for value, cases in pairs) / sum(cases for _, cases in pairs) if pairs else None
 
 
 def _names(fields: Sequence[str], subject: Sequence[Any]) -> tuple[str, str]:
     """Return the values of a group's fields, as a text and as a part of a file's name."""
-    known = {name: value for name, value in zip(fields, subject, strict=True) if value not in (None, False)}
-    said = ", ".join(f"{name} {value}" for name, value in known.items())
-    return said, "_".join(str(value).replace("/", "-") for value in known.values())
+    values = {name: value for name, value in zip(fields, subject, strict=True) if value not in (None, False)}
+    caption = ", ".join(f"{name} {value}" for name, value in values.items())
+    return caption, "_".join(str(value).replace("/", "-") for value in values.values())
 
 
 def _cases(name: str | None, rows: Iterable[Row]) -> dict[tuple[Any, ...], float]:
@@ -148,8 +149,8 @@ def _curves(rows: list[Row], file: Path) -> list[Path]:
         return []
     figure, axes = new_figure(len(names), width=6.0)
     for axis, name in zip(axes, names, strict=True):
-        told = {f"{row['policy']}, {row['budget']:g}": row[name] for row in rows if row["policy"] != "full"}
-        plot_lines(axis, {label: (range(len(values)), values) for label, values in told.items()})
+        lines = {f"{row['policy']}, {row['budget']:g}": row[name] for row in rows if row["policy"] != "full"}
+        plot_lines(axis, {label: (range(len(values)), values) for label, values in lines.items()})
         whole_ticks(axis.xaxis)
         axis.set(xlabel="layer", ylabel=name.removesuffix("_of_layers").replace("_", " "))
         legend_beside(axis)
@@ -179,10 +180,10 @@ def _needles(rows: list[Row], directory: Path) -> list[Section]:
             axis.set_xlabel("depth", fontsize=7)
             if axis is axes[-1]:
                 figure.colorbar(image, ax=axis, label="string match")
-        said, name = _names(_NEEDLES, subject)
+        caption, name = _names(_NEEDLES, subject)
         file = directory / f"needles_{name}.png"
         save_figure(figure, file)
-        sections.append(Section(f"needles over lengths and depths: {said}", [], [], [file]))
+        sections.append(Section(f"needles over lengths and depths: {caption}", [], [], [file]))
     return sections
 
 

@@ -28,12 +28,12 @@ class Columns(NamedTuple):
 
     printed: Measure
     """In the terminal."""
-    drawn: Measure
+    figure: Measure
     """On pages and in figures."""
     also: tuple[str, ...] = ()
     """Further measures on pages."""
     of_cases: str | None = None
-    """The drawn measure of each case, which is compared with the full cache case by case."""
+    """The measure in figures of each case, which is compared with the full cache case by case."""
 
 
 WIDE = 1000
@@ -54,9 +54,9 @@ def result_line(columns: Columns, row: Row, full: Row | None) -> str:
     measure = columns.printed
     shown = _with_change(measure, row.get(measure.key), None if full is None else full.get(measure.key))
     change = " against the full cache" if "(" in shown else ""
-    kept, whole = row["cache_bytes"], row["full_cache_bytes"]
-    size, full_size = filesize.decimal(kept), filesize.decimal(whole)
-    return f"{name}: {measure.label} {shown}{change}; cache {size}, {kept / whole:.0%} of {full_size}"
+    cache, full_cache = row["cache_bytes"], row["full_cache_bytes"]
+    size, full_size = filesize.decimal(cache), filesize.decimal(full_cache)
+    return f"{name}: {measure.label} {shown}{change}; cache {size}, {cache / full_cache:.0%} of {full_size}"
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
@@ -100,7 +100,7 @@ def _columns(task: Measured) -> list[tuple[str, list[str]]]:
     if all("refused" in row for of_case in task.rows for row in of_case):
         return []
     if len(cases) > MOST_COLUMNS:
-        numbers = [[None if None in found else float(np.mean(found)) for found in zip(*numbers, strict=True)]]
+        numbers = [[None if None in values else float(np.mean(values)) for values in zip(*numbers, strict=True)]]
         headings = [f"{measure.label}\nmean of {len(cases)}"]
     else:
         for name in cases[0]:

@@ -43,19 +43,19 @@ class Passages:
 def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Passages:
     """Read passages from evenly spaced places of each text, from the beginning of the next line if there is one."""
     check_texts(files, rows, length)
-    made, sizes, where = [], [], {}
+    tokens, sizes, where = [], [], {}
     for file in files:
         text = read_text(file)
-        where[file.stem] = slice(len(made), len(made) + rows)
+        where[file.stem] = slice(len(tokens), len(tokens) + rows)
         for i in range(rows):
             start = i * len(text) // rows
             line = text.find("\n", start) + 1 or start
             ids = first_tokens(model.tokenizer, text[line if i else 0 :], length)
             if len(ids) < length:
                 raise ValueError(f"{file} is too short for {rows} passages of {length} tokens; ask for fewer.")
-            made.append(ids)
+            tokens.append(ids)
             sizes.append(len(model.tokenizer.decode(ids[1:]).encode()))
-    return Passages(np.asarray(made, np.int32), np.asarray(sizes), where)
+    return Passages(np.asarray(tokens, np.int32), np.asarray(sizes), where)
 
 
 def check_texts(files: Sequence[Path], rows: int, length: int) -> None:

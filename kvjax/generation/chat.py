@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.generation.generate import begin, check_room
 from kvjax.generation.keywords import TextKeywords
-from kvjax.generation.loop import Begun
+from kvjax.generation.loop import PrefilledBatch
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
 from kvjax.generation.sampling import sampling_of
 from kvjax.generation.saved_chat import read_conversation, save_conversation
@@ -89,14 +89,14 @@ class Conversation:
         self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
         self.context = model.config.max_positions if context is None else whole_number("context", context, 2)
         self.templated = bool(getattr(model.tokenizer, "chat_template", None))
-        known = (name for name in keywords(begin) if name not in ("num_samples", "chat", "rope_length"))
-        check_keywords("Conversation", settings, known)
+        names = (name for name in keywords(begin) if name not in ("num_samples", "chat", "rope_length"))
+        check_keywords("Conversation", settings, names)
         self._check()
         self.chat = template_settings({} if chat is None else chat)
         for name, value in (("system's turn", system), ("settings of one", chat)):
             if value is not None and not self.templated:
                 raise ValueError(f"the tokenizer of {model.name!r} has no chat template, so no {name}; leave it out.")
-        self.begun: Begun | None = None
+        self.batch: PrefilledBatch | None = None
         """Prefilled state to continue from; None before the first turn."""
         self.text: list[int] = []
         """Ids of the conversation, in order; the last one may not be in the cache yet."""
@@ -105,11 +105,11 @@ class Conversation:
     def _check(self) -> None:
         # Raises every error that would occur with any first turn.
         check_devices(1 if self.model.mesh is None else self.model.mesh.shape[ROWS])
-        tokens, given = min(64, self.context - 1), self.settings
-        sampling_of(self.model.sampling_defaults, given)
-        policy, budget = policy_by_name(given.get("policy", "full")), given.get("budget", 1.0)
+        tokens, settings = min(64, self.context - 1), self.settings
+        sampling_of(self.model.sampling_defaults, settings)
+        policy, budget = policy_by_name(settings.get("policy", "full")), settings.get("budget", 1.0)
         names = {"plan": "plan", "prefill_chunk": "chunk", "budget_of": "budget_of"}
-        reading: dict[str, Any] = {"plan": None} | {names[name]: given[name] for name in names if name in given}
+        reading: dict[str, Any] = {"plan": None} | {names[name]: settings[name] for name in names if name in settings}
         planned = self.context - tokens
         check_room(tokens, planned, policy, self.model)
         reading |= dict(max_new_tokens=planned, key=None)
@@ -117,20 +117,20 @@ class Conversation:
 
     def _affixes(self) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return the template's text around the first turn, and around a later turn from the end of the last answer."""
-        turn, other, reply = "Qzjx", "Wkvq", "Xjqz"
+        turn, follow_up, reply = "Qzjx", "Wkvq", "Xjqz"
         first = with_system([{"role": "user", "content": turn}], self.system)
-        next_turn = [*first, {"role": "assistant", "content": reply}, {"role": "user", "content": other}]
+        next_turn = [*first, {"role": "assistant", "content": reply}, {"role": "user", "content": follow_up}]
         begins, goes_on = (render(self.model, turns, settings=self.chat) for turns in (first, next_turn))
         before_reply, _, after_reply = goes_on.partition(reply)
         # The cache keeps what the template puts before a new answer alone, such as thoughts that are empty.
         same = begins.startswith(before_reply) and before_reply.count(turn) == begins.count(turn) == 1
-        if not same or after_reply.count(other) != 1:
+        if not same or after_reply.count(follow_up) != 1:
             raise ValueError(
                 f"the chat template of {self.model.name!r} writes earlier turns differently when another one follows, "
                 "so their cache cannot be continued; use kvjax generate --messages, which reads all turns again."
             )
         before, _, after = begins.partition(turn)
-        between, _, end = after_reply.partition(other)
+        between, _, end = after_reply.partition(follow_up)
         return (before, after), (between, end)
 
     def reply(self, turn: str) -> Iterator[str]:
@@ -143,37 +143,37 @@ class Conversation:
         """
         if not turn.strip():
             raise ValueError("the turn is empty; give some text.")
-        first = self.begun is None
+        first = self.batch is None
         before, after = self._first if first else self._between
         text = before + turn + after
         ids = chat_ids(self.model, text) if first and self.templated else token_ids(self.model, text, begins=first)
-        begun = self._read(ids)
-        for block, piece in begun.pieces():
+        batch = self._read(ids)
+        for block, piece in batch.pieces():
             if block is not None:
-                self.begun = dataclasses.replace(begun, state=block.state)
+                self.batch = dataclasses.replace(batch, state=block.state)
                 self.text += block.tokens[0][block.belongs[0]].tolist()
             if piece:
                 yield piece
 
-    def _read(self, ids: list[int]) -> Begun:
-        text, begun = self.text + ids, self.begun
-        end = self.context if begun is None else int(begun.state.end[0])
-        if begun is None:
+    def _read(self, ids: list[int]) -> PrefilledBatch:
+        text, batch = self.text + ids, self.batch
+        end = self.context if batch is None else int(batch.state.end[0])
+        if batch is None:
             self._answer_room(len(text), end)
         room = self._answer_room(len(text), self._end(end))
         rope_length = self._rope_length(len(text) + room)
-        if begun is None or self._rotates_otherwise(begun.state, rope_length):
+        if batch is None or self._rotates_otherwise(batch.state, rope_length):
             new = max(end - len(text), room)
             planned: dict[str, Any] = {**self.settings, "max_new_tokens": new, "rope_length": rope_length, "chat": True}
-            begun = begin(self.model, [text], **planned)
+            batch = begin(self.model, [text], **planned)
         else:
-            read = int(begun.state.position[0])
+            read = int(batch.state.position[0])
             # The last token of an answer that was cut has not been read yet.
             chunk = self.settings.get("prefill_chunk")
-            state, logits = extend(begun.state, [text[read:]], prefill_chunk=chunk)
-            begun = dataclasses.replace(begun, state=state, logits=logits)
-        self.begun, self.text = dataclasses.replace(begun, prompts=[text], max_new_tokens=room), list(text)
-        return self.begun
+            state, logits = extend(batch.state, [text[read:]], prefill_chunk=chunk)
+            batch = dataclasses.replace(batch, state=state, logits=logits)
+        self.batch, self.text = dataclasses.replace(batch, prompts=[text], max_new_tokens=room), list(text)
+        return self.batch
 
     def _rope_length(self, length: int) -> int:
         """Return the length that decides the frequencies of RoPE, for a conversation with an answer up to `length`.
@@ -185,8 +185,8 @@ class Conversation:
 
     def _rotates_otherwise(self, state: State, rope_length: int) -> bool:
         """Return whether keys in the cache have other RoPE frequencies than a text of this length."""
-        wanted, cached = self.model.config.rope_length(np.array([rope_length])), state.cache.rope_length
-        return wanted is not None and cached is not None and wanted[0] != int(cached[0])
+        target, cached = self.model.config.rope_length(np.array([rope_length])), state.cache.rope_length
+        return target is not None and cached is not None and target[0] != int(cached[0])
 
     def _end(self, planned: int) -> float:
         """Return the maximal length of the conversation, in tokens."""
@@ -203,19 +203,19 @@ class Conversation:
 
     def forget(self) -> None:
         """Drop all turns and start a new conversation."""
-        self.begun, self.text = None, []
+        self.batch, self.text = None, []
 
     def use(self) -> CacheUse:
         """Return the cache's usage."""
         state = self._state()
-        held = np.mean([(positions >= 0).sum(-1).mean() for positions in held_positions(state)])
+        slots = np.mean([(positions >= 0).sum(-1).mean() for positions in held_positions(state)])
         limit = np.mean([limits.mean() for limits in slot_limits(state)])
-        return CacheUse(int(state.position[0]), float(held), float(limit), cache_bytes(state))
+        return CacheUse(int(state.position[0]), float(slots), float(limit), cache_bytes(state))
 
     def _state(self) -> State:
-        if self.begun is None:
+        if self.batch is None:
             raise ValueError("the conversation has no turn yet; send one first.")
-        return self.begun.state
+        return self.batch.state
 
     def save(self, directory: str | Path) -> None:
         """Save the conversation in a directory, atomically, and replace one saved there before.
@@ -254,7 +254,7 @@ class Conversation:
             raise saved.damaged(f"its text has {len(saved.text)} tokens, and its cache is that of {tokens}")
         if any(positions.max() >= tokens for positions in held_positions(state)):
             raise saved.damaged(f"its cache has positions beyond its {tokens} tokens")
-        self.begun, self.text = dataclasses.replace(like, state=state), saved.text
+        self.batch, self.text = dataclasses.replace(like, state=state), saved.text
 
     def _fits(self, state: State) -> str:
         """Return a hash of the model, the policy and the structure of a state, without its arrays."""

@@ -20,12 +20,12 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the stop strings as a tuple; one string counts as a list of one."""
-    given = () if stop is None else (stop,) if isinstance(stop, str) else stop
-    if not isinstance(given, (list, tuple)) or not all(isinstance(each, str) for each in given):
+    texts = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"stop={stop!r} is not a text, nor a list of texts.")
-    if "" in given:
+    if "" in texts:
         raise ValueError("stop='' would end every text before it begins; give some text, or none.")
-    return tuple(given)
+    return tuple(texts)
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
@@ -52,11 +52,11 @@ class Pieces:
         self.used = 0
         """Number of tokens of the text so far; the last one may complete a stop string."""
         spelling = Spelling(tokenizer)
-        named = spelling.special.items()
-        self._special = {token: text for token, text in named if any(text in stop for stop in self.stop)}
+        specials = spelling.special.items()
+        self._special = {token: text for token, text in specials if any(text in stop for stop in self.stop)}
         self._with_special = [stop for stop in self.stop if any(text in stop for text in self._special.values())]
         self._characters = _OfBytes(spelling, context) if spelling.known else _Decoded(tokenizer, context)
-        self._held: list[tuple[str, bool]] = []
+        self._buffer: list[tuple[str, bool]] = []
         """Characters that may begin a stop string, and True for those of the text, not of a special token."""
 
     def add(self, ids: Sequence[int]) -> str:
@@ -78,25 +78,25 @@ class Pieces:
     def _release(self, new: str, shown: bool = True, last: bool = False) -> str:
         if self.stopped or not self.stop:
             return "" if self.stopped else new
-        held = self._held + [(character, shown) for character in new]
-        places = [place for place, (_, shown) in enumerate(held) if shown]
+        characters = self._buffer + [(character, shown) for character in new]
+        places = [place for place, (_, shown) in enumerate(characters) if shown]
         views: list[tuple[str, Sequence[int], Sequence[str]]] = [
-            ("".join(held[place][0] for place in places), places, self.stop),
-            ("".join(character for character, _ in held), range(len(held)), self._with_special),
+            ("".join(characters[place][0] for place in places), places, self.stop),
+            ("".join(character for character, _ in characters), range(len(characters)), self._with_special),
         ]
-        found = [places[at] for text, places, stops in views for at in map(text.find, stops) if at >= 0]
-        self.stopped = bool(found)
-        if not found and not last:
-            found = [
+        cuts = [places[at] for text, places, stops in views for at in map(text.find, stops) if at >= 0]
+        self.stopped = bool(cuts)
+        if not cuts and not last:
+            cuts = [
                 places[len(text) - n]
                 for text, places, stops in views
                 for stop in stops
                 for n in range(1, min(len(stop), len(text) + 1))
                 if text.endswith(stop[:n])
             ]
-        end = min(found, default=len(held))
-        self._held = [] if self.stopped else held[end:]
-        return "".join(character for character, shown in held[:end] if shown)
+        end = min(cuts, default=len(characters))
+        self._buffer = [] if self.stopped else characters[end:]
+        return "".join(character for character, shown in characters[:end] if shown)
 
 
 class Stream:
@@ -135,10 +135,10 @@ class Spelling:
             self.special = dict(zip(ids, texts, strict=False))
         else:
             added = self._fast.get_added_tokens_decoder()
-            self.special = {token: each.content for token, each in added.items() if each.special}
+            self.special = {token: entry.content for token, entry in added.items() if entry.special}
         decoder: Any = None if self._fast is None or _cleans_up(tokenizer, self._fast) else self._fast.decoder
         outer: dict[str, Any] = {"decoders": []} if decoder is None else json.loads(decoder.__getstate__())
-        decoders = {each["type"]: each for each in outer.get("decoders", [outer])}
+        decoders = {stage["type"]: stage for stage in outer.get("decoders", [outer])}
         self._of_bytes = set(decoders) == {"ByteLevel"}
         self._space = None if self._of_bytes else _space(decoders)
         self._falls_back = "ByteFallback" in decoders
@@ -159,29 +159,29 @@ class Spelling:
         if name is None:  # the model has more rows than the tokenizer has tokens
             return b""
         if self._of_bytes:
-            known = byte_letters()
-            return bytes(known[each] for each in name) if all(each in known for each in name) else name.encode()
+            letters = byte_letters()
+            return bytes(letters[x] for x in name) if all(x in letters for x in name) else name.encode()
         byte = _BYTE.fullmatch(name) if self._falls_back else None
         return bytes([int(byte[1], 16)]) if byte else name.replace(self._space or " ", " ").encode()
 
     def byte_list(self, token: int) -> list[int] | None:
         """Return `bytes_of` a token in JSON's types."""
-        known = self.bytes_of(token)
-        return None if known is None else list(known)
+        content = self.bytes_of(token)
+        return None if content is None else list(content)
 
     def name(self, token: int) -> str:
         r"""Return the token's text, or `bytes:\xe2\x80` if its bytes are not whole characters."""
-        known = self.bytes_of(token)
-        if known is None:
+        content = self.bytes_of(token)
+        if content is None:
             return self._after_itself(token)
         try:
-            return known.decode()
+            return content.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in known)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
     def _after_itself(self, token: int) -> str:
-        alone = self.tokenizer.decode([token])
-        return self.tokenizer.decode([token, token])[len(alone) :]
+        single = self.tokenizer.decode([token])
+        return self.tokenizer.decode([token, token])[len(single) :]
 
 
 def _cleans_up(tokenizer: Any, fast: Any) -> bool:
@@ -208,10 +208,10 @@ class _OfBytes:
         self._strips = spelling.strips and not any(self._bytes(token) for token in reversed(context))
 
     def add(self, token: int) -> str:
-        found = self._bytes(token)
-        if found and self._strips:
-            found, self._strips = found.removeprefix(b" "), False
-        return self._decoder.decode(found)
+        content = self._bytes(token)
+        if content and self._strips:
+            content, self._strips = content.removeprefix(b" "), False
+        return self._decoder.decode(content)
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -225,28 +225,28 @@ class _Decoded:
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
         self._tokenizer, self._ids = tokenizer, list(context[-max(_CONTEXT) :])
-        self._told: int | None = None
+        self._offset: int | None = None
         """Characters of the decoded ids that have been returned; None before the first token."""
 
     def add(self, token: int) -> str:
-        if self._told is None:  # decoded with the first token, so an error reaches the caller who added it
+        if self._offset is None:  # decoded with the first token, so an error reaches the caller who added it
             self._ids = self._last_words([])
-            self._told = len(self._decode())
+            self._offset = len(self._decode())
         elif len(self._ids) > _WINDOW:
-            untold = len(self._decode()) - self._told
+            pending = len(self._decode()) - self._offset
             self._ids = self._last_words(self._ids[-_WINDOW // 2 :])
-            self._told = len(self._decode()) - untold
+            self._offset = len(self._decode()) - pending
         self._ids.append(token)
-        text, told = self._decode(), self._told
+        text, offset = self._decode(), self._offset
         # Hold back a character until all its bytes have arrived. Invalid bytes at the end are held back, too.
         end = len(text) - min(len(text) - len(text.rstrip("\ufffd")), _CHARACTER - 1)
-        self._told = max(told, end)
-        return text[told:end]
+        self._offset = max(offset, end)
+        return text[offset:end]
 
     def finish(self) -> str:
         text = self._decode()
-        told, self._told = self._told, len(text)
-        return "" if told is None else text[told:]
+        offset, self._offset = self._offset, len(text)
+        return "" if offset is None else text[offset:]
 
     def _last_words(self, otherwise: list[int]) -> list[int]:
         """Return the fewest last ids whose text begins with a whole character."""

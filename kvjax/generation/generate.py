@@ -18,7 +18,7 @@ from kvjax.generation.beam import beam_search
 from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.detokenize import Stream as Stream
 from kvjax.generation.keywords import BeginKeywords, TextKeywords, TextsKeywords
-from kvjax.generation.loop import Begun, Drawn
+from kvjax.generation.loop import Drawn, PrefilledBatch
 from kvjax.generation.prompts import encode, end_ids, has_turns
 from kvjax.generation.sampling import GREEDY, sampling_of
 from kvjax.inference.cache import policy_seeds
@@ -118,7 +118,7 @@ def begin(
     chat: bool = False,
     logprobs: int | None = None,
     rope_length: int | None = None,
-) -> Begun:
+) -> PrefilledBatch:
     """Prefill prompts for generation; see `generate_texts` for the settings and errors.
 
     With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer. `rope_length` is
@@ -128,17 +128,17 @@ def begin(
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     num_samples = whole_number("num_samples", num_samples)
     logprobs = None if logprobs is None else whole_number("logprobs", logprobs, 0, model.config.vocab_size)
-    drawing = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    sampling = sampling_of(model.sampling_defaults, drawing | {"repetition_penalty": repetition_penalty})
+    filters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    sampling = sampling_of(model.sampling_defaults, filters | {"repetition_penalty": repetition_penalty})
     stop, several = stop_strings(stop), isinstance(stop_token_ids, (list, tuple, np.ndarray))
     if not several or any(isinstance(id, bool) or not isinstance(id, (int, np.integer)) for id in stop_token_ids):
         raise TypeError(f"stop_token_ids={stop_token_ids!r} is not a list of token ids.")
     check_vocabulary(np.asarray(stop_token_ids, object), model.config)
     check_room(max((len(prompt) for prompt in prompts), default=0), max_new_tokens, chosen, model)
-    given = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
+    numbers = [seed_number(value) for value in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
     if not len(prompts):
         raise ValueError("there is no prompt; give the ids of at least one.")
-    rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)
+    rows, seeds = len(prompts), numbers if np.ndim(seed) else numbers * len(prompts)
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
     chosen = ready(model, chosen, budget, plan)
@@ -150,9 +150,9 @@ def begin(
         ):
             # The policy also draws the cache's contents, so each sample reads the prompt with its own seed.
             prompts = [prompt for prompt in prompts for _ in range(num_samples)]
-            seeds = [(each + i) % 2**32 for each in seeds for i in range(num_samples)]
+            seeds = [(number + i) % 2**32 for number in seeds for i in range(num_samples)]
             rows, num_samples = len(prompts), 1
-        index = _filled(prompts, model)
+        index = _prompt_of_rows(prompts, model)
         keys = _keys(np.asarray([seeds[row] for row in index], np.int64))
         compiling.lap()
         batch = [list(prompts[row]) for row in index]
@@ -168,12 +168,12 @@ def begin(
         keys = _keys(np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64))
         state, logits = take_rows(state, copied).replace(key=keys, seed=policy_seeds(keys)), logits[copied]
     state = state.replace(active=jnp.asarray(np.arange(len(state.position)) < rows))
-    return Begun(
+    return PrefilledBatch(
         model=model,
         prompts=[list(prompt) for prompt in prompts for _ in range(num_samples)],
         state=state,
         logits=logits,
-        held=[positions[:rows] for positions in held_positions(state)],
+        cache_positions=[positions[:rows] for positions in held_positions(state)],
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         eos=(*(end_ids(model, chat) if stop_at_eos else ()), *map(int, stop_token_ids)),
@@ -189,10 +189,10 @@ def lower_begin(
     model: LanguageModel, prompts: Sequence[Sequence[int]], *, policy: str | Policy, **reading: Any
 ) -> list[jax.stages.Lowered]:
     """Lower the programs of `begin`, to read their `memory_analysis()`; `reading` is of `kvjax.prefill`."""
-    return lower_prefill(model, policy, [list(prompts[row]) for row in _filled(prompts, model)], **reading)
+    return lower_prefill(model, policy, [list(prompts[row]) for row in _prompt_of_rows(prompts, model)], **reading)
 
 
-def _filled(prompts: Sequence[Sequence[int]], model: LanguageModel) -> list[int]:
+def _prompt_of_rows(prompts: Sequence[Sequence[int]], model: LanguageModel) -> list[int]:
     """Return the prompt index of each row of the batch; copies of the shortest prompt fill it up."""
     rows = list(range(len(prompts)))
     shortest = min(rows, key=lambda row: len(prompts[row]), default=0)
@@ -218,7 +218,7 @@ def generate_ids(
     if beams > 1 and on_tokens is not None:
         raise ValueError("a beam search knows its text only at the end and cannot stream; leave on_tokens out.")
     applied: dict[str, Any] = {**settings, **(GREEDY if beams > 1 else {})}
-    return go_on(begin(model, prompts, **applied), beams, length_penalty, on_tokens)
+    return decode_batch(begin(model, prompts, **applied), beams, length_penalty, on_tokens)
 
 
 def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) -> None:
@@ -227,63 +227,63 @@ def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) 
         raise ValueError(f"length_penalty={length_penalty} has no effect without beams; give beams, too.")
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty={length_penalty} is not a finite number.")
-    usual = dict(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, logprobs=None)
-    for name, nothing in (usual | {"num_samples": 1}).items() if beams > 1 else ():
-        if settings.get(name) not in (None, nothing):
+    idle_values = dict(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, logprobs=None)
+    for name, idle in (idle_values | {"num_samples": 1}).items() if beams > 1 else ():
+        if settings.get(name) not in (None, idle):
             raise ValueError(f"{name}={settings[name]} has no effect on a beam search; leave it out.")
 
 
 @on_the_host
-def go_on(
-    begun: Begun,
+def decode_batch(
+    batch: PrefilledBatch,
     beams: int = 1,
     length_penalty: float = 1.0,
     on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
 ) -> Generation:
     """Continue prefilled prompts and consume their caches; see `generate_ids`."""
     if beams > 1:
-        return _search(begun, beams, length_penalty)
+        return _search(batch, beams, length_penalty)
     with Compiling() as compiling:
-        tokens: list[list[int]] = [[] for _ in begun.prompts]
-        known: list[list[Logprob]] = [[] for _ in begun.prompts]
-        state = begun.state
+        tokens: list[list[int]] = [[] for _ in batch.prompts]
+        logprobs: list[list[Logprob]] = [[] for _ in batch.prompts]
+        state = batch.state
         seconds, timed, last, compiled = 0.0, 0, time.perf_counter(), compiling.seconds
-        for index, (block, belongs, after, drawn) in enumerate(begun.blocks()):
+        for index, (block, belongs, after, samples) in enumerate(batch.blocks()):
             now, state = time.perf_counter(), after
             if index and compiling.seconds == compiled:  # the first token took no step
                 seconds, timed = seconds + now - last, timed + block.size
             for row, ids, keep in zip(tokens, block, belongs, strict=True):
                 row += ids[keep].tolist()
-            if drawn.logprob is not None:
-                for row, (found, keep) in enumerate(zip(known, belongs, strict=True)):
-                    found += [logprob_at(drawn, row, place) for place in np.flatnonzero(keep).tolist()]
+            if samples.logprob is not None:
+                for row, (entries, keep) in enumerate(zip(logprobs, belongs, strict=True)):
+                    entries += [logprob_at(samples, row, place) for place in np.flatnonzero(keep).tolist()]
             if on_tokens is not None:
                 on_tokens(block, belongs)
             last, compiled = time.perf_counter(), compiling.seconds
-    made = begun.prompts, tokens, state, begun.held
-    times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, timed
-    return Generation(*made, *times, known if begun.logprobs is not None else None)
+    outputs = batch.prompts, tokens, state, batch.cache_positions
+    times = batch.compile_seconds + compiling.seconds, batch.seconds, seconds, timed
+    return Generation(*outputs, *times, logprobs if batch.logprobs is not None else None)
 
 
-def logprob_at(drawn: Drawn, row: int, place: int) -> Logprob:
+def logprob_at(samples: Drawn, row: int, place: int) -> Logprob:
     """Return the log-probability of one token of a block [b n], with those of the likeliest tokens."""
-    known: list[Any] = [leaf[row, place].tolist() for leaf in drawn if leaf is not None]
-    token, logprob, *likeliest = known
+    values: list[Any] = [leaf[row, place].tolist() for leaf in samples if leaf is not None]
+    token, logprob, *likeliest = values
     return Logprob(token, logprob, tuple(zip(*likeliest, strict=True)))
 
 
-def _search(begun: Begun, beams: int, length_penalty: float) -> Generation:
+def _search(batch: PrefilledBatch, beams: int, length_penalty: float) -> Generation:
     with Compiling() as compiling:
-        found = beam_search(begun.state, begun.logits, beams, begun.max_new_tokens, begun.eos, length_penalty)
+        search = beam_search(batch.state, batch.logits, beams, batch.max_new_tokens, batch.eos, length_penalty)
         seconds = compiling.lap()
-    tokens = found.tokens[: len(begun.prompts)]
-    for prompt, ids in zip(begun.prompts, tokens if begun.stop else [], strict=False):
-        pieces = Pieces(begun.model.tokenizer, begun.stop, prompt)
+    tokens = search.tokens[: len(batch.prompts)]
+    for prompt, ids in zip(batch.prompts, tokens if batch.stop else [], strict=False):
+        pieces = Pieces(batch.model.tokenizer, batch.stop, prompt)
         pieces.add(ids)
         del ids[pieces.used :]  # the text ends with the token that completes a stop string
-    made = begun.prompts, tokens, found.state, begun.held
-    times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, found.steps * len(begun.prompts)
-    return Generation(*made, *times, beams=beams)
+    outputs = batch.prompts, tokens, search.state, batch.cache_positions
+    times = batch.compile_seconds + compiling.seconds, batch.seconds, seconds, search.steps * len(batch.prompts)
+    return Generation(*outputs, *times, beams=beams)
 
 
 @jax.jit
@@ -291,14 +291,14 @@ def _keys(seeds: Int[Array, " b"]) -> Key[Array, " b"]:
     return jax.vmap(jax.random.key)(seeds)
 
 
-def texts_of(model: LanguageModel, made: Generation, stop: str | Sequence[str] = ()) -> list[str]:
+def texts_of(model: LanguageModel, generation: Generation, stop: str | Sequence[str] = ()) -> list[str]:
     """Return the text that each generation adds to its prompt, up to the first stop string."""
 
     def text(prompt: list[int], ids: list[int]) -> str:
         pieces = Pieces(model.tokenizer, stop_strings(stop), prompt)
         return pieces.add(ids) + pieces.finish()
 
-    return [text(prompt, ids) for prompt, ids in zip(made.prompts, made.tokens, strict=True)]
+    return [text(prompt, ids) for prompt, ids in zip(generation.prompts, generation.tokens, strict=True)]
 
 
 def generate_texts(
@@ -338,8 +338,8 @@ def generate_texts(
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     turns = template_settings(chat) is not None or any(map(has_turns, texts))
-    made = generate_ids(model, [encode(model, text, chat, system) for text in texts], chat=turns, **settings)
-    return texts_of(model, made, settings.get("stop", ()))
+    generation = generate_ids(model, [encode(model, text, chat, system) for text in texts], chat=turns, **settings)
+    return texts_of(model, generation, settings.get("stop", ()))
 
 
 def stream_text(
@@ -365,5 +365,5 @@ def stream_text(
     if samples != 1:
         raise ValueError(f"num_samples={samples}: one text can be streamed; use model.generate.")
     turn = template_settings(chat) is not None or has_turns(prompt)
-    begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
-    return (piece for _, piece in begun.pieces() if piece)
+    batch = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
+    return (piece for _, piece in batch.pieces() if piece)

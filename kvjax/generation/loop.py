@@ -46,7 +46,7 @@ class Block(NamedTuple):
     """True for tokens of their row's text; False for end ids and for tokens of inactive rows."""
     state: State
     """State after the block; it has not read the last token of a running row yet."""
-    drawn: Drawn
+    samples: Drawn
     """Tokens of the block with their log-probabilities, [b n] and [b n k] on the host."""
 
 
@@ -56,25 +56,25 @@ def draw(
     position: Int[Array, " b"],
     logits: Float[Array, "b vocab"],
     sampling: Sampling,
-    seen: Bool[Array, "b vocab"],
+    in_text: Bool[Array, "b vocab"],
     logprobs: int | None = None,
 ) -> tuple[Drawn, Bool[Array, "b vocab"]]:
     """Sample the next token of each row, with randomness that depends only on the row's key and the position.
 
     Returns:
         The tokens, with log-probabilities of them and of the `logprobs` likeliest ones unless that is None; and the
-        updated `seen`.
+        updated `in_text`.
     """
-    token = sample(logits, jax.vmap(jax.random.fold_in)(key, position), sampling, seen)
-    seen = seen.at[jnp.arange(len(token)), token].set(True)
-    return (Drawn(token, None, None, None) if logprobs is None else token_logprobs(logits, token, logprobs)), seen
+    token = sample(logits, jax.vmap(jax.random.fold_in)(key, position), sampling, in_text)
+    in_text = in_text.at[jnp.arange(len(token)), token].set(True)
+    return (Drawn(token, None, None, None) if logprobs is None else token_logprobs(logits, token, logprobs)), in_text
 
 
 def token_logprobs(logits: Float[Array, "b vocab"], token: Int[Array, " b"], logprobs: int) -> Drawn:
     """Return tokens with their log-probabilities, and the `logprobs` likeliest tokens with their log-probabilities."""
-    known = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
-    values, ids = jax.lax.top_k(known, logprobs) if logprobs else (None, None)
-    return Drawn(token, jnp.take_along_axis(known, token[:, None], axis=1)[:, 0], ids, values)
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    values, ids = jax.lax.top_k(log_probs, logprobs) if logprobs else (None, None)
+    return Drawn(token, jnp.take_along_axis(log_probs, token[:, None], axis=1)[:, 0], ids, values)
 
 
 def token_buffers(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None) -> Drawn:
@@ -94,7 +94,7 @@ def draw_many(
     cache: Cache,
     key: Key[Array, " b"],
     token: Int[Array, " b"],
-    seen: Bool[Array, "b vocab"],
+    in_text: Bool[Array, "b vocab"],
     ended: Bool[Array, " b"],
     ends: Bool[Array, " vocab"],
     sampling: Sampling,
@@ -110,20 +110,20 @@ def draw_many(
         return (i < steps) & ~ended.all()
 
     def one(carry: Any) -> Any:
-        i, cache, token, seen, ended, made = carry
+        i, cache, token, in_text, ended, out = carry
         after, logits = decoder.step(cache.replace(active=cache.active & ~ended), token)
-        drawn, seen = draw(key, after.position, logits, sampling, seen, logprobs)
-        made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
+        samples, in_text = draw(key, after.position, logits, sampling, in_text, logprobs)
+        out = jax.tree.map(lambda all, new: all.at[:, i].set(new), out, samples)
         after = after.replace(active=cache.active)
-        return i + 1, after, drawn.token, seen, ended | ends[drawn.token], made
+        return i + 1, after, samples.token, in_text, ended | ends[samples.token], out
 
-    made = token_buffers((token.shape[0], STEPS_PER_DISPATCH), decoder.weights.dtype, logprobs)
-    i, cache, _, seen, _, made = jax.lax.while_loop(more, one, (jnp.int32(0), cache, token, seen, ended, made))
-    return i, cache, seen, made
+    out = token_buffers((token.shape[0], STEPS_PER_DISPATCH), decoder.weights.dtype, logprobs)
+    i, cache, _, in_text, _, out = jax.lax.while_loop(more, one, (jnp.int32(0), cache, token, in_text, ended, out))
+    return i, cache, in_text, out
 
 
 @dataclasses.dataclass
-class Begun:
+class PrefilledBatch:
     """Prefilled prompts, with the settings for their continuation."""
 
     model: LanguageModel
@@ -131,7 +131,7 @@ class Begun:
     """Prompt ids of each active row."""
     state: State
     logits: Float[Array, "b vocab"]
-    held: list[np.ndarray]
+    cache_positions: list[np.ndarray]
     max_new_tokens: int
     sampling: Sampling
     eos: tuple[int, ...]
@@ -144,34 +144,34 @@ class Begun:
     @each_on_the_host
     def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
         """Yield blocks of up to `steps` new tokens, at most 16; this consumes the caches, so call it only once."""
-        state, logits, rows, most = self.state, self.logits, len(self.prompts), self.max_new_tokens
-        seen, ends = np.zeros(logits.shape, bool), np.isin(np.arange(logits.shape[1]), self.eos)
-        for row, ids in zip(seen, self.prompts, strict=False):  # rows beyond them only fill the batch
+        state, logits, rows, limit = self.state, self.logits, len(self.prompts), self.max_new_tokens
+        in_text, ends = np.zeros(logits.shape, bool), np.isin(np.arange(logits.shape[1]), self.eos)
+        for row, ids in zip(in_text, self.prompts, strict=False):  # rows beyond them only fill the batch
             row[ids] = True
         pieces = [Pieces(self.model.tokenizer, self.stop, prompt) for prompt in self.prompts] if self.stop else []
         decoder, cache = state.decoder, state.cache.with_own_rows()
         settle_step(decoder, cache)
-        drawn, held = draw(state.key, state.position, logits, self.sampling, jnp.asarray(seen), self.logprobs)
-        ended, made = ~on_host(state.active), 0
-        token, after = drawn.token, state
-        found: Drawn = jax.tree.map(lambda leaf: on_host(leaf)[:, None], drawn)
+        samples, in_text = draw(state.key, state.position, logits, self.sampling, jnp.asarray(in_text), self.logprobs)
+        ended, length = ~on_host(state.active), 0
+        token, after = samples.token, state
+        block: Drawn = jax.tree.map(lambda leaf: on_host(leaf)[:, None], samples)
         while True:
-            tokens = np.asarray(found.token)
+            tokens = np.asarray(block.token)
             belongs = ~(np.logical_or.accumulate(ends[tokens], axis=1) | ended[:, None])
-            made, ended = made + tokens.shape[1], ~belongs[:, -1]
-            for row, each in enumerate(pieces):  # a text includes the token that completes its stop string
-                places, used = np.flatnonzero(belongs[row]), each.used
-                each.add(tokens[row, places].tolist())
-                belongs[row, places[each.used - used :]] = False
-                ended[row] |= each.stopped
-            yield Block(tokens[:rows], belongs[:rows], after, jax.tree.map(lambda leaf: leaf[:rows], found))
-            if made >= most or ended.all():
+            length, ended = length + tokens.shape[1], ~belongs[:, -1]
+            for row, detokenizer in enumerate(pieces):  # a text includes the token that completes its stop string
+                places, used = np.flatnonzero(belongs[row]), detokenizer.used
+                detokenizer.add(tokens[row, places].tolist())
+                belongs[row, places[detokenizer.used - used :]] = False
+                ended[row] |= detokenizer.stopped
+            yield Block(tokens[:rows], belongs[:rows], after, jax.tree.map(lambda leaf: leaf[:rows], block))
+            if length >= limit or ended.all():
                 return
-            count = min(steps, STEPS_PER_DISPATCH, most - made)
-            arguments = token, held, jnp.asarray(ended), jnp.asarray(ends), self.sampling, count, self.logprobs
-            done, cache, held, drawn = draw_many(decoder, cache.replace(key=None), state.key, *arguments)
-            found = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], drawn)
-            token, after = jnp.asarray(found.token[:, -1]), State(decoder, cache.replace(key=state.key))
+            count = min(steps, STEPS_PER_DISPATCH, limit - length)
+            arguments = token, in_text, jnp.asarray(ended), jnp.asarray(ends), self.sampling, count, self.logprobs
+            done, cache, in_text, samples = draw_many(decoder, cache.replace(key=None), state.key, *arguments)
+            block = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], samples)
+            token, after = jnp.asarray(block.token[:, -1]), State(decoder, cache.replace(key=state.key))
 
     def pieces(self) -> Iterator[tuple[Block | None, str]]:
         """Yield each new token of one text with the text that becomes certain, and None with the last piece."""

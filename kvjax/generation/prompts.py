@@ -75,12 +75,12 @@ def chat_ids(model: LanguageModel, text: str) -> list[int]:
 def _beginning(model: LanguageModel) -> list[int]:
     """Return the ids before a conversation."""
     directory: Path | None = getattr(model, "directory", None)
-    said = None if directory is None else adds_bos(directory)
-    if said is not None:
+    flag = None if directory is None else adds_bos(directory)
+    if flag is not None:
         bos = model.tokenizer.bos_token_id
-        return [bos] if said and bos is not None else []
-    alone, usual = token_ids(model, "a", begins=False), token_ids(model, "a")
-    return usual[: next((i for i in range(len(usual)) if usual[i : i + len(alone)] == alone), 0)]
+        return [bos] if flag and bos is not None else []
+    bare_ids, full_ids = token_ids(model, "a", begins=False), token_ids(model, "a")
+    return full_ids[: next((i for i in range(len(full_ids)) if full_ids[i : i + len(bare_ids)] == bare_ids), 0)]
 
 
 def end_ids(model: LanguageModel, chat: bool = False) -> tuple[int, ...]:
@@ -94,8 +94,8 @@ def end_ids(model: LanguageModel, chat: bool = False) -> tuple[int, ...]:
     """
     ends = list(model.config.eos)
     if chat:
-        own = getattr(model.tokenizer, "eos_token_id", None), _template_end(model)
-        ends += [token for token in own if isinstance(token, int) and token < model.config.vocab_size]
+        candidates = getattr(model.tokenizer, "eos_token_id", None), _template_end(model)
+        ends += [token for token in candidates if isinstance(token, int) and token < model.config.vocab_size]
     return tuple(dict.fromkeys(ends))
 
 
@@ -106,10 +106,10 @@ def _template_end(model: LanguageModel) -> int | None:
     turn, reply = "Qzjx", "Xjqz"
     turns = [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
     try:
-        _, written, after = render(model, turns, answers=False).rpartition(reply)
+        _, separator, after = render(model, turns, add_generation_prompt=False).rpartition(reply)
     except ValueError:  # the template requires other turns
         return None
-    after = after.lstrip() if written else ""
+    after = after.lstrip() if separator else ""
     ids = token_ids(model, after, begins=False)[:1]
     return ids[0] if ids and ids[0] in Spelling(model.tokenizer).special else None
 
@@ -126,14 +126,14 @@ def with_system(messages: Messages, system: str | None) -> Messages:
 def render(
     model: LanguageModel,
     messages: Messages,
-    answers: bool = True,
+    add_generation_prompt: bool = True,
     unfinished: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> str:
     """Render a conversation with the model's chat template, up to the beginning of the next answer.
 
     Args:
-        answers: True to add the template's text before an answer.
+        add_generation_prompt: True to add the template's text before an answer.
         unfinished: True if the next tokens continue the last turn; the text ends with that turn.
         settings: variables that the template reads, such as `enable_thinking`.
 
@@ -144,7 +144,8 @@ def render(
     template, settings = _chat_template(model), settings or {}
     check_settings(model, settings)
     special = getattr(model.tokenizer, "special_tokens_map", {})
-    variables = {"tools": None, "documents": None, **special, **settings, "add_generation_prompt": answers}
+    variables: dict[str, Any] = {"tools": None, "documents": None, **special, **settings}
+    variables["add_generation_prompt"] = add_generation_prompt
     try:
         return _render_checked(template, messages, variables, unfinished)
     except TemplateError as error:
@@ -180,8 +181,8 @@ def check_settings(model: LanguageModel, settings: Mapping[str, Any]) -> None:
         raise _refusal(model, error) from None
     for name in settings:
         if name not in names:
-            known = [each for each in names if each not in ("bos_token", "eos_token", *TEMPLATE_VARIABLES)]
-            hint = f"it has {', '.join(known)}" if known else "it has none"
+            available = [key for key in names if key not in ("bos_token", "eos_token", *TEMPLATE_VARIABLES)]
+            hint = f"it has {', '.join(available)}" if available else "it has none"
             raise _refusal(model, f"has no setting {name!r}; {hint}")
 
 
@@ -209,7 +210,7 @@ def _render_checked(template: str, messages: Messages, variables: Mapping[str, A
     if lost is None:  # it refuses these turns, or the words of a probe
         text = _cut_at_mark(write(_mark_end(messages))) if unfinished else write(messages)
         texts = (text_of(message["content"]).strip() for message in messages)
-        lost = next((turn for turn, each in enumerate(texts) if each not in text), None)
+        lost = next((turn for turn, content in enumerate(texts) if content not in text), None)
         if lost is None:
             return text
     raise TemplateError(f"leaves out the text of turn {lost + 1} ({messages[lost]['role']}); ask without that turn")

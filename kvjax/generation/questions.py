@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.generation.generate import Generation, begin, check_beams, go_on
+from kvjax.generation.generate import Generation, begin, check_beams, decode_batch
 from kvjax.generation.keywords import BeginKeywords
-from kvjax.generation.loop import Begun
+from kvjax.generation.loop import PrefilledBatch
 from kvjax.generation.prompts import chat_ids, encode, render, token_ids, with_system
 from kvjax.generation.sampling import GREEDY
 from kvjax.inference.extend import extend
@@ -49,7 +49,7 @@ def encode_questions(
     if isinstance(prompt, str):
         before = texts[0][: texts[0].find(prompt) + len(prompt)] if prompt in texts[0] else None
     else:
-        before = render(model, with_system(prompt, system), answers=False, settings=settings)
+        before = render(model, with_system(prompt, system), add_generation_prompt=False, settings=settings)
     if before is None or not all(text.startswith(before) for text in texts):
         raise ValueError(
             f"the chat template of {model.name!r} does not leave a prompt as it is when a question follows, so it "
@@ -95,16 +95,16 @@ def answer(
     longest = max(longest, *map(len, questions))
     longest = min(bucket(longest), max(longest, model.config.max_positions - len(prompt) - new))
     planned: dict[str, Any] = {**settings, "max_new_tokens": longest + new, **(GREEDY if beams > 1 else {})}
-    begun = begin(model, [prompt], **planned)
-    samples = len(begun.prompts)
+    batch = begin(model, [prompt], **planned)
+    samples = len(batch.prompts)
     for start in range(0, len(questions), batch_size):
-        asked = [question for question in questions[start : start + batch_size] for _ in range(samples)]
-        rows = len(asked)
-        index = np.pad(np.arange(rows) % samples, (0, bucket_rows(rows, begun.state.mesh) - rows))
-        state = take_rows(begun.state, index).replace(active=jnp.asarray(np.arange(len(index)) < rows))
-        held = [positions[:1].repeat(rows, axis=0) for positions in begun.held]
-        copies = dataclasses.replace(begun, state=state, prompts=[list(prompt)] * rows, held=held)
-        yield go_on(_asked(copies, asked, new), beams, length_penalty)
+        batch_questions = [question for question in questions[start : start + batch_size] for _ in range(samples)]
+        rows = len(batch_questions)
+        index = np.pad(np.arange(rows) % samples, (0, bucket_rows(rows, batch.state.mesh) - rows))
+        state = take_rows(batch.state, index).replace(active=jnp.asarray(np.arange(len(index)) < rows))
+        cache_positions = [positions[:1].repeat(rows, axis=0) for positions in batch.cache_positions]
+        copies = dataclasses.replace(batch, state=state, prompts=[list(prompt)] * rows, cache_positions=cache_positions)
+        yield decode_batch(_read_questions(copies, batch_questions, new), beams, length_penalty)
 
 
 def answer_each(
@@ -128,13 +128,13 @@ def answer_each(
     new = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
     planned: dict[str, Any] = {**settings, "max_new_tokens": max(map(len, questions), default=0) + new}
     for start in range(0, len(prompts), whole_number("batch_size", batch_size)):
-        begun = begin(model, prompts[start : start + batch_size], **planned)
-        yield go_on(_asked(begun, questions[start : start + batch_size], new))
+        batch = begin(model, prompts[start : start + batch_size], **planned)
+        yield decode_batch(_read_questions(batch, questions[start : start + batch_size], new))
 
 
-def _asked(begun: Begun, questions: Sequence[Sequence[int]], new: int) -> Begun:
+def _read_questions(batch: PrefilledBatch, questions: Sequence[Sequence[int]], new: int) -> PrefilledBatch:
     """Extend each prefilled prompt by its question."""
-    filling = len(begun.state.position) - len(questions)
-    state, logits = extend(begun.state, [*map(list, questions), *[[0]] * filling])
-    prompts = [[*prompt, *question] for prompt, question in zip(begun.prompts, questions, strict=True)]
-    return dataclasses.replace(begun, state=state, logits=logits, prompts=prompts, max_new_tokens=new)
+    filling = len(batch.state.position) - len(questions)
+    state, logits = extend(batch.state, [*map(list, questions), *[[0]] * filling])
+    prompts = [[*prompt, *question] for prompt, question in zip(batch.prompts, questions, strict=True)]
+    return dataclasses.replace(batch, state=state, logits=logits, prompts=prompts, max_new_tokens=new)

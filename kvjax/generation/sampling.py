@@ -77,23 +77,23 @@ class Sampling:
         if self.top_k is not None:
             object.__setattr__(self, "top_k", min(int(self.top_k), ALL))
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            if (given := getattr(self, name)) is not None:
+            if (number := getattr(self, name)) is not None:
                 none = LEAST if name == "top_p" else 0.0  # a share of the probability that the likeliest token exceeds
-                object.__setattr__(self, name, float(min(max(given, LEAST), MOST)) if given else none)
+                object.__setattr__(self, name, float(min(max(number, LEAST), MOST)) if number else none)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
         """Return the numbers, whose types are the same for all settings."""
         settings = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
-        usual = 0.0, ALL, 1.0, 0.0, 1.0
-        return tuple(no if number is None else number for number, no in zip(settings, usual, strict=True)), None
+        neutral = 0.0, ALL, 1.0, 0.0, 1.0
+        return tuple(no if number is None else number for number, no in zip(settings, neutral, strict=True)), None
 
     @classmethod
     def tree_unflatten(cls, _: None, numbers: tuple[Any, ...]) -> Sampling:
         """Build the settings without checks, since JAX may pass any objects as numbers."""
-        made = object.__new__(cls)
+        sampling = object.__new__(cls)
         for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
-            object.__setattr__(made, field.name, number)
-        return made
+            object.__setattr__(sampling, field.name, number)
+        return sampling
 
 
 def _is_number(value: Any) -> bool:
@@ -113,21 +113,21 @@ def sampling_of(defaults: SamplingDefaults, settings: Mapping[str, Any], tempera
     Raises:
         ValueError: a setting is out of its range; the message names the file of the model's.
     """
-    own = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
-    Sampling(**own)
-    others = {name: value for name, value in defaults.settings.items() if name not in own}
-    samples = others.pop("do_sample", True)
+    user_settings = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+    Sampling(**user_settings)
+    model_settings = {name: value for name, value in defaults.settings.items() if name not in user_settings}
+    samples = model_settings.pop("do_sample", True)
     try:
-        if "temperature" not in own:
+        if "temperature" not in user_settings:
             if type(samples) is not bool:
                 raise ValueError(f"do_sample is {samples!r}: give true or false.")
-            others |= {} if samples else {"temperature": 0.0}
-        if 0 in (own.get("temperature"), others.get("temperature")):  # without effect, so even a wrong one does no harm
-            others = {name: value for name, value in others.items() if name not in _FILTERS}
-        Sampling(**others)
+            model_settings |= {} if samples else {"temperature": 0.0}
+        if 0 in (user_settings.get("temperature"), model_settings.get("temperature")):  # filters have no effect
+            model_settings = {name: value for name, value in model_settings.items() if name not in _FILTERS}
+        Sampling(**model_settings)
     except ValueError as error:
         raise ValueError(f"{defaults.source}: {str(error).rstrip('.')}, or replace it by a setting of yours.") from None
-    values: dict[str, Any] = {"temperature": temperature, **others, **own}
+    values: dict[str, Any] = {"temperature": temperature, **model_settings, **user_settings}
     return Sampling(**values)
 
 
@@ -143,11 +143,11 @@ def defaults_in_force(defaults: SamplingDefaults, settings: Mapping[str, Any]) -
 
 
 def penalised(
-    logits: Float[Array, "b vocab"], seen: Bool[Array, "b vocab"], penalty: float | Float[Array, "*b"]
+    logits: Float[Array, "b vocab"], in_text: Bool[Array, "b vocab"], penalty: float | Float[Array, "*b"]
 ) -> Float[Array, "b vocab"]:
-    """Apply the repetition penalty to the logits of tokens that have been seen; see `Sampling`."""
+    """Apply the repetition penalty to the logits of tokens in the text; see `Sampling`."""
     penalty = _of_rows(penalty, logits.dtype)
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    return jnp.where(in_text, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _of_rows(number: Any, dtype: DTypeLike | None = None) -> Array:
@@ -160,7 +160,7 @@ def sample(
     logits: Float[Array, "b vocab"],
     keys: Key[Array, " b"],
     sampling: Sampling,
-    seen: Bool[Array, "b vocab"] | None = None,
+    in_text: Bool[Array, "b vocab"] | None = None,
 ) -> Int[Array, " b"]:
     """Sample one token per row; it depends only on the logits and the key of its row.
 
@@ -171,32 +171,35 @@ def sample(
         logits: unnormalized log-probabilities; -inf excludes a token.
         keys: one typed random key per row, as from `jax.random.split`; unused when greedy.
         sampling: the settings, an argument under `jit`; all settings use the same program.
-        seen: True for tokens in each row's text, for the repetition penalty.
+        in_text: True for tokens in each row's text, for the repetition penalty.
     """
     penalty = sampling.repetition_penalty
-    if seen is None and isinstance(penalty, float) and penalty != 1.0:
-        raise ValueError(f"repetition_penalty={penalty} is on tokens that the text has: give them as `seen`.")
+    if in_text is None and isinstance(penalty, float) and penalty != 1.0:
+        raise ValueError(f"repetition_penalty={penalty} is on tokens that the text has: give them as `in_text`.")
     if keys.shape != logits.shape[:1]:
         raise ValueError(f"{logits.shape[0]} rows need as many random keys, not {keys.shape}: use jax.random.split.")
-    return _sample(logits, keys, sampling, seen)
+    return _sample(logits, keys, sampling, in_text)
 
 
 @jax.jit
 def _sample(
-    logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sampling, seen: Bool[Array, "b vocab"] | None
+    logits: Float[Array, "b vocab"],
+    keys: Key[Array, " b"],
+    sampling: Sampling,
+    in_text: Bool[Array, "b vocab"] | None,
 ) -> Int[Array, " b"]:
-    if seen is not None:
-        logits = penalised(logits, seen, sampling.tree_flatten()[0][4])
+    if in_text is not None:
+        logits = penalised(logits, in_text, sampling.tree_flatten()[0][4])
     warm = jnp.asarray(sampling.temperature) > 0
 
     def likeliest(_: None) -> Int[Array, " b"]:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
-    def drawn(_: None) -> Int[Array, " b"]:
+    def draw(_: None) -> Int[Array, " b"]:
         token = jax.vmap(jax.random.categorical)(keys, _filtered(logits, sampling)).astype(jnp.int32)
         return jnp.where(warm, token, likeliest(None)) if warm.ndim else token
 
-    return jax.lax.cond(warm.any(), drawn, likeliest, None)
+    return jax.lax.cond(warm.any(), draw, likeliest, None)
 
 
 def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Array, "b vocab"]:
@@ -213,13 +216,13 @@ def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Arra
         by_share = filter == 1
         weight = jnp.where(by_share, jax.nn.softmax(logits), 1.0)
         # A row that does not use this filter never reaches its total, so it keeps all tokens.
-        total = jnp.where(by_share, jnp.where(shared, top_p, jnp.inf), jnp.where(counted, top_k, jnp.inf))
+        total = jnp.where(by_share, jnp.where(uses_top_p, top_p, jnp.inf), jnp.where(uses_top_k, top_k, jnp.inf))
         return jnp.where(_first(rank, weight, total), logits, -jnp.inf)
 
-    counted, shared = top_k < logits.shape[1], top_p < 1
-    begin, end = jnp.where(counted.any(), 0, 1), jnp.where(shared.any(), 2, 1)
-    kept = jax.lax.fori_loop(begin, end, one, logits)
-    return jnp.where(kept >= jnp.log(min_p), kept, -jnp.inf)  # the likeliest token's logit is 0
+    uses_top_k, uses_top_p = top_k < logits.shape[1], top_p < 1
+    begin, end = jnp.where(uses_top_k.any(), 0, 1), jnp.where(uses_top_p.any(), 2, 1)
+    filtered = jax.lax.fori_loop(begin, end, one, logits)
+    return jnp.where(filtered >= jnp.log(min_p), filtered, -jnp.inf)  # the likeliest token's logit is 0
 
 
 def _first(rank: Int[Array, "b n"], weight: Float[Array, "b n"], total: Float[Array, "*b"]) -> Bool[Array, "b n"]:
@@ -232,12 +235,12 @@ def _first(rank: Int[Array, "b n"], weight: Float[Array, "b n"], total: Float[Ar
     def upto(last: Int[Array, "b 1"], end: Int[Array, "b 1"]) -> Bool[Array, "b n"]:
         return (rank < last) | ((rank == last) & (place <= end))
 
-    def lower(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+    def lower(i: Array, limits: tuple[Array, Array]) -> tuple[Array, Array]:
         of_rank = i < bits
         bit = jnp.left_shift(jnp.ones((), rank.dtype), jnp.where(of_rank, bits, bits + places) - 1 - i)
-        less = jnp.where(of_rank, found[0] & ~bit, found[0]), jnp.where(of_rank, found[1], found[1] & ~bit)
+        less = jnp.where(of_rank, limits[0] & ~bit, limits[0]), jnp.where(of_rank, limits[1], limits[1] & ~bit)
         reaches = jnp.where(upto(*less), weight, 0.0).sum(-1, keepdims=True) >= total
-        return jnp.where(reaches, less[0], found[0]), jnp.where(reaches, less[1], found[1])
+        return jnp.where(reaches, less[0], limits[0]), jnp.where(reaches, less[1], limits[1])
 
-    most = (jnp.full((rank.shape[0], 1), 2**size - 1, rank.dtype) for size in (bits, places))
-    return upto(*jax.lax.fori_loop(0, bits + places, lower, tuple(most)))
+    maxima = (jnp.full((rank.shape[0], 1), 2**size - 1, rank.dtype) for size in (bits, places))
+    return upto(*jax.lax.fori_loop(0, bits + places, lower, tuple(maxima)))

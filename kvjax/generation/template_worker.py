@@ -87,17 +87,17 @@ def dictionary(*pairs: Any, **items: Any) -> dict[str, Any]:
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """Return an environment like that of transformers' `apply_chat_template`."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    made.filters["tojson"] = tojson
-    made.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    made.globals.update(dict=dictionary, namespace=_Namespace)
-    return made
+    environment.filters["tojson"] = tojson
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    environment.globals.update(dict=dictionary, namespace=_Namespace)
+    return environment
 
 
 @functools.lru_cache(8)
-def _compiled(source: str) -> jinja2.Template:
+def _compile(source: str) -> jinja2.Template:
     """Compile a template."""
     return _environment().from_string(source)
 
@@ -113,7 +113,7 @@ def _answer(request: dict[str, Any], characters: int) -> dict[str, Any]:
     if "variables" not in request:
         return {"names": _names(request["template"])}
     pieces, length = list[str](), 0
-    for piece in _compiled(request["template"]).generate(request["variables"]):
+    for piece in _compile(request["template"]).generate(request["variables"]):
         pieces.append(piece)
         length += len(piece)
         if length > characters:
@@ -126,14 +126,14 @@ def answer_line(line: bytes, characters: int) -> str:
     try:
         return json.dumps(_answer(json.loads(line), characters))
     except MemoryError:
-        said = {"excess": "bytes"}
+        reply = {"excess": "bytes"}
     except RecursionError:
-        said = {"excess": "recursion"}
+        reply = {"excess": "recursion"}
     except jinja2.TemplateSyntaxError as error:
-        said = {"error": f"line {error.lineno}: {error.message}"}
+        reply = {"error": f"line {error.lineno}: {error.message}"}
     except Exception as error:  # a template can raise any error
-        said = {"error": str(error)[:1000] or type(error).__name__}
-    return json.dumps(said)
+        reply = {"error": str(error)[:1000] or type(error).__name__}
+    return json.dumps(reply)
 
 
 def limit_memory(size: int) -> None:
@@ -157,9 +157,9 @@ def main() -> None:
     limit_memory(size)
     for line in sys.stdin.buffer:
         limit_time(seconds)
-        answered = answer_line(line, characters)
+        reply = answer_line(line, characters)
         limit_time(0)
-        sys.stdout.buffer.write(f"{answered}\n".encode())
+        sys.stdout.buffer.write(f"{reply}\n".encode())
         sys.stdout.buffer.flush()
 
 

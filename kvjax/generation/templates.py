@@ -74,11 +74,11 @@ class Renderer:
         return answer
 
     def _answer(self, line: bytes) -> dict[str, Any]:
-        process, late = self._running(), threading.Event()
+        process, expired = self._running(), threading.Event()
         assert process.stdin is not None and process.stdout is not None
 
         def expire() -> None:
-            late.set()
+            expired.set()
             process.kill()
 
         watch = threading.Timer(WALL_SECONDS, expire)
@@ -97,7 +97,7 @@ class Renderer:
         if answer.endswith(b"\n"):
             return json.loads(answer)
         self._end()
-        if late.is_set() or process.returncode == -getattr(signal, "SIGPROF", 0):
+        if expired.is_set() or process.returncode == -getattr(signal, "SIGPROF", 0):
             return {"excess": "seconds"}
         raise LimitError(f"ends the process that renders it (exit code {process.returncode})")
 

@@ -59,7 +59,7 @@ def probe(messages: Messages) -> Probe:
     """Replace the texts of a conversation by words of about the same length; blank texts stay."""
     marks: list[tuple[int, str]] = []
 
-    def other(turn: int, text: str) -> str:
+    def placeholder(turn: int, text: str) -> str:
         if not text.strip():
             return text
         words = f"qz{len(marks)}jx", f"xj{len(marks)}zq"
@@ -70,8 +70,8 @@ def probe(messages: Messages) -> Probe:
     for turn, message in enumerate(messages):
         content = message["content"]
         if isinstance(content, str):
-            content = other(turn, content)
+            content = placeholder(turn, content)
         else:
-            content = [part | {"text": other(turn, part["text"]), _RAW: ""} for part in content]
+            content = [part | {"text": placeholder(turn, part["text"]), _RAW: ""} for part in content]
         turns.append(message | {"content": content})
     return Probe(turns, marks)

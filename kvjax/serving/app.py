@@ -23,9 +23,9 @@ from starlette.routing import Route
 
 from kvjax.serving.metrics import Metrics, Outcomes
 from kvjax.serving.openai import bodies
-from kvjax.serving.openai.fields import Refused
+from kvjax.serving.openai.fields import APIError
 from kvjax.serving.requests import Serving
-from kvjax.serving.responses import GONE, EngineResponse, JsonResponse, stopping_error
+from kvjax.serving.responses import CLIENT_CLOSED, EngineResponse, JsonResponse, stopping_error
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -82,7 +82,7 @@ class Service:
         if origins:
             allowed: dict[str, Any] = dict(allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=["*"])
             middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **allowed))
-        chat = functools.partial(bodies.chat, usual_tokens=chat_tokens)
+        chat = functools.partial(bodies.chat, default_tokens=chat_tokens)
         self.app = Starlette(
             middleware=middleware,
             routes=[
@@ -91,10 +91,10 @@ class Service:
                 self._route("/metrics", self._metrics),
                 self._route("/v1/models", self._models),
                 self._route("/v1/models/{name:path}", self._model),
-                self._route("/v1/completions", lambda asked: self._answer(asked, bodies.completion), "POST"),
-                self._route("/v1/chat/completions", lambda asked: self._answer(asked, chat), "POST"),
+                self._route("/v1/completions", lambda request: self._answer(request, bodies.completion), "POST"),
+                self._route("/v1/chat/completions", lambda request: self._answer(request, chat), "POST"),
             ],
-            exception_handlers=dict.fromkeys((Refused, ClientDisconnect, HTTPException, Exception), self._error),
+            exception_handlers=dict.fromkeys((APIError, ClientDisconnect, HTTPException, Exception), self._error),
         )
         self.app.router.redirect_slashes = False
 
@@ -117,7 +117,7 @@ class Service:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if name and not is_loopback(name) and name.strip("[]").lower() not in self.hosts:
-            raise Refused(
+            raise APIError(
                 f"{host[:60]!r} is not a name of this server; use the address on which it listens.", status=403
             )
 
@@ -126,11 +126,11 @@ class Service:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         # Compare all keys, so that the time reveals nothing about them.
-        fits = [hmac.compare_digest(key.strip().encode("latin-1"), each) for each in self.keys]
+        fits = [hmac.compare_digest(key.strip().encode("latin-1"), accepted) for accepted in self.keys]
         if scheme.lower() != "bearer" or not any(fits):
-            said = "the API key is wrong" if key else "there is no API key"
-            text, headers = f"{said}; send it as `Authorization: Bearer KEY`.", {"www-authenticate": "Bearer"}
-            raise Refused(text, status=401, code="invalid_api_key", headers=headers)
+            reason = "the API key is wrong" if key else "there is no API key"
+            text, headers = f"{reason}; send it as `Authorization: Bearer KEY`.", {"www-authenticate": "Bearer"}
+            raise APIError(text, status=401, code="invalid_api_key", headers=headers)
 
     async def _page(self, request: Request) -> Response:
         return Response(self.page_html, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
@@ -139,15 +139,15 @@ class Service:
         serving, stopping = self.serving, self.stopping
         numbers = await asyncio.to_thread(serving.numbers)
         names = "rows", "rows_busy", "waiting", "cache_bytes", "cache_device_bytes"
-        told = {"model": serving.model.name, "policy": serving.policy_name, "budget": serving.budget}
-        told |= {"context": serving.context} | {name: numbers[name] for name in names if name in numbers}
-        return JsonResponse({"status": "stopping" if stopping else "ok"} | told, 503 if stopping else 200)
+        fields = {"model": serving.model.name, "policy": serving.policy_name, "budget": serving.budget}
+        fields |= {"context": serving.context} | {name: numbers[name] for name in names if name in numbers}
+        return JsonResponse({"status": "stopping" if stopping else "ok"} | fields, 503 if stopping else 200)
 
     async def _metrics(self, request: Request) -> Response:
         text = await asyncio.to_thread(self.metrics.text)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
-    def _described(self) -> dict[str, Any]:
+    def _model_card(self) -> dict[str, Any]:
         serving = self.serving
         return {
             "id": serving.model.name,
@@ -159,49 +159,49 @@ class Service:
         }
 
     async def _models(self, request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": [self._described()]})
+        return JsonResponse({"object": "list", "data": [self._model_card()]})
 
     async def _model(self, request: Request) -> Response:
         bodies.check_model(self.serving, request.path_params["name"])
-        return JsonResponse(self._described())
+        return JsonResponse(self._model_card())
 
-    async def _answer(self, request: Request, read: Callable[[Serving, dict[str, Any]], bodies.Asked]) -> Response:
+    async def _answer(self, request: Request, read: Callable[[Serving, dict[str, Any]], bodies.ParsedBody]) -> Response:
         if self.stopping:
             raise stopping_error()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # this also refuses forms of other sites' pages
-            raise Refused("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
+            raise APIError("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
         body = await self._body(request)
-        told = EngineResponse(self.serving, self.metrics)
-        await told.loop.run_in_executor(self.reader, lambda: told.submit(read(self.serving, bodies.parse(body))))
-        return told
+        reply = EngineResponse(self.serving, self.metrics)
+        await reply.loop.run_in_executor(self.reader, lambda: reply.submit(read(self.serving, bodies.parse(body))))
+        return reply
 
     async def _body(self, request: Request) -> bytes:
         """Read the body, and check its length while it arrives."""
         length = request.headers.get("content-length", "")
-        too_long = Refused(f"the body has more than {self.max_body} bytes; send less.", status=413)
+        too_long = APIError(f"the body has more than {self.max_body} bytes; send less.", status=413)
         if length.isdecimal() and int(length[:20]) > self.max_body:
             raise too_long
-        found = bytearray()
+        body = bytearray()
         try:
             async with asyncio.timeout(self.read_timeout):
                 async for part in request.stream():
-                    found += part
-                    if len(found) > self.max_body:
+                    body += part
+                    if len(body) > self.max_body:
                         raise too_long
         except TimeoutError:
             text = f"the body did not arrive within {self.read_timeout:g} seconds."
-            raise Refused(text, status=408, headers={"connection": "close"}) from None
-        return bytes(found)
+            raise APIError(text, status=408, headers={"connection": "close"}) from None
+        return bytes(body)
 
     async def _error(self, request: Request, error: Exception) -> Response:
         """Return the response for an error."""
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=GONE)  # never received
+            return Response(status_code=CLIENT_CLOSED)  # never received
         if isinstance(error, HTTPException):
             words = {404: "there is nothing at", 405: f"{request.method} is not for"}
-            said = f"{words.get(error.status_code, error.detail)} {request.scope['path'][:200]}."
-            error = Refused(said, status=error.status_code, headers=error.headers)
-        if not isinstance(error, Refused):  # Uvicorn logs the error; the client gets no details.
-            error = Refused("the server failed; its log says why.", status=500)
+            message = f"{words.get(error.status_code, error.detail)} {request.scope['path'][:200]}."
+            error = APIError(message, status=error.status_code, headers=error.headers)
+        if not isinstance(error, APIError):  # Uvicorn logs the error; the client gets no details.
+            error = APIError("the server failed; its log says why.", status=500)
         return JsonResponse(error.body(), error.status, error.headers)

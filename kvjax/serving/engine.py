@@ -18,7 +18,7 @@ from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.serving.batch import UNDEFINED, Planned, Text, Written
-from kvjax.serving.prefix_cache import Key, Snapshots
+from kvjax.serving.prefix_cache import Key, PrefixCache
 from kvjax.serving.requests import (
     CHUNK,
     SIZES,
@@ -62,7 +62,7 @@ class _Work:
     reused: int = 0
     tokens: int = 0
     """Tokens sent to the client."""
-    held: Held | None = None
+    usage: Held | None = None
     began: float = 0.0
 
     def cancel(self) -> None:
@@ -108,7 +108,7 @@ class Engine:
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
-        self.snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, *SIZES["snapshot_bytes"]))
+        self.prefix_cache = PrefixCache(whole_number("snapshot_bytes", snapshot_bytes, *SIZES["snapshot_bytes"]))
         self.device = Device(model, policy, budget, rows, context, chunk, steps)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.model, self.policy_name = model, name_of(self.device.policy)
@@ -126,8 +126,8 @@ class Engine:
         """Time at the end of the last dispatch; 0 if no row continues."""
         self._pace = 0.0
         """Running average of the seconds per step; 0 before the first one."""
-        counted = "requests", "prompt_tokens", "tokens", "reused_tokens", "dispatches", "failed_dispatches"
-        self._counts = dict.fromkeys((f"{name}_total" for name in counted), 0)
+        names = "requests", "prompt_tokens", "tokens", "reused_tokens", "dispatches", "failed_dispatches"
+        self._counts = dict.fromkeys((f"{name}_total" for name in names), 0)
         self._longest = 0.0
         self._listening = contextlib.ExitStack()
         self._compiling = self._listening.enter_context(Compiling())
@@ -138,20 +138,20 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.stop(0.0)
 
-    def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def warm_up(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile all programs in parallel, so that no request waits for one.
 
         Args:
-            told: called with the number of compiled programs and of all programs, first with 0.
+            on_progress: called with the number of compiled programs and of all programs, first with 0.
         """
         if self._thread is not None:
             raise RuntimeError("the engine serves already; warm it up before the first request.")
-        self.device.warm_up(told)
+        self.device.warm_up(on_progress)
 
     def submit(self, request: Request, tell: Tell) -> Ticket:
         """Accept a request, from any thread; see `kvjax.serving.requests.Serving`."""
         planned = self.device.plan(request)
-        keys = self.device.beginnings(request, planned) if self.snapshots.limit else []
+        keys = self.device.prefix_keys(request, planned) if self.prefix_cache.limit else []
         pieces = Pieces(self._tokenizer, stop_strings(request.stop), request.prompt)
         work = _Work(request, tell, planned, keys, pieces, self.changed)
         with self.changed:
@@ -189,8 +189,8 @@ class Engine:
                 "waiting": len(self._waiting),
                 "cache_bytes": self.device.bytes,
                 "cache_device_bytes": self.device.device_bytes,
-                "snapshot_bytes": self.snapshots.bytes,
-                "snapshot_device_bytes": self.snapshots.device_bytes,
+                "snapshot_bytes": self.prefix_cache.bytes,
+                "snapshot_device_bytes": self.prefix_cache.device_bytes,
                 "compilations": self._compiling.programs,
                 "longest_gap_seconds": self._longest,
                 **self._counts,
@@ -246,8 +246,8 @@ class Engine:
         prompt, size = work.request.prompt, self.device.chunk
         text = work.text
         if text is None:
-            chunks, held = self.snapshots.longest(work.keys)
-            text = self.device.begin(work.planned, held)
+            chunks, prefix = self.prefix_cache.longest(work.keys)
+            text = self.device.begin(work.planned, prefix)
             work.position = work.reused = chunks * size
             with self.changed:
                 self._counts["prompt_tokens_total"] += len(prompt)
@@ -257,7 +257,7 @@ class Engine:
         work.text = text
         work.position += len(chunk)
         if work.position <= len(work.keys) * size:
-            self.snapshots.put(work.keys[work.position // size - 1], text)
+            self.prefix_cache.put(work.keys[work.position // size - 1], text)
         return logits
 
     def _write(self, has_read: bool) -> None:
@@ -269,53 +269,53 @@ class Engine:
             leave = bool(self._waiting) and not room
         steps = self.device.steps
         steps = min(steps, int(BLOCK_SECONDS / self._pace)) if self._pace else steps
-        asked = any(work.request.logprobs is not None for work in self._busy.values())
+        logprobs = any(work.request.logprobs is not None for work in self._busy.values())
         began = time.perf_counter()
         try:
             steps = max(1, steps // 8 if hurried else steps)
-            written, drawn = self.device.write(self._busy, steps, leave, asked)
+            output, samples = self.device.write(self._busy, steps, leave, logprobs)
         except Exception as error:
             self._fail(error)
             return
         now = time.perf_counter()
         if not has_read:  # otherwise, the time includes the chunk's prefill
-            pace = (now - began) / max(1, written.counts.max())
+            pace = (now - began) / max(1, output.counts.max())
             self._pace += (pace - self._pace) / (4 if self._pace else 1)
         with self.changed:
             self._counts["dispatches_total"] += 1
             self._longest = max(self._longest, now - self._wrote if self._wrote else 0.0)
         for row, work in sorted(self._busy.items()):
             try:
-                self._tell_written(row, work, written, drawn)
+                self._send_output(row, work, output, samples)
             except Exception as error:
                 _log.exception("what was written could not be told")
                 self._finish(work, "failed", _sentence("making text of tokens", error))
         self._wrote = now if self._busy else 0.0
 
-    def _tell_written(self, row: int, work: _Work, written: Written, drawn: Drawn | None) -> None:
-        tokens, request = written.tokens[row, : written.counts[row]].tolist(), work.request
-        ends, text = not written.active[row], work.pieces.add(tokens)
+    def _send_output(self, row: int, work: _Work, output: Written, samples: Drawn | None) -> None:
+        tokens, request = output.tokens[row, : output.counts[row]].tolist(), work.request
+        ends, text = not output.active[row], work.pieces.add(tokens)
         tokens = tokens[: work.pieces.used - work.tokens]
         if ends:
             text += work.pieces.finish()
         logprobs = None
         if request.logprobs is not None:
-            assert drawn is not None
-            found = [logprob_at(drawn, row, place) for place in range(len(tokens))]
-            logprobs = tuple(each._replace(likeliest=each.likeliest[: request.logprobs]) for each in found)
+            assert samples is not None
+            entries = [logprob_at(samples, row, place) for place in range(len(tokens))]
+            logprobs = tuple(entry._replace(likeliest=entry.likeliest[: request.logprobs]) for entry in entries)
         work.tokens += len(tokens)
-        seen, bytes_ = min(int(written.position[row]), len(request.prompt) + work.tokens), self.device.bytes
-        work.held = Held(seen, min(float(written.kept[row]), seen), bytes_ // self.device.rows, self.policy_name)
+        length, bytes_ = min(int(output.position[row]), len(request.prompt) + work.tokens), self.device.bytes
+        work.usage = Held(length, min(float(output.kept[row]), length), bytes_ // self.device.rows, self.policy_name)
         with self.changed:
             self._counts["tokens_total"] += len(tokens)
         if text or tokens:
             self._tell(work, Piece(text, tuple(tokens), logprobs))
-        if written.left[row] == UNDEFINED:
+        if output.left[row] == UNDEFINED:
             self._finish(work, "failed", "the model's logits are not numbers (NaN), so no token can be drawn.")
         elif work.pieces.stopped:
             self._finish(work, "stop")
         elif ends:
-            self._finish(work, "stop" if written.left[row] else "length")
+            self._finish(work, "stop" if output.left[row] else "length")
 
     def _tell(self, work: _Work, news: Piece | Finished) -> None:
         try:
@@ -329,10 +329,10 @@ class Engine:
             if work in self._waiting:
                 self._waiting.remove(work)
             self._reading = None if self._reading is work else self._reading
-            self._busy = {row: other for row, other in self._busy.items() if other is not work}
+            self._busy = {row: running for row, running in self._busy.items() if running is not work}
             if reason in ("stop", "length"):
                 self._seconds += (time.perf_counter() - work.began - self._seconds) / 8
-        self._tell(work, Finished(reason, len(work.request.prompt), work.tokens, work.reused, work.held, error))
+        self._tell(work, Finished(reason, len(work.request.prompt), work.tokens, work.reused, work.usage, error))
         with self.changed:
             self.changed.notify_all()
 
@@ -345,7 +345,7 @@ class Engine:
         for work in failed:
             self._finish(work, "failed", _sentence("a step of the model", error))
         self.device.state = None
-        self.snapshots.clear()
+        self.prefix_cache.clear()
 
 
 def _sentence(what: str, error: Exception) -> str:

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvjax.serving.app import Service
-from kvjax.serving.openai.fields import Refused
+from kvjax.serving.openai.fields import APIError
 from kvjax.serving.responses import json_bytes
 
 
@@ -30,21 +30,21 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
             super().connection_made(transport)
             # With limit 0, `pause_writing` is called when the system accepts no more data.
             transport.set_write_buffer_limits(0)
-            self.reading = self.loop.call_later(read_timeout, self._late)
+            self.reading = self.loop.call_later(read_timeout, self._expire)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-                self.reading = _stopped(self.reading)
+                self.reading = _cancel(self.reading)
             elif self.reading is None:
-                self.reading = self.loop.call_later(read_timeout, self._late)
+                self.reading = self.loop.call_later(read_timeout, self._expire)
 
         def send_400_response(self, msg: str) -> None:
             # Uvicorn calls this for bytes that are not HTTP. `Service` never sees them, or waits for more of a body.
             if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
                 self.transport.abort()
                 return
-            error = Refused("the request is not valid HTTP/1.1; check its first line, headers and length.")
+            error = APIError("the request is not valid HTTP/1.1; check its first line, headers and length.")
             body = json_bytes(error.body())
             headers = [
                 (b"content-type", b"application/json"),
@@ -56,7 +56,7 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
                 self.transport.write(self.conn.send(event) or b"")
             self.transport.close()
 
-        def _late(self) -> None:
+        def _expire(self) -> None:
             self.reading = None
             # While `Service` reads a body, its own timeout answers with status 408.
             if not self.cycle or self.cycle.response_complete:
@@ -68,16 +68,16 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self.writing = _stopped(self.writing)
+            self.writing = _cancel(self.writing)
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            self.reading, self.writing = _stopped(self.reading), _stopped(self.writing)
+            self.reading, self.writing = _cancel(self.reading), _cancel(self.writing)
 
     return Connection
 
 
-def _stopped(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
 
@@ -89,13 +89,13 @@ class Server(uvicorn.Server):
         grace: seconds for running requests to finish.
         write_timeout: seconds for a client to accept written data. The service's `read_timeout` counts from the opening
             of a connection, or the first byte of a later request.
-        ready: called once the server answers requests.
+        on_ready: called once the server answers requests.
     """
 
     def __init__(
-        self, service: Service, grace: float, write_timeout: float = 30.0, ready: Callable[[], None] = lambda: None
+        self, service: Service, grace: float, write_timeout: float = 30.0, on_ready: Callable[[], None] = lambda: None
     ) -> None:
-        self.service, self.grace, self.ready = service, grace, ready
+        self.service, self.grace, self.on_ready = service, grace, on_ready
         self.interrupted = False
         """True after SIGINT, as from a terminal."""
         super().__init__(
@@ -116,7 +116,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to answer requests."""
         await super().startup(sockets)
-        self.ready()
+        self.on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the shutdown at the first signal, and exit immediately at the second one."""

@@ -56,10 +56,10 @@ class Metrics:
 
 
 class Latency:
-    """Times of one text's tokens, for metrics; `arrived` is the `perf_counter()` at the last byte of the request."""
+    """Times of one text's tokens, for metrics; `arrival` is the `perf_counter()` at the last byte of the request."""
 
-    def __init__(self, metrics: Metrics, arrived: float) -> None:
-        self._metrics, self._before, self._first = metrics, arrived, True
+    def __init__(self, metrics: Metrics, arrival: float) -> None:
+        self._metrics, self._before, self._first = metrics, arrival, True
 
     def observe(self, tokens: int) -> None:
         """Record that tokens, at least one, have just come together."""
@@ -85,13 +85,13 @@ class Outcomes:
         outcome: dict[str, Any] = {"status": 500}
         scope[OUTCOME] = outcome
 
-        async def noted(message: Message) -> None:
+        async def send_noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 outcome["status"] = message["status"]
             await send(message)
 
         try:
-            await self.app(scope, receive, noted)
+            await self.app(scope, receive, send_noting)
         finally:
             self.metrics.responses.labels(outcome["status"]).inc()
             if self.log:

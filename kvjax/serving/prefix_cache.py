@@ -17,7 +17,7 @@ from kvjax.utils.dependence import depends_on
 Key = bytes
 
 
-class Snapshots:
+class PrefixCache:
     """LRU cache of prefilled prefixes, keyed by all inputs that their states depend on.
 
     Args:
@@ -26,53 +26,53 @@ class Snapshots:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes, self.device_bytes = limit, 0, 0
-        self._held: collections.OrderedDict[Key, tuple[Text, int, int]] = collections.OrderedDict()
+        self._entries: collections.OrderedDict[Key, tuple[Text, int, int]] = collections.OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._entries)
 
     def put(self, key: Key, text: Text) -> None:
         """Store a text without copying it, unless it is larger than the limit."""
-        taken = text.cache.memory, text.seen
-        size, here = allocated_bytes(taken), device_bytes(taken)
-        if key in self._held or size > self.limit:
+        arrays = text.cache.memory, text.seen
+        size, device_size = allocated_bytes(arrays), device_bytes(arrays)
+        if key in self._entries or size > self.limit:
             return
-        self._held[key] = text, size, here
+        self._entries[key] = text, size, device_size
         self.bytes += size
-        self.device_bytes += here
+        self.device_bytes += device_size
         while self.bytes > self.limit:
-            _, (_, size, here) = self._held.popitem(last=False)
+            _, (_, size, device_size) = self._entries.popitem(last=False)
             self.bytes -= size
-            self.device_bytes -= here
+            self.device_bytes -= device_size
 
     def longest(self, keys: Sequence[Key]) -> tuple[int, Text | None]:
         """Find the longest stored prefix among `keys`, sorted from the shortest; return its number from 1, or 0.
 
         Shorter prefixes count as used more recently than longer ones, because more texts begin with them.
         """
-        found: tuple[int, Text | None] = (0, None)
+        match: tuple[int, Text | None] = (0, None)
         for number, key in reversed(list(enumerate(keys, 1))):
-            if key in self._held:
-                found = found if found[0] else (number, self._held[key][0])
-                self._held.move_to_end(key)
-        return found
+            if key in self._entries:
+                match = match if match[0] else (number, self._entries[key][0])
+                self._entries.move_to_end(key)
+        return match
 
     def clear(self) -> None:
         """Drop all prefixes."""
-        self._held.clear()
+        self._entries.clear()
         self.bytes = self.device_bytes = 0
 
 
-def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
+def prefix_keys(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
     """Return the key of a text after each whole chunk, except a chunk with the last token.
 
     `depends` are the bytes of all other inputs that the state depends on.
     """
-    known, keys = hashlib.sha256(depends), list[Key]()
+    hasher, keys = hashlib.sha256(depends), list[Key]()
     ids = np.asarray(tokens, np.int32)
     for start in range(0, len(ids) - chunk, chunk):
-        known.update(ids[start : start + chunk].tobytes())
-        keys.append(known.digest())
+        hasher.update(ids[start : start + chunk].tobytes())
+        keys.append(hasher.digest())
     return keys
 
 

@@ -15,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from kvjax.serving.metrics import OUTCOME, Latency, Metrics
 from kvjax.serving.openai.answer import Answer
-from kvjax.serving.openai.bodies import Asked
-from kvjax.serving.openai.fields import Refused
+from kvjax.serving.openai.bodies import ParsedBody
+from kvjax.serving.openai.fields import APIError
 from kvjax.serving.requests import Finished, FullError, Piece, Serving, StoppingError, Tell, Ticket
 
-GONE = 499
+CLIENT_CLOSED = 499
 """Status in metrics and logs if the client disconnects, as in nginx."""
 
 
@@ -35,9 +35,9 @@ def json_bytes(content: Any) -> bytes:
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
-def stopping_error() -> Refused:
+def stopping_error() -> APIError:
     """Return the error for requests during the shutdown."""
-    return Refused("the server is stopping; use another one or retry later.", status=503, headers={"retry-after": "5"})
+    return APIError("the server is stopping; use another one or retry later.", status=503, headers={"retry-after": "5"})
 
 
 class EngineResponse(Response):
@@ -47,33 +47,33 @@ class EngineResponse(Response):
         super().__init__()
         self.serving, self.metrics = serving, metrics
         self.loop = asyncio.get_running_loop()
-        self.arrived = time.perf_counter()
+        self.arrival = time.perf_counter()
         self.events: asyncio.Queue[tuple[int, Piece | Finished] | None] = asyncio.Queue()
         """Events from the engine, or None if the client disconnected; the queue is at most as long as the answer."""
         self.tickets: list[Ticket] = []
-        self.written = 0
+        self.sent_tokens = 0
         """Number of tokens sent so far."""
         self.answer: Answer
 
-    def submit(self, asked: Asked) -> None:
+    def submit(self, parsed: ParsedBody) -> None:
         """Submit all requests to the engine, or none if it refuses one; safe in any thread."""
-        self.answer = Answer(self.serving, asked)
+        self.answer = Answer(self.serving, parsed)
         try:
-            for index, request in enumerate(asked.requests):
+            for index, request in enumerate(parsed.requests):
                 self.tickets.append(self.serving.submit(request, self._tell(index)))
         except BaseException as error:
             self._cancel()
             if isinstance(error, FullError):
                 wait = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
-                raise Refused(str(error), status=429, code="rate_limit_exceeded", headers=wait) from None
+                raise APIError(str(error), status=429, code="rate_limit_exceeded", headers=wait) from None
             if isinstance(error, StoppingError):
                 raise stopping_error() from None
             if isinstance(error, ValueError):
-                raise Refused(" ".join(str(error).split())) from None
+                raise APIError(" ".join(str(error).split())) from None
             raise
 
     def _tell(self, index: int) -> Tell:
-        latency = Latency(self.metrics, self.arrived)
+        latency = Latency(self.metrics, self.arrival)
 
         def tell(event: Piece | Finished) -> None:
             if isinstance(event, Piece) and event.tokens:
@@ -91,20 +91,20 @@ class EngineResponse(Response):
         """Send the response; the rows are freed in all cases."""
         watch, outcome = asyncio.create_task(self._watch(receive)), scope[OUTCOME]
         try:
-            if self.answer.asked.stream:
+            if self.answer.parsed.stream:
                 await self._stream(send, outcome)
             else:
                 while self.answer.unfinished:
                     self._note(*await self._next())
-                await JsonResponse(self.answer.whole())(scope, receive, send)
+                await JsonResponse(self.answer.response())(scope, receive, send)
         except (ClientDisconnect, asyncio.CancelledError) as error:
-            outcome["status"] = GONE
+            outcome["status"] = CLIENT_CLOSED
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
             self._cancel()
             watch.cancel()
-            outcome |= {"read": self.answer.asked.read, "written": self.written}
+            outcome |= {"read": self.answer.parsed.read, "written": self.sent_tokens}
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -120,14 +120,14 @@ class EngineResponse(Response):
             self._cancel()  # the other texts end now, however slowly the client reads the error
             if event[1].reason == "cancelled":
                 raise stopping_error()
-            raise Refused(" ".join((event[1].error or "the engine failed").split()), status=500)
+            raise APIError(" ".join((event[1].error or "the engine failed").split()), status=500)
         return event
 
     def _note(self, index: int, event: Piece | Finished) -> list[dict[str, Any]]:
         """Record an event and return its chunk, if it has one."""
         if isinstance(event, Finished):
             return [self.answer.finish(index, event)]
-        self.written += len(event.tokens)
+        self.sent_tokens += len(event.tokens)
         chunk = self.answer.piece(index, event)
         return [] if chunk is None else [chunk]
 
@@ -150,7 +150,7 @@ class EngineResponse(Response):
             await write(*self.answer.begin(), *self._note(*event))
             while self.answer.unfinished:
                 await write(*self._note(*await self._next()))
-        except Refused as refused:
+        except APIError as refused:
             outcome["status"] = refused.status
             await write(last=json_bytes(refused.body()))
         else:

@@ -28,7 +28,7 @@ from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.serving import batch
 from kvjax.serving.batch import Planned, Rows, Sizes, Text, Wishes, Written
-from kvjax.serving.prefix_cache import Key, beginnings, dependencies
+from kvjax.serving.prefix_cache import Key, dependencies, prefix_keys
 from kvjax.serving.requests import SIZES, Request
 from kvjax.types import Kernels
 from kvjax.utils.autotune import settle_before
@@ -45,7 +45,7 @@ LOGPROBS = 20
 class Device:
     """Rows of one budget; see `kvjax.serving.engine.Engine` for the settings.
 
-    Any thread may call `plan` and `beginnings`; only one thread may use the rest.
+    Any thread may call `plan` and `prefix_keys`; only one thread may use the rest.
     """
 
     @on_the_host
@@ -53,14 +53,14 @@ class Device:
         self, model: Model, policy: str | Policy, budget: int, rows: int, context: int | None, chunk: int, steps: int
     ) -> None:
         self.model, config = model, model.config
-        self._own_ends = functools.cache(functools.partial(end_ids, model))
+        self._end_ids = functools.cache(functools.partial(end_ids, model))
         budget = whole_number("budget", budget)
         self.rows = whole_number("rows", rows)
         check_rows(self.rows, model.mesh)
         self.chunk = whole_number("chunk", chunk, *SIZES["chunk"])
         self.steps = whole_number("steps", steps, *SIZES["steps"])
         self.logprobs = min(LOGPROBS, config.vocab_size)
-        self.policy = _served(ready(model, policy, budget, None), model, self.chunk)
+        self.policy = _check_servable(ready(model, policy, budget, None), model, self.chunk)
         self.context = config.max_positions if context is None else whole_number("context", context, *SIZES["context"])
         if self.context > longest_text(self.policy, config):
             raise ValueError(
@@ -77,16 +77,16 @@ class Device:
             dtype=model.weights.dtype,
             mesh=model.mesh,
         )
-        placed = placed_policy(self.policy, model.mesh)
-        self.decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh)
+        mesh_policy = placed_policy(self.policy, model.mesh)
+        self.decoder = Decoder(weights=model.weights, policy=mesh_policy, config=config, mesh=model.mesh)
         self.reader = self.decoder.replace(mesh=batch.reading_mesh(model.mesh))
         self._one = _planned(limits[0], config.rope_length(np.asarray([2])))
-        rows_made = self._emptied()
-        self.state: Rows | None = rows_made
+        state = self._empty_rows()
+        self.state: Rows | None = state
         """Rows of the batch; None after a failure, until `put` creates new ones."""
-        self.bytes = allocated_bytes(rows_made.cache.memory)
+        self.bytes = allocated_bytes(state.cache.memory)
         """Bytes of the caches of all rows."""
-        self.device_bytes = device_bytes(rows_made.cache.memory)
+        self.device_bytes = device_bytes(state.cache.memory)
         self._depends = dependencies(self.reader, self.begin(self._one), self.chunk)
 
     @on_the_host
@@ -126,20 +126,20 @@ class Device:
         return _planned(limits, rope, seed_number(request.seed), end - len(prompt), end)
 
     @on_the_host
-    def beginnings(self, request: Request, planned: Planned) -> list[Key]:
-        """Return the keys of a request's prefixes in the prefix cache, see `prefix_cache.beginnings`."""
-        known = [(name, getattr(planned, name).tolist()) for name in sorted(self._depends)]
-        depends = repr((known, [limit.tolist() for limit in planned.limits])).encode()
-        return beginnings(depends, request.prompt, self.chunk)
+    def prefix_keys(self, request: Request, planned: Planned) -> list[Key]:
+        """Return the keys of a request's prefixes in the prefix cache, see `prefix_cache.prefix_keys`."""
+        inputs = [(name, getattr(planned, name).tolist()) for name in sorted(self._depends)]
+        depends = repr((inputs, [limit.tolist() for limit in planned.limits])).encode()
+        return prefix_keys(depends, request.prompt, self.chunk)
 
     @on_the_host
-    def begin(self, planned: Planned, held: Text | None = None) -> Text:
+    def begin(self, planned: Planned, prefix: Text | None = None) -> Text:
         """Create a text with an empty cache, or with the cache of a stored prefix."""
         text = batch.begin(self.decoder, planned, sizes=self._sizes)
-        if held is None:
+        if prefix is None:
             return text
-        read = {name: getattr(held.cache, name) for name in ("layers", "position", "prompt_length")}
-        return Text(text.cache.replace(**read), held.seen)
+        read = {name: getattr(prefix.cache, name) for name in ("layers", "position", "prompt_length")}
+        return Text(text.cache.replace(**read), prefix.seen)
 
     @on_the_host
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
@@ -149,7 +149,7 @@ class Device:
     @on_the_host
     def put(self, row: int, text: Text, logits: Float[Array, "1 vocab"], request: Request) -> None:
         """Put a prefilled text into a row."""
-        rows = self._emptied() if self.state is None else self.state
+        rows = self._empty_rows() if self.state is None else self.state
         self.state = batch.insert(rows, np.int32(row), text, logits, self._wishes(request), sizes=self._sizes)
 
     @on_the_host
@@ -158,16 +158,16 @@ class Device:
     ) -> tuple[Written, Drawn | None]:
         """Generate tokens for some rows, free the others, and return the tokens on the host; see `batch.generate`."""
         assert self.state is not None
-        kept = np.isin(np.arange(self.rows), list(rows))
+        active = np.isin(np.arange(self.rows), list(rows))
         numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
-        self.state, written, drawn = batch.generate(self.decoder, self.state, kept, *numbers, **sizes)
-        return jax.device_get((written, drawn if logprobs else None))
+        self.state, output, samples = batch.generate(self.decoder, self.state, active, *numbers, **sizes)
+        return jax.device_get((output, samples if logprobs else None))
 
     @on_the_host
-    def warm_up(self, told: Callable[[int, int], None]) -> None:
+    def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
         """Compile all programs in parallel, as `Engine.warm_up` does; this overwrites the first row."""
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
-        self._settle(sizes)
+        self._autotune(sizes)
         text = self.begin(self._one)
 
         def compiles(size: int) -> None:
@@ -182,16 +182,16 @@ class Device:
         pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
         try:
             jobs = [pool.submit(writes), *(pool.submit(compiles, size) for size in sizes[1:])]
-            told(0, len(jobs))
+            on_progress(0, len(jobs))
             for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 job.result()
-                told(done, len(jobs))
+                on_progress(done, len(jobs))
         finally:  # an interruption does not wait for programs, which take minutes
             pool.shutdown(wait=False, cancel_futures=True)
         for size in sizes[1:]:
             jax.block_until_ready(self.read(text, [0] * size))
 
-    def _settle(self, sizes: Sequence[int]) -> None:
+    def _autotune(self, sizes: Sequence[int]) -> None:
         """Autotune the kernels for chunks of these sizes and for decode steps, if they need it."""
 
         def trace(survey: Survey) -> None:
@@ -200,7 +200,7 @@ class Device:
             length, reader = jax.ShapeDtypeStruct((1,), jnp.int32), self.reader.replace(kernels=kernels)
             for size in sizes:
                 read_more.eval_shape(reader, text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, every=False)
-            step_shapes(self.decoder.replace(kernels=kernels), jax.eval_shape(self._emptied).cache)
+            step_shapes(self.decoder.replace(kernels=kernels), jax.eval_shape(self._empty_rows).cache)
 
         settle_before(trace, self.decoder.kernels.implementation)
 
@@ -209,7 +209,7 @@ class Device:
         tokens[0, : len(chunk)] = chunk
         return self.reader, text, tokens, np.asarray([len(chunk)], np.int32)
 
-    def _emptied(self) -> Rows:
+    def _empty_rows(self) -> Rows:
         one = self._one, self._wishes(Request((0,), sampling=Sampling(0.0), ignore_eos=True))
         planned, wishes = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), one)
         return batch.empty_rows(self.decoder, planned, wishes, sizes=self._sizes)
@@ -221,7 +221,7 @@ class Device:
         return plan_slots(self.policy, budget, np.asarray([prompt]), end - prompt, self.model.config, prompt)
 
     def _ends(self, request: Request) -> tuple[int, ...]:
-        return tuple({*request.stop_ids, *(() if request.ignore_eos else self._own_ends(request.chat))})
+        return tuple({*request.stop_ids, *(() if request.ignore_eos else self._end_ids(request.chat))})
 
     def _sampling(self, request: Request) -> Sampling:
         return sampling_of(self.model.sampling_defaults, {}) if request.sampling is None else request.sampling
@@ -230,12 +230,12 @@ class Device:
         sampling = self._sampling(request)
         if not sampling.temperature:  # greedy decoding needs no filters, and they take time
             sampling = dataclasses.replace(sampling, top_k=None, top_p=None)
-        own = self._ends(request)
+        ends = self._ends(request)
         return Wishes(
             jax.tree.map(_row, sampling),
             _row(float(request.presence_penalty)),
             _row(float(request.frequency_penalty)),
-            _row((*own, *[-1] * (ENDS - len(own)))),
+            _row((*ends, *[-1] * (ENDS - len(ends)))),
             _row(request.max_tokens),
             _row(request.logprobs is not None),
         )
@@ -254,7 +254,7 @@ def _row(value: Any, dtype: Any = None) -> Any:
     return array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, array.dtype))
 
 
-def _served(policy: Policy, model: Model, chunk: int) -> Policy:
+def _check_servable(policy: Policy, model: Model, chunk: int) -> Policy:
     """Return the policy, after checking that the server can use it."""
     name = name_of(policy)
     if model.mesh is not None and model.mesh.is_multi_process:
@@ -264,11 +264,11 @@ def _served(policy: Policy, model: Model, chunk: int) -> Policy:
             f"{name} gives each head slots of its own once a prompt has been read, so that a row's memory is not known "
             "before; serve another policy, or another plan."
         )
-    own = policy.score.requires.prompt_chunk
-    if own is not None and chunk % own:
-        nearest = own * max(chunk // own, -(-SIZES["chunk"][0] // own))
+    size = policy.score.requires.prompt_chunk
+    if size is not None and chunk % size:
+        nearest = size * max(chunk // size, -(-SIZES["chunk"][0] // size))
         raise ValueError(
-            f"{name} evicts after each {own} tokens of a prompt, and chunk={chunk} is not a multiple of that; use "
+            f"{name} evicts after each {size} tokens of a prompt, and chunk={chunk} is not a multiple of that; use "
             f"{nearest}."
         )
     if policy.score.requires.replay is not None:

@@ -351,5 +351,5 @@ def test_wrong_grids_are_refused_before_anything_is_loaded(
 def test_rows_without_set_columns_show_what_has_a_standard_error() -> None:
     row = {"policy": "h2o", "cases": 3, "acc": 0.5, "acc_standard_error": 0.1, "f1": 0.2, "f1_standard_error": 0.1}
     columns = TASKS["harness"].columns_of([{"policy": "tova", "refused": "no"}, row])
-    assert columns.printed == columns.drawn == Measure("acc", "acc") and columns.also == ("f1",)
+    assert columns.printed == columns.figure == Measure("acc", "acc") and columns.also == ("f1",)
     assert TASKS["harness"].columns_of([]).printed.key == ""

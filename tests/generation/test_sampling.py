@@ -142,7 +142,7 @@ def test_tokens_of_the_text_are_penalised() -> None:
     assert sample(logits, keys, Sampling(0.0, repetition_penalty=1.5), seen).tolist() == [2, 0]
     assert sample(-logits, keys, Sampling(0.0, repetition_penalty=3.0), seen).tolist() == [3, 1]
     np.testing.assert_array_equal(sample(logits, keys, Sampling(), seen), sample(logits, keys, Sampling()))
-    with pytest.raises(ValueError, match=r"repetition_penalty=1.5 is on tokens that the text has: give them as `seen`"):
+    with pytest.raises(ValueError, match=r"penalty=1.5 is on tokens that the text has: give them as `in_text`"):
         sample(logits, keys, Sampling(repetition_penalty=1.5))
 
 

@@ -24,7 +24,7 @@ from kvjax.generation.prompts import encode, end_ids, render
 from kvjax.generation.questions import encode_questions
 from kvjax.generation.templates import Renderer, TemplateError
 from kvjax.serving.openai import bodies
-from kvjax.serving.openai.fields import Refused
+from kvjax.serving.openai.fields import APIError
 from tests import tokenizing
 from tests.small_models import random_model, small_config
 from tests.templates import BOTH, PARTS, SYSTEM_TEXT, TEXT, model_with
@@ -61,7 +61,7 @@ def test_texts_are_those_of_transformers(name: str) -> None:
             assert render(model, in_parts(TURNS[:count], *ALL), answers) == wanted
         if name != "json":
             wanted = model.tokenizer.apply_chat_template(read[:count], tokenize=False, continue_final_message=True)
-            assert render(model, TURNS[:count], answers=False, unfinished=True) == wanted
+            assert render(model, TURNS[:count], add_generation_prompt=False, unfinished=True) == wanted
     text = render(model, TURNS)
     assert "friend" in text and "kind" in text and ("child" in text) == (name != "thoughts")
     several = [{"role": "user", "content": [{"type": "text", "text": each} for each in ("one", "two")]}]
@@ -249,7 +249,7 @@ def test_a_limit_is_one_sentence_that_names_the_file(tmp_path: Path, capsys: pyt
             model.generate("Hi", chat=True)
         assert str(raised.value) == said
         serving: Any = SimpleNamespace(model=model, context=128, budget=64)
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(APIError) as refused:
             bodies.chat(serving, {"messages": [{"role": "user", "content": "Hi"}]}, 16)
         assert refused.value.message == said and refused.value.status == 400
         for command in (generate, chat_command):
@@ -324,7 +324,7 @@ def test_settings_that_change_nothing_are_refused(capsys: pytest.CaptureFixture[
         ({"tools": []}, "chat_template_kwargs.tools is not supported; leave it out."),
         ([], "chat_template_kwargs=[] is not an object."),
     ):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(APIError) as refused:
             bodies.chat(serving, {"messages": turns, "chat_template_kwargs": kwargs}, 16)
         assert refused.value.message == message
     for words, message in (

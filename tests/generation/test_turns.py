@@ -165,7 +165,7 @@ def test_the_engine_ends_turns_and_finds_special_tokens() -> None:
         assert len(ask()[0]) > len(before(end))
 
 
-def asked(model: kvjax.Model, **body: Any) -> bodies.Asked:
+def asked(model: kvjax.Model, **body: Any) -> bodies.ParsedBody:
     serving: Any = SimpleNamespace(model=model, context=128, budget=64)
     return bodies.chat(serving, {"messages": [{"role": "user", "content": "Once upon a time"}]} | body, 16)
 
@@ -247,7 +247,7 @@ def test_log_probabilities_name_tokens_as_the_text_has_them() -> None:
         text = " time, 東 time"
         answer.piece(0, Piece(text, tuple(written), tuple(logprobs)))
         answer.finish(0, Finished("length", 4, len(written), 0, None))
-        told = answer.whole()["choices"][0]["logprobs"]
+        told = answer.response()["choices"][0]["logprobs"]
         if chat:
             assert bytes(byte for each in told["content"] for byte in each["bytes"]).decode() == text
             assert [each["token"] for each in told["content"][0]["top_logprobs"]] == [" time", "time"]

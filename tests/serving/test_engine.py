@@ -24,7 +24,7 @@ from kvjax.generation.sampling import Sampling
 from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.serving import batch as serving
 from kvjax.serving.engine import SNAPSHOT_BYTES, Engine
-from kvjax.serving.prefix_cache import Snapshots, beginnings
+from kvjax.serving.prefix_cache import PrefixCache, prefix_keys
 from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError
 from tests.cases import slow
 from tests.small_models import random_model, small_config
@@ -377,10 +377,10 @@ def test_snapshots_save_reading_and_change_nothing(served: Engine) -> None:
     assert first.tokens == again.tokens
     assert ask(served, SEEDED, prompt=fresh, budget=20).end.reused == 0  # which holds others
     assert ask(served, SEEDED, prompt=fresh[:48]).end.reused == 32  # for its last token has to be read
-    served.snapshots.clear()
+    served.prefix_cache.clear()
     afresh = ask(served, GREEDY, prompt=(*fresh[:33], 9, 9), max_tokens=3)
     assert afresh.tokens == other.tokens and afresh.end.reused == 0
-    assert 0 < served.numbers()["snapshot_bytes"] == served.snapshots.bytes <= SNAPSHOT_BYTES
+    assert 0 < served.numbers()["snapshot_bytes"] == served.prefix_cache.bytes <= SNAPSHOT_BYTES
 
 
 def text_of(size: int) -> Any:
@@ -388,7 +388,7 @@ def text_of(size: int) -> Any:
 
 
 def test_snapshots_wanted_longest_ago_leave_first() -> None:
-    held = Snapshots(100)
+    held = PrefixCache(100)
     texts = [text_of(30) for _ in range(4)]
     for key, text in zip((b"a", b"ab", b"abc"), texts, strict=False):
         held.put(key, text)
@@ -401,13 +401,13 @@ def test_snapshots_wanted_longest_ago_leave_first() -> None:
     # The shorter beginning stays longer than the one that goes on from it.
     assert (held.longest([b"a"])[0], held.longest([b"ab"])[0], held.bytes) == (0, 0, 90)
     assert held.device_bytes == 90
-    assert not Snapshots(0).put(b"a", text_of(1))
+    assert not PrefixCache(0).put(b"a", text_of(1))
 
 
 def test_keys_of_beginnings() -> None:
-    keys = beginnings(b"x", TEXT[:49], 16)
-    assert len(set(keys)) == 3 and keys[:2] == beginnings(b"x", TEXT[:48], 16)
-    assert not set(keys) & set(beginnings(b"y", TEXT[:49], 16)) and beginnings(b"x", TEXT[:16], 16) == []
+    keys = prefix_keys(b"x", TEXT[:49], 16)
+    assert len(set(keys)) == 3 and keys[:2] == prefix_keys(b"x", TEXT[:48], 16)
+    assert not set(keys) & set(prefix_keys(b"y", TEXT[:49], 16)) and prefix_keys(b"x", TEXT[:16], 16) == []
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_requests_that_cannot_be_served(served: Engine, changes: dict[str, Any],
 
 def test_a_prefix_cache_may_be_larger_than_2_gib() -> None:
     with engine(snapshot_bytes=2**40) as made:
-        assert made.snapshots.limit == 2**40
+        assert made.prefix_cache.limit == 2**40
 
 
 @struct.dataclass

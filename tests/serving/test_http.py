@@ -31,7 +31,7 @@ from kvjax.serving.app import Service, is_loopback
 from kvjax.serving.engine import Engine
 from kvjax.serving.http import Server
 from kvjax.serving.openai.answer import Answer
-from kvjax.serving.openai.bodies import Asked
+from kvjax.serving.openai.bodies import ParsedBody
 from kvjax.serving.openai.fields import CHAT, COMPLETION
 from kvjax.serving.requests import Finished, Held, Request
 from kvjax.utils.compilation import Compiling
@@ -347,7 +347,7 @@ def test_what_clients_send_beside_the_question(client: openai.OpenAI, engine: Fa
 
 @pytest.mark.parametrize(("held", "shown"), [(64.0, "64"), (23.999998, "24"), (40.33333206, "40.33")])
 def test_kept_slots_are_as_a_reader_expects(held: float, shown: str) -> None:
-    told = Answer(ENGINE, Asked((Request((1,)),), 1, False, False, False)).finish(
+    told = Answer(ENGINE, ParsedBody((Request((1,)),), 1, False, False, False)).finish(
         0, Finished("stop", 1, 1, 0, Held(70, held, 4096, "h2o"))
     )
     assert json.dumps(told["kv"]["kept"]) == shown

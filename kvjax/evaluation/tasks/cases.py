@@ -24,19 +24,19 @@ class Case:
     Args:
         context: read first, and compressed before the question is known.
         question: asked afterwards.
-        answers: texts that an answer should contain.
+        references: texts that an answer should contain.
         prefix: beginning of the answer, given to the model after the question; may be empty.
-        told: fields that are copied to results.
+        metadata: fields that are copied to results.
     """
 
     context: str
     question: str
-    answers: tuple[str, ...]
+    references: tuple[str, ...]
     prefix: str = ""
-    told: dict[str, Any] = dataclasses.field(default_factory=dict)
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def asked(self) -> str:
+    def continuation(self) -> str:
         """Continuation of the context in a text without turns: the question on its own line, and the prefix."""
         return f"\n{self.question} {self.prefix}".rstrip()
 
@@ -59,41 +59,41 @@ def read_cases(file: Path) -> list[Case]:
                 'it is not of the form {"context": "...", "question": "...", "answer": "..."} with texts that are not '
                 'empty, "answer" perhaps a list of them, with an "id" or without.'
             )
-        told = {"id": fields["id"]} if "id" in fields else {}
-        return Case(texts[0], texts[1], tuple(texts[2:]), told=told)
+        metadata = {"id": fields["id"]} if "id" in fields else {}
+        return Case(texts[0], texts[1], tuple(texts[2:]), metadata=metadata)
 
     return [case for _, case in read_lines(file, case)]
 
 
-def string_match(answer: str, answers: Sequence[str]) -> float:
+def string_match(answer: str, references: Sequence[str]) -> float:
     """Return the share of expected texts that occur in an answer, ignoring case.
 
     This is the score of RULER's retrieval and counting (Hsieh et al. 2024, arXiv 2404.06654: recall, by the presence of
     the expected texts). LSH-E (arXiv 2412.16187, section 4, "Metrics") takes its string matching score from there. Its
     appendix G.1 describes the share of characters that match instead, and does not define which characters match.
     """
-    _check(answers)
-    return sum(expected.lower() in answer.lower() for expected in answers) / len(answers)
+    _check(references)
+    return sum(expected.lower() in answer.lower() for expected in references) / len(references)
 
 
-def exact_match(answer: str, answers: Sequence[str]) -> float:
+def exact_match(answer: str, references: Sequence[str]) -> float:
     """Return 1 if an answer is an expected text, ignoring case, punctuation, articles and white space, else 0.
 
     This is SQuAD's exact match (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1). Any of the expected texts will
     do; see `string_match`.
     """
-    _check(answers)
-    return float(any(_words(answer) == _words(expected) for expected in answers))
+    _check(references)
+    return float(any(_words(answer) == _words(expected) for expected in references))
 
 
-def f1(answer: str, answers: Sequence[str]) -> float:
+def f1(answer: str, references: Sequence[str]) -> float:
     """Return the harmonic mean of precision and recall of an answer's words, against the nearest expected text.
 
     This is SQuAD's macro-averaged F1 (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1). Words count as often as
     they occur, after the normalization of `exact_match`. A text without words agrees only with another such text.
     """
-    _check(answers)
-    return max(_overlap(_words(answer), _words(expected)) for expected in answers)
+    _check(references)
+    return max(_overlap(_words(answer), _words(expected)) for expected in references)
 
 
 def rouge(answer: str, reference: str) -> dict[str, float]:
@@ -106,10 +106,10 @@ def rouge(answer: str, reference: str) -> dict[str, float]:
     return {name: float(scores[key].fmeasure) for key, name in ROUGE.items()}
 
 
-def _check(answers: Sequence[str]) -> None:
+def _check(references: Sequence[str]) -> None:
     # A str is a sequence of texts, too: its letters.
-    if isinstance(answers, str) or not answers or not all(answers):
-        raise ValueError(f"answers={answers!r} expects nothing; give a list of texts that are not empty.")
+    if isinstance(references, str) or not references or not all(references):
+        raise ValueError(f"references={references!r} expects nothing; give a list of texts that are not empty.")
 
 
 def _words(text: str) -> list[str]:
@@ -120,5 +120,5 @@ def _words(text: str) -> list[str]:
 def _overlap(words: list[str], expected: list[str]) -> float:
     if not words or not expected:
         return float(words == expected)
-    shared = (collections.Counter(words) & collections.Counter(expected)).total()
-    return 2 * shared / (len(words) + len(expected))
+    common = (collections.Counter(words) & collections.Counter(expected)).total()
+    return 2 * common / (len(words) + len(expected))

@@ -40,9 +40,9 @@ class HarnessTask(Task):
             raise ValueError(f"--limit {limit} is neither a number of cases from 1, nor a share between 0.0 and 1.0.")
         if options.include_path is not None and not options.include_path.is_dir():
             raise ValueError(f"--include-path {options.include_path} is no directory.")
-        known = _tasks(options.include_path).all_tasks
+        available = _tasks(options.include_path).all_tasks
         for name in options.tasks.split(","):
-            if name not in known:
+            if name not in available:
                 raise ValueError(f"--tasks: lm-evaluation-harness has no task {name!r}; `lm_eval ls tasks` lists them.")
 
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
@@ -53,9 +53,9 @@ class HarnessTask(Task):
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
         """Return the metrics of the task, and of all tasks if it is a group, with standard errors and the cost."""
-        answering = adapter(model, policy=entry.policy, budget=entry.budget, batch_size=options.batch_size)
-        made = required("lm_eval").simple_evaluate(
-            answering,
+        lm = adapter(model, policy=entry.policy, budget=entry.budget, batch_size=options.batch_size)
+        results = required("lm_eval").simple_evaluate(
+            lm,
             tasks=[cell["task"]],
             limit=cell["limit"],
             num_fewshot=cell["num_fewshot"],
@@ -63,16 +63,16 @@ class HarnessTask(Task):
             task_manager=_tasks(options.include_path),
             log_samples=False,
         )
-        found = {name: _metrics(result) for name, result in made["results"].items()}
+        metrics = {name: _metrics(result) for name, result in results["results"].items()}
         costs = "cache_bytes", "full_cache_bytes", "peak_temporary_bytes", "prefill_seconds"
-        timed, seconds = answering.timed_tokens, answering.decode_seconds
-        return found.pop(cell["task"], {}) | {
-            "cases": sum(size["effective"] for size in made["n-samples"].values()),
-            "num_fewshot_of_tasks": made["n-shot"],
-            "versions": made["versions"],
-            "of_tasks": found or None,
-            "contexts_cut": answering.cut,
-            **{name: getattr(answering, name) for name in costs},
+        timed, seconds = lm.timed_tokens, lm.decode_seconds
+        return metrics.pop(cell["task"], {}) | {
+            "cases": sum(size["effective"] for size in results["n-samples"].values()),
+            "num_fewshot_of_tasks": results["n-shot"],
+            "versions": results["versions"],
+            "of_tasks": metrics or None,
+            "contexts_cut": lm.cut,
+            **{name: getattr(lm, name) for name in costs},
             "decode_tokens_per_second": timed / seconds if timed else None,
         }
 
@@ -86,14 +86,14 @@ def _limit(text: str) -> int | float:
 
 def _metrics(result: Mapping[str, Any]) -> dict[str, Any]:
     """Rename lm_eval's `metric,filter` to `metric`, or to `metric (filter)` if the filter has a name."""
-    made: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for key, value in result.items():
         metric, comma, filter = key.partition(",")
         if comma:
             name = metric.removesuffix("_stderr") + ("" if filter == "none" else f" ({filter})")
             name += "_standard_error" if metric.endswith("_stderr") else ""
-            made[name] = float(value) if isinstance(value, numbers.Real) else None
-    return made
+            metrics[name] = float(value) if isinstance(value, numbers.Real) else None
+    return metrics
 
 
 @functools.lru_cache(1)

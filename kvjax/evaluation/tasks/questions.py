@@ -44,7 +44,7 @@ class QuestionTask(Task):
             raise ValueError("--system is a turn of a conversation; give --chat, too.")
 
 
-def _way(options: argparse.Namespace) -> dict[str, Any]:
+def _question_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a cell that describe how questions are asked."""
     return {"chat": options.chat, "system": options.system, "query_aware": options.query_aware}
 
@@ -52,34 +52,34 @@ def _way(options: argparse.Namespace) -> dict[str, Any]:
 def _encoded(model: Model, options: argparse.Namespace, case: Case) -> tuple[list[int], list[int]]:
     """Encode a context as the beginning of a text or turn, and its question with the beginning of the answer."""
     if not options.chat:
-        return encode(model, case.context), token_ids(model, case.asked, begins=False)
+        return encode(model, case.context), token_ids(model, case.continuation, begins=False)
     context, (question,) = encode_questions(model, case.context, [case.question], chat=True, system=options.system)
     return context, question + (token_ids(model, case.prefix, begins=False) if case.prefix else [])
 
 
-def _answers(
+def _generate(
     model: Model, options: argparse.Namespace, entry: Entry, cases: Sequence[Case], max_new_tokens: int
 ) -> tuple[list[str], dict[str, Any]]:
     """Return greedy answers of a policy at a budget, and their cost."""
-    asked = [_encoded(model, options, case) for case in cases]
+    encoded = [_encoded(model, options, case) for case in cases]
     if options.query_aware:  # all but its last token, which is read from the compressed cache
-        asked = [([*context, *question[:-1]], question[-1:]) for context, question in asked]
-    contexts, questions = zip(*asked, strict=True)
+        encoded = [([*context, *question[:-1]], question[-1:]) for context, question in encoded]
+    contexts, questions = zip(*encoded, strict=True)
     rows, reading = options.batch_size, {"policy": entry.policy, "budget": entry.budget}
-    asking: dict[str, Any] = dict(batch_size=rows, max_new_tokens=max_new_tokens, chat=options.chat, **GREEDY)
-    made = list(answer_each(model, contexts, questions, **asking, **reading))
-    seconds, timed = (sum(getattr(each, name) for each in made) for name in ("decode_seconds", "timed_tokens"))
+    keywords: dict[str, Any] = dict(batch_size=rows, max_new_tokens=max_new_tokens, chat=options.chat, **GREEDY)
+    generations = list(answer_each(model, contexts, questions, **keywords, **reading))
+    seconds, timed = (sum(getattr(x, name) for x in generations) for name in ("decode_seconds", "timed_tokens"))
     longest = max(map(len, questions)) + max_new_tokens
     programs = lower_begin(model, contexts[:rows], max_new_tokens=longest, **reading)
     cost = {
         "cases": len(cases),
-        "cache_bytes": sum(cache_bytes(each.state) for each in made),
-        "full_cache_bytes": sum(full_cache_bytes(each.state) for each in made),
+        "cache_bytes": sum(cache_bytes(generation.state) for generation in generations),
+        "full_cache_bytes": sum(full_cache_bytes(generation.state) for generation in generations),
         "peak_temporary_bytes": temporary_bytes(programs),
-        "prefill_seconds": sum(each.prefill_seconds for each in made),
+        "prefill_seconds": sum(generation.prefill_seconds for generation in generations),
         "decode_tokens_per_second": timed / seconds if timed else None,
     }
-    return [text for each in made for text in texts_of(model, each)], cost
+    return [text for generation in generations for text in texts_of(model, generation)], cost
 
 
 MATCH, F1 = Measure("string_match", "string match"), Measure("f1", "F1")
@@ -96,9 +96,9 @@ class RetrievalTask(QuestionTask):
     columns = Columns(MATCH, MATCH, of_cases="string_match_of_cases")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        told = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
+        summaries = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
         add = parser.add_argument
-        add("--families", default=",".join(FAMILIES), help=told)
+        add("--families", default=",".join(FAMILIES), help=summaries)
         add("--lengths", type=int, nargs="+", default=[1024], help="tokens, including the question")
         add("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="depths of needles, 0.0 to 1.0")
         add("--hay", choices=HAYS, help="text around needles (default: the family's)")
@@ -127,7 +127,7 @@ class RetrievalTask(QuestionTask):
         """Return a cell for each family, length and, if its needle has one, depth."""
         text: Path | None = options.text
         common = {"hay": options.hay, "text": text and text.stem, "content": text and digest(text.read_bytes())}
-        common |= {"seed": options.seed, "cases": options.cases} | _way(options)
+        common |= {"seed": options.seed, "cases": options.cases} | _question_settings(options)
         common |= {"max_new_tokens": options.max_new_tokens}
         return [
             {"family": family, "length": length, "depth": depth} | common
@@ -140,18 +140,18 @@ class RetrievalTask(QuestionTask):
         """Return the share of expected texts in answers (LSH-E's string match), the answers and their cost."""
         family = FAMILIES[cell["family"]]
         new = options.max_new_tokens or family.max_new_tokens
-        taken = 0
+        overhead = 0
         if options.chat:  # extra tokens of the turns of a chat
             letters, outside = Case("a", "b", ("c",)), argparse.Namespace(chat=False)
             turn, plain = (sum(map(len, _encoded(model, way, letters))) for way in (options, outside))
-            taken = turn - plain
+            overhead = turn - plain
         hay = options.hay if options.hay in family.hays else None
         essay = read_text(options.text) if options.text and "essay" in family.hays else None
-        asked = model.tokenizer, cell["family"], cell["length"] - new - taken, cell["depth"]
-        made = _cases(*asked, count=options.cases, seed=options.seed, hay=hay, text=essay)
-        found, cost = _answers(model, options, entry, made, new)
-        scores = [string_match(answer, case.answers) for answer, case in zip(found, made, strict=True)]
-        return mean("string_match", scores) | cost | {"answers": found}
+        arguments = model.tokenizer, cell["family"], cell["length"] - new - overhead, cell["depth"]
+        cases = _cases(*arguments, count=options.cases, seed=options.seed, hay=hay, text=essay)
+        texts, cost = _generate(model, options, entry, cases, new)
+        scores = [string_match(answer, case.references) for answer, case in zip(texts, cases, strict=True)]
+        return mean("string_match", scores) | cost | {"answers": texts}
 
 
 class GenerationTask(QuestionTask):
@@ -175,19 +175,19 @@ class GenerationTask(QuestionTask):
         """Return the single cell of the file."""
         content = digest(options.file.read_bytes())
         new = options.max_new_tokens or NEW_TOKENS
-        return [{"file": options.file.stem, "content": content, "max_new_tokens": new} | _way(options)]
+        return [{"file": options.file.stem, "content": content, "max_new_tokens": new} | _question_settings(options)]
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
         """Return the scores of the answers, the answers and their cost; the best of several expected answers counts."""
-        made = read_cases(options.file)
-        found, cost = _answers(model, options, entry, made, cell["max_new_tokens"])
-        pairs = list(zip(found, made, strict=True))
+        cases = read_cases(options.file)
+        texts, cost = _generate(model, options, entry, cases, cell["max_new_tokens"])
+        pairs = list(zip(texts, cases, strict=True))
         scores: dict[str, list[float]] = {
-            "exact_match": [exact_match(answer, case.answers) for answer, case in pairs],
-            "f1": [f1(answer, case.answers) for answer, case in pairs],
+            "exact_match": [exact_match(answer, case.references) for answer, case in pairs],
+            "f1": [f1(answer, case.references) for answer, case in pairs],
         }
-        overlaps = [[rouge(answer, expected) for expected in case.answers] for answer, case in pairs]
+        overlaps = [[rouge(answer, expected) for expected in case.references] for answer, case in pairs]
         for name in overlaps[0][0]:
-            scores[name] = [max(each[name] for each in of_case) for of_case in overlaps]
-        told = {name: value for each, of_cases in scores.items() for name, value in mean(each, of_cases).items()}
-        return told | cost | {"answers": found}
+            scores[name] = [max(overlap[name] for overlap in of_case) for of_case in overlaps]
+        means = {name: value for metric, of_cases in scores.items() for name, value in mean(metric, of_cases).items()}
+        return means | cost | {"answers": texts}

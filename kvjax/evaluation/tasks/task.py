@@ -59,8 +59,8 @@ class Task(abc.ABC):
         """Return the fields to show of some rows."""
         if self.columns is not None:
             return self.columns
-        known = next((row for row in rows if "refused" not in row), {})
-        metrics = [name.removesuffix("_standard_error") for name in known if name.endswith("_standard_error")]
+        measured_row = next((row for row in rows if "refused" not in row), {})
+        metrics = [name.removesuffix("_standard_error") for name in measured_row if name.endswith("_standard_error")]
         first = Measure(metrics[0], metrics[0]) if metrics else Measure("", "result")
         return Columns(first, first, tuple(metrics[1:]))
 
@@ -75,29 +75,29 @@ class Task(abc.ABC):
         """
         cells = self.cells(model, options)
         cells = [cell for place, cell in enumerate(cells) if cell not in cells[:place]]
-        named = [(entry, entry.cell(model)) for entry in compared]
-        made: list[list[dict[str, Any]]] = [[] for _ in cells]
-        with Bar("cells", total=len(cells) * len(named)) as bar:
-            for cell, of_cell in zip(cells, made, strict=True):
+        entries = [(entry, entry.cell(model)) for entry in compared]
+        results: list[list[dict[str, Any]]] = [[] for _ in cells]
+        with Bar("cells", total=len(cells) * len(entries)) as bar:
+            for cell, of_cell in zip(cells, results, strict=True):
                 shown = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
                 bar.say(f"{rows.file.stem}: {', '.join(f'{name} {value}' for name, value in shown.items())}")
-                for entry, ours in named:
-                    row = rows.of(ours | cell)
+                for entry, entry_cell in entries:
+                    row = rows.of(entry_cell | cell)
                     new = row is None
                     if row is None:
                         drop_programs()
                         try:
                             with refusals():
-                                found = self.measure(model, options, entry, cell)
+                                fields = self.measure(model, options, entry, cell)
                         except Unsupported as error:
-                            found = {"refused": str(error)}
-                        row = rows.add(ours | cell | found)
+                            fields = {"refused": str(error)}
+                        row = rows.add(entry_cell | cell | fields)
                     bar.advance(new)
-                    full = next((each for each in of_cell if each["policy"] == "full"), None)
+                    full = next((earlier for earlier in of_cell if earlier["policy"] == "full"), None)
                     bar.say(result_line(self.columns_of([row]), row, full))
                     of_cell.append(row)
         rows.write_csv()
-        return Measured(self.columns_of([row for of_cell in made for row in of_cell]), cells, made)
+        return Measured(self.columns_of([row for of_cell in results for row in of_cell]), cells, results)
 
 
 def mean(name: str, scores: Sequence[float]) -> dict[str, Any]:

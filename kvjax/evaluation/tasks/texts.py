@@ -33,9 +33,9 @@ def add_text_options(
     parser: argparse.ArgumentParser, default: Sequence[Path] = (), rows: int = 8, lengths: Sequence[int] = (1024,)
 ) -> None:
     """Add the options that tasks on texts share; without a `default`, texts are required."""
-    usual: dict[str, Any] = {"default": list(default)} if default else {"required": True}
+    requirement: dict[str, Any] = {"default": list(default)} if default else {"required": True}
     held_out = "held-out texts" + (f" (default: {', '.join(file.name for file in default)})" if default else "")
-    parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help=held_out, **usual)
+    parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help=held_out, **requirement)
     parser.add_argument("--rows", type=int, default=rows, help=f"passages of each text (default: {rows})")
     tokens = f"tokens of each passage (default: {', '.join(map(str, lengths))})"
     parser.add_argument("--lengths", type=int, nargs="+", default=list(lengths), help=tokens)
@@ -113,15 +113,15 @@ class PerplexityTask(TextTask):
             masked = masked_perplexity(model, entry.policy, read.tokens, entry.budget, mask=options.masked)
             sizes = {"cache_bytes": masked.cache_bytes, "full_cache_bytes": masked.full_cache_bytes}
             return _of_nats(model, read, prefix, masked.nats[:, prefix - 1 :]) | sizes
-        made = perplexity(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
-        steps = costs(model, entry.policy, read.tokens, entry.budget, made)
+        likelihoods = perplexity(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
+        steps = costs(model, entry.policy, read.tokens, entry.budget, likelihoods)
         choices = first_choices(model, read.tokens)
-        return _of_nats(model, read, prefix, made.nats) | {
-            "agreement": float((made.likeliest == choices[:, prefix:]).mean()),
-            "cache_bytes": made.cache_bytes,
-            "full_cache_bytes": made.full_cache_bytes,
+        return _of_nats(model, read, prefix, likelihoods.nats) | {
+            "agreement": float((likelihoods.likeliest == choices[:, prefix:]).mean()),
+            "cache_bytes": likelihoods.cache_bytes,
+            "full_cache_bytes": likelihoods.full_cache_bytes,
             "peak_temporary_bytes": steps.peak_temporary_bytes,
-            "prefill_seconds": made.prefill_seconds,
+            "prefill_seconds": likelihoods.prefill_seconds,
             "decode_tokens_per_second": steps.tokens_per_second,
         }
 
@@ -170,17 +170,17 @@ class FidelityTask(TextTask):
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
         """Measure means over the tokens after the prefix of each passage; the whole passage is read token by token."""
         read, prefix = cell_passages(model, options, cell), cell["prefix"]
-        found = fidelity(model, entry.policy, read.tokens, entry.budget)
+        stats = fidelity(model, entry.policy, read.tokens, entry.budget)
         order = _ordering(model, entry, read.tokens)
-        measures = {"hellinger": found.hellinger[:, prefix:], "attention_kept": found.kept[:, prefix:]}
+        measures = {"hellinger": stats.hellinger[:, prefix:], "attention_kept": stats.kept[:, prefix:]}
         layers = {f"{name}_of_layers": values.mean((0, 1)) for name, values in measures.items()}
         return (
-            mean("divergence", found.divergence[:, prefix:].mean(1).tolist())
-            | mean("agreement", found.agrees[:, prefix:].mean(1).tolist())
+            mean("divergence", stats.divergence[:, prefix:].mean(1).tolist())
+            | mean("agreement", stats.agrees[:, prefix:].mean(1).tolist())
             | order
             | {name: [round(float(value), 6) for value in values] for name, values in layers.items()}
             | {name: float(values.mean()) for name, values in measures.items()}
-            | {"cases": len(read.tokens), "cache_bytes": found.cache_bytes, "full_cache_bytes": found.full_cache_bytes}
+            | {"cases": len(read.tokens), "cache_bytes": stats.cache_bytes, "full_cache_bytes": stats.full_cache_bytes}
         )
 
 
@@ -190,6 +190,6 @@ def _ordering(model: Model, entry: Entry, tokens: Int[np.ndarray, "b n"]) -> dic
     evicts_one = policy.plan.sizing.mode != "unbounded" and not policy.may_shrink
     if not evicts_one or requires.shared_slots == "layers" or requires.host_memory:
         return {"attention_loss_ratio": None, "score_correlation": None}
-    found = ordering(model, policy, tokens)
-    told = {"attention_loss_ratio": found.loss_ratio, "score_correlation": found.correlation}
-    return {name: None if np.isnan(values).all() else float(np.nanmean(values)) for name, values in told.items()}
+    order = ordering(model, policy, tokens)
+    measures = {"attention_loss_ratio": order.loss_ratio, "score_correlation": order.correlation}
+    return {name: None if np.isnan(values).all() else float(np.nanmean(values)) for name, values in measures.items()}

@@ -16,10 +16,10 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 """Maximal number of stop strings and characters of each, since all are searched after every token."""
 
 Check = Callable[[str, Any], Any]
-"""Function of a field's name and value; it returns the parsed value, or raises `Refused` if it is invalid."""
+"""Function of a field's name and value; it returns the parsed value, or raises `APIError` if it is invalid."""
 
 
-class Refused(Exception):
+class APIError(Exception):
     """Error that a client gets instead of an answer.
 
     Args:
@@ -51,9 +51,9 @@ def shown(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def invalid(name: str, value: Any, what: str) -> Refused:
+def invalid(name: str, value: Any, what: str) -> APIError:
     """Return the error for a field with an invalid value."""
-    return Refused(f"{name}={shown(value)} is not {what}.", name)
+    return APIError(f"{name}={shown(value)} is not {what}.", name)
 
 
 def _where(fits: Callable[[Any], bool], what: str, parse: Callable[[Any], Any] = lambda value: value) -> Check:
@@ -71,15 +71,15 @@ def _of(kind: type, what: str) -> Check:
     return _where(lambda value: isinstance(value, kind), what)
 
 
-def _whole(least: int, most: int) -> Check:
-    return _where(lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}")
+def _integer(low: int, high: int) -> Check:
+    return _where(lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high}")
 
 
-def _real(least: float, most: float, above: bool = False) -> Check:
+def _real(low: float, high: float, above: bool = False) -> Check:
     """Return a check for numbers in a range; `above` excludes the lower end."""
-    what = f"a number above {least} up to {most}" if above else f"a number from {least} to {most}"
+    what = f"a number above {low} up to {high}" if above else f"a number from {low} to {high}"
     return _where(
-        lambda value: type(value) in (int, float) and least <= value <= most and not (above and value == least),
+        lambda value: type(value) in (int, float) and low <= value <= high and not (above and value == low),
         what,
         float,
     )
@@ -87,7 +87,7 @@ def _real(least: float, most: float, above: bool = False) -> Check:
 
 _flag, _text, _object = _of(bool, "true or false"), _of(str, "a text"), _of(dict, "an object")
 _ids = _where(
-    lambda value: isinstance(value, list) and len(value) <= MOST_CHOICES and all(type(each) is int for each in value),
+    lambda value: isinstance(value, list) and len(value) <= MOST_CHOICES and all(type(token) is int for token in value),
     f"a list of at most {MOST_CHOICES} token ids",
     tuple,
 )
@@ -97,9 +97,9 @@ def _only(*values: Any) -> Check:
     """Return a check for an unsupported field, which accepts only the given values and ignores them."""
 
     def check(name: str, value: Any) -> Any:
-        if not any(type(value) is type(each) and value == each for each in values):
-            allowed = "".join(f", or give {json.dumps(each)}" for each in values)
-            raise Refused(f"{name}={shown(value)} is not supported; leave it out{allowed}.", name)
+        if not any(type(value) is type(choice) and value == choice for choice in values):
+            allowed = "".join(f", or give {json.dumps(choice)}" for choice in values)
+            raise APIError(f"{name}={shown(value)} is not supported; leave it out{allowed}.", name)
         return value
 
     return check
@@ -108,40 +108,40 @@ def _only(*values: Any) -> Check:
 def _no_bias(name: str, value: Any) -> None:
     """Check that all token biases are zero."""
     if not isinstance(value, dict) or any(type(bias) not in (int, float) or bias != 0 for bias in value.values()):
-        raise Refused(f"{name}={shown(value)} is not supported; leave it out, or give {{}}.", name)
+        raise APIError(f"{name}={shown(value)} is not supported; leave it out, or give {{}}.", name)
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise invalid(name, value, "a text, nor a list of texts, none of them empty")
-    if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
-        raise Refused(f"{name} takes {MOST_STOPS} texts of {LONGEST_STOP} characters at most.", name)
+    if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
+        raise APIError(f"{name} takes {MOST_STOPS} texts of {LONGEST_STOP} characters at most.", name)
     return tuple(stops)
 
 
 def _stream_options(name: str, value: Any) -> bool:
     """Return whether the end of a stream includes the usage."""
-    known = {"include_usage": _flag, "include_obfuscation": _flag, "continuous_usage_stats": _only(False)}
-    return checked(_object(name, value), known, f"{name}.").get("include_usage", False)
+    checks = {"include_usage": _flag, "include_obfuscation": _flag, "continuous_usage_stats": _only(False)}
+    return check_fields(_object(name, value), checks, f"{name}.").get("include_usage", False)
 
 
 def _template_settings(name: str, value: Any) -> dict[str, Any]:
     """Check the settings of a chat template by name; the template itself tells which it has."""
-    for each in _object(name, value):
-        if each in TEMPLATE_VARIABLES:
-            raise Refused(f"{name}.{each} is not supported; leave it out.", name)
+    for key in _object(name, value):
+        if key in TEMPLATE_VARIABLES:
+            raise APIError(f"{name}.{key} is not supported; leave it out.", name)
     return value
 
 
 COMMON: Mapping[str, Check] = {
     "model": _text,
-    "max_tokens": _whole(1, 2**31 - 1),
+    "max_tokens": _integer(1, 2**31 - 1),
     "temperature": _real(0, 2),
     "top_p": _real(0, 1),
-    "n": _whole(1, MOST_CHOICES),
+    "n": _integer(1, MOST_CHOICES),
     "stop": _stops,
-    "seed": _whole(-(2**63), 2**64 - 1),
+    "seed": _integer(-(2**63), 2**64 - 1),
     "stream": _flag,
     "stream_options": _stream_options,
     "presence_penalty": _real(-2, 2),
@@ -155,12 +155,12 @@ COMMON: Mapping[str, Check] = {
     "metadata": _object,
     "store": _flag,
     "service_tier": _only("auto", "default", "flex", "scale", "priority", "fast"),
-    "top_k": _whole(-1, 2**31 - 1),
+    "top_k": _integer(-1, 2**31 - 1),
     "min_p": _real(0, 1),
     "repetition_penalty": _real(0, 1000, above=True),
     "ignore_eos": _flag,
     "stop_token_ids": _ids,
-    "kv_budget": _whole(1, 2**31 - 1),
+    "kv_budget": _integer(1, 2**31 - 1),
     "moderation": _only(),
     "echo": _only(False),
     "use_beam_search": _only(False),
@@ -179,16 +179,16 @@ COMMON: Mapping[str, Check] = {
 
 COMPLETION: Mapping[str, Check] = COMMON | {
     "prompt": lambda name, value: value,
-    "logprobs": _whole(0, 20),
+    "logprobs": _integer(0, 20),
     "add_special_tokens": _only(True),
     "suffix": _only(""),
-    "best_of": _whole(1, MOST_CHOICES),
+    "best_of": _integer(1, MOST_CHOICES),
 }
 CHAT: Mapping[str, Check] = COMMON | {
     "messages": _of(list, "a list of messages"),
     "max_completion_tokens": COMMON["max_tokens"],
     "logprobs": _flag,
-    "top_logprobs": _whole(0, 20),
+    "top_logprobs": _integer(0, 20),
     "tools": _of(list, "a list of tools"),
     "functions": _of(list, "a list of functions"),
     "tool_choice": _only("none", "auto"),
@@ -210,16 +210,16 @@ CHAT: Mapping[str, Check] = COMMON | {
 }
 
 
-def checked(given: Mapping[str, Any], known: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
+def check_fields(fields: Mapping[str, Any], checks: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
     """Check the fields, and return those that are not null, which has no effect in any field."""
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
         if value is None:
             continue
-        if name not in known:
-            near = difflib.get_close_matches(name[:40], known, 1)
+        if name not in checks:
+            near = difflib.get_close_matches(name[:40], checks, 1)
             meant = f"did you mean {prefix}{near[0]}?" if near else "leave it out."
             field = f"{prefix}{name[:40]}"
-            raise Refused(f"there is no field {field!r}; {meant}", field, code="unknown_parameter")
-        found[name] = known[name](f"{prefix}{name}", value)
-    return found
+            raise APIError(f"there is no field {field!r}; {meant}", field, code="unknown_parameter")
+        values[name] = checks[name](f"{prefix}{name}", value)
+    return values

@@ -80,15 +80,16 @@ def test_cases_are_as_long_as_asked_and_have_their_answers(
 ) -> None:
     made = make(tokenizer, family, length, **of_hay(hay))
     for case in made:
-        tokens = len(tokenizer.encode(case.context)) + len(tokenizer.encode(case.asked, add_special_tokens=False))
-        assert 0.9 * length <= len(tokenizer.encode(case.context + case.asked)) <= length
-        assert 0.9 * length <= tokens == case.told["tokens"] <= length
-        assert solve(case.context, case.question) == set(case.answers)
-        assert len(set(case.answers)) == len(case.answers) and (case.context + case.asked).isascii()
-        assert case.prefix and not any(answer in case.asked for answer in case.answers)
-        told = {name: case.told[name] for name in ("family", "length", "hay", "seed")}
+        asked = tokenizer.encode(case.continuation, add_special_tokens=False)
+        tokens = len(tokenizer.encode(case.context)) + len(asked)
+        assert 0.9 * length <= len(tokenizer.encode(case.context + case.continuation)) <= length
+        assert 0.9 * length <= tokens == case.metadata["tokens"] <= length
+        assert solve(case.context, case.question) == set(case.references)
+        assert len(set(case.references)) == len(case.references) and (case.context + case.continuation).isascii()
+        assert case.prefix and not any(answer in case.continuation for answer in case.references)
+        told = {name: case.metadata[name] for name in ("family", "length", "hay", "seed")}
         assert told == {"family": family, "length": length, "hay": hay, "seed": 0}
-    assert [case.told["index"] for case in made] == [0, 1] and made[0].answers != made[1].answers
+    assert [case.metadata["index"] for case in made] == [0, 1] and made[0].references != made[1].references
 
 
 @pytest.mark.parametrize("depth", (0, 0.3, 1.0))
@@ -99,12 +100,12 @@ def test_the_needle_is_at_its_depth(tokenizer: Any, family: str, hay: str | None
             key = re.escape((re.search(r"[\w\"]+-[\w\"-]+", case.question) or [""])[0].strip('"'))
             body = case.context.split("\n", 1)[1]
             found = re.findall(NEEDLE.format(key, key), body)
-            assert len(found) == 1 and case.answers[0] in found[0]
+            assert len(found) == 1 and case.references[0] in found[0]
             before, after = (re.sub(r"\W", "", each) for each in body.split(found[0]))
             share = len(before) / (len(before) + len(after))
             if depth in (0, 1) and not (family == "multi_key" and hay != "needles"):
                 assert share == depth
-            assert share == pytest.approx(depth, abs=0.05) and case.told["depth"] == float(depth)
+            assert share == pytest.approx(depth, abs=0.05) and case.metadata["depth"] == float(depth)
             if text == ESSAY and 0 < depth < 1:
                 assert body.split(found[0])[0].rstrip().endswith(("!", "."))
 
@@ -112,7 +113,7 @@ def test_the_needle_is_at_its_depth(tokenizer: Any, family: str, hay: str | None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_asked_depends_on_nothing_else(tokenizer: Any, family: str) -> None:
     def told(made: list[Case]) -> list[tuple[str, tuple[str, ...]]]:
-        return [(case.question, case.answers) for case in made]
+        return [(case.question, case.references) for case in made]
 
     whole = make(tokenizer, family, count=3)
     assert make(tokenizer, family, count=1) == whole[:1]
@@ -140,10 +141,10 @@ def test_what_is_asked_depends_on_nothing_else(tokenizer: Any, family: str) -> N
 def test_needles_are_counted(tokenizer: Any, family: str, needles: int, keys: int | None, answers: int) -> None:
     hay = None if keys is None else "noise"
     for case in make(tokenizer, family, hay=hay, needles=needles):
-        assert len(case.answers) == answers and solve(case.context, case.question) == set(case.answers)
-        assert case.told["needles"] == needles
+        assert len(case.references) == answers and solve(case.context, case.question) == set(case.references)
+        assert case.metadata["needles"] == needles
         counted = len(set(re.findall(r"\d+\. (\S+)", case.context))) if keys is None else keys
-        assert case.told["keys"] == counted
+        assert case.metadata["keys"] == counted
 
 
 @pytest.mark.parametrize("key_type", KINDS)
@@ -152,17 +153,17 @@ def test_keys_and_values_are_of_any_kind(key_type: str, value_type: str) -> None
     forms = {"words": r"[a-z]+-[a-z]+", "numbers": r"[1-9]\d{6}", "uuids": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"}
     (case,) = make(Words(), "multi_key", 900, key_type=key_type, value_type=value_type, count=1)
     needles = re.findall(r"The magic \w+ of (\S+) is (\S+)\.\n", case.context + "\n")
-    assert len(needles) == case.told["keys"] == len({key for key, _ in needles}) > 90
+    assert len(needles) == case.metadata["keys"] == len({key for key, _ in needles}) > 90
     assert all(re.fullmatch(forms[key_type], key) and re.fullmatch(forms[value_type], value) for key, value in needles)
-    assert solve(case.context, case.question) == set(case.answers)
+    assert solve(case.context, case.question) == set(case.references)
 
 
 def test_a_long_list_has_words_enough() -> None:
     (case,) = make(Words(), "common_words", 6000, count=1)
     listed = collections.Counter(re.findall(r"\d+\. (\S+)", case.context))
-    assert solve(case.context, case.question) == set(case.answers) and len(listed) > len(ADJECTIVES + NOUNS)
+    assert solve(case.context, case.question) == set(case.references) and len(listed) > len(ADJECTIVES + NOUNS)
     assert set(listed.values()) == {30, 3}
-    assert not any(answer in word for answer in case.answers for word in listed if word != answer)
+    assert not any(answer in word for answer in case.references for word in listed if word != answer)
 
 
 def test_the_shortest_coded_text_has_one_answer() -> None:
@@ -170,7 +171,7 @@ def test_the_shortest_coded_text_has_one_answer() -> None:
         make(Words(), "frequent_words", 90)
     for length in range(100, 160, 4):
         (case,) = make(Words(), "frequent_words", length, count=1)
-        assert solve(case.context, case.question) == set(case.answers)
+        assert solve(case.context, case.question) == set(case.references)
 
 
 def test_no_word_is_part_of_another() -> None:
@@ -216,7 +217,7 @@ def test_cases_are_read_from_lines_of_json(tmp_path: Path) -> None:
     ]
     file.write_text("\n\n".join(map(json.dumps, lines)))
     assert read_cases(file) == [
-        Case("Lily is six.", "How old is Lily?", ("six",), told={"id": 7}),
+        Case("Lily is six.", "How old is Lily?", ("six",), metadata={"id": 7}),
         Case("Tom sat.", "Who sat?", ("Tom", "Tom, he did")),
     ]
 

@@ -44,13 +44,13 @@ class Draft(NamedTuple):
     context: Callable[[int], str]
     """The context with a number of units of hay; more units never give fewer tokens."""
     question: str
-    answers: tuple[str, ...]
+    references: tuple[str, ...]
     prefix: str
     keys: int = 1
     """Number of keys, or of words to distinguish, in the context."""
     hay_keys: int = 0
     """Keys that each unit of hay adds."""
-    least: int = 0
+    min_units: int = 0
     """Units of hay that the question needs to have an answer."""
 
 
@@ -67,12 +67,12 @@ class Hay:
 
     def plant(self, count: int, needles: Sequence[tuple[float, str]]) -> str:
         """Join a number of units with needles at their depths; needles of equal depth keep their order."""
-        hay, made, done = self.take(count), list[str](), 0
+        hay, parts, done = self.take(count), list[str](), 0
         for depth, needle in sorted(needles, key=lambda planted: planted[0]):
             place = _place(hay, depth)
-            made += [*hay[done:place], needle]
+            parts += [*hay[done:place], needle]
             done = place
-        return self._joint.join([*made, *hay[done:]])
+        return self._joint.join([*parts, *hay[done:]])
 
 
 def _place(hay: Sequence[str], depth: float) -> int:
@@ -120,9 +120,9 @@ class CaseRequest:
     def fresh(self, draw: Callable[[random.Random], str]) -> str:
         """Draw a text that was not drawn before, or refuse if there are hardly any left."""
         for _ in range(1000):
-            if (made := draw(self.rng)) not in self._used:
-                self._used.add(made)
-                return made
+            if (text := draw(self.rng)) not in self._used:
+                self._used.add(text)
+                return text
         raise ValueError(f"{len(self._used)} different keys and values of this kind do not exist; ask for uuids.")
 
 

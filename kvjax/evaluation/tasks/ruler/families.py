@@ -12,15 +12,15 @@ from kvjax.evaluation.tasks.ruler.drafts import HAYS, KINDS, CaseRequest, Draft,
 from kvjax.evaluation.tasks.words import ADJECTIVES, NOUNS
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _coded(request: CaseRequest, letters: str, length: int) -> str:
+def _draw_code(request: CaseRequest, letters: str, length: int) -> str:
     return request.fresh(lambda rng: "".join(rng.choices(letters, k=length)))
 
 
-def _magic(request: CaseRequest, *, others: int = 0, values: int = 1, queries: int = 1) -> Draft:
+def _magic(request: CaseRequest, *, distractors: int = 0, values: int = 1, queries: int = 1) -> Draft:
     """Draft RULER's needles in a haystack: sentences that state the value of a key."""
     name, opening = f"magic {KINDS[request.value_type].name}", "One" if values > 1 else "The"
 
@@ -32,24 +32,24 @@ def _magic(request: CaseRequest, *, others: int = 0, values: int = 1, queries: i
         return f"{opening} {name} of {key} is {value}.", value
 
     keys = [draw(request.key_type) for _ in range(queries)]
-    asked = [needle(key) for key in keys for _ in range(values)]
-    needles = [text for text, _ in asked] + [needle(draw(request.key_type))[0] for _ in range(others)]
+    targets = [needle(key) for key in keys for _ in range(values)]
+    needles = [text for text, _ in targets] + [needle(draw(request.key_type))[0] for _ in range(distractors)]
     depths = [request.first_depth(), *(request.rng.random() for _ in needles[1:])]
     planted, of_needles = list(zip(depths, needles, strict=True)), request.hay == "needles"
     endless = (needle(draw(request.key_type))[0] for _ in itertools.count())
     hay = Hay(endless, "\n") if of_needles else request.text_hay()
-    alone = len(needles) == 1 and not of_needles
-    hidden, them = (f"a {name}", "it") if alone else (f"{name}s", "them")
+    single = len(needles) == 1 and not of_needles
+    hidden, them = (f"a {name}", "it") if single else (f"{name}s", "them")
     intro = f"The text below hides {hidden}. Remember {them}: you will be asked for {them}."
-    several, these = len(asked) > 1, _listed(keys)
+    several, these = len(targets) > 1, _join(keys)
     question = f"What are all the {name}s of {these}?" if several else f"What is the {name} of {these}?"
     prefix = f"The {name}s of {these} are" if several else f"The {name} of {these} is"
     return Draft(
         lambda units: f"{intro}\n{hay.plant(units, planted)}",
         question,
-        tuple(value for _, value in asked),
+        tuple(value for _, value in targets),
         prefix,
-        keys=queries + others,
+        keys=queries + distractors,
         hay_keys=int(of_needles),
     )
 
@@ -57,7 +57,7 @@ def _magic(request: CaseRequest, *, others: int = 0, values: int = 1, queries: i
 def _variable_tracking(request: CaseRequest) -> Draft:
     """Draft one chain of assignments, in order: a number, then each variable from the one before."""
     value = str(request.rng.randrange(10**4, 10**5))
-    names = [_coded(request, string.ascii_uppercase, 5) for _ in range(request.needles)]
+    names = [_draw_code(request, string.ascii_uppercase, 5) for _ in range(request.needles)]
     sources = [value, *(f"VAR {name}" for name in names)]
     chain = [f"VAR {name} = {source}." for name, source in zip(names, sources, strict=False)]
     planted = list(zip(sorted(request.rng.random() for _ in chain), chain, strict=True))
@@ -84,30 +84,30 @@ def _common_words(request: CaseRequest) -> Draft:
             if not set(pair.split("-")) & set(common):
                 yield pair
 
-    others = Hay(itertools.chain(words[request.needles :], pairs()), " ")
+    rare_words = Hay(itertools.chain(words[request.needles :], pairs()), " ")
 
     def context(units: int) -> str:
-        listed = common * often + others.take(units) * rarely
+        listed = common * often + rare_words.take(units) * rarely
         random.Random(order).shuffle(listed)
         entries = " ".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
         return f"In the numbered list below some words occur more often than others. Remember those.\n{entries}"
 
-    asked, verb = (f"{len(common)} words occur", "are") if len(common) > 1 else ("word occurs", "is")
+    subject, verb = (f"{len(common)} words occur", "are") if len(common) > 1 else ("word occurs", "is")
     return Draft(
         context,
-        f"Which {asked} most often in the list?",
+        f"Which {subject} most often in the list?",
         tuple(common),
-        f"The {asked.replace(' occur', ' that occur')} most often in the list {verb}:",
+        f"The {subject.replace(' occur', ' that occur')} most often in the list {verb}:",
         keys=len(common),
         hay_keys=1,
-        least=1,
+        min_units=1,
     )
 
 
 def _frequent_words(request: CaseRequest) -> Draft:
     """Draft coded words with frequencies of the zeta distribution of exponent 2; the most frequent is noise."""
-    most, order = 3, request.rng.random()
-    words = (_coded(request, string.ascii_lowercase, 6) for _ in itertools.count())
+    count, order = 3, request.rng.random()
+    words = (_draw_code(request, string.ascii_lowercase, 6) for _ in itertools.count())
     coded = Hay(itertools.chain(["..."], words), " ")
 
     def share(rank: int) -> float:
@@ -122,11 +122,11 @@ def _frequent_words(request: CaseRequest) -> Draft:
     return Draft(
         context,
         "Which three coded words occur most often in the text, apart from the dots?",
-        tuple(coded.take(most + 1)[1:]),
+        tuple(coded.take(count + 1)[1:]),
         "The three coded words that occur most often are:",
-        keys=most,
+        keys=count,
         # The last of them has to occur at least once more than the word of the next rank.
-        least=math.ceil(1 / (share(most + 1) - share(most + 2))),
+        min_units=math.ceil(1 / (share(count + 1) - share(count + 2))),
     )
 
 
@@ -167,7 +167,7 @@ MANY = (4, 1, 1000)
 FAMILIES = {
     "single": QuestionFamily(_magic, "the value of a key, from one needle", HAYS, depth=True, types=True),
     "multi_key": QuestionFamily(
-        lambda request: _magic(request, others=request.needles - 1),
+        lambda request: _magic(request, distractors=request.needles - 1),
         "the value of a key among other keys",
         ("needles", "noise", "essay"),
         depth=True,
