@@ -99,6 +99,18 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
         """Return the cache after the last layer that reads it, at its own size."""
         return self
 
+    def unpacked(self) -> LayerCache:
+        """Return the cache in buffers, in which a block of text can be read; this one, unless it has pages."""
+        return self
+
+    def packed(self, contents: Any) -> LayerCache:
+        """Return the cache with the contents of an `unpacked` one."""
+        return contents
+
+    def moved(self, space: Any) -> Self:
+        """Move what the policy keeps in host memory there, or back to the device."""
+        return self
+
     def of_slots(self, change: Callable[[Array], Array]) -> Self:
         """Apply a function to each array of slots [b h c ...]."""
         return self

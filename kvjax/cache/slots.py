@@ -182,10 +182,6 @@ class SlotCache(Heads, LayerCache):
         """Return the cache and the output of attention in a form that makes the output depend on the scores."""
         return self, out
 
-    def moved(self, space: Any) -> Self:
-        """Move the score's state and the protection mask to host or device memory."""
-        return self
-
 
 class Slots(View, SlotCache, kw_only=True):
     """Slots in buffers [b h c ...], of which each head has equally many."""
@@ -223,6 +219,9 @@ class Slots(View, SlotCache, kw_only=True):
         self, policy: Policy, new: New, asks: PyTree, evicted: LowRank | Partial | None
     ) -> tuple[Self, Attended]:
         return self, attend_slots(policy, self, new, asks, evicted)
+
+    def close(self, policy: Policy) -> LayerCache:
+        return super().close(policy).replace(victim=None)
 
     def fold(self, policy: Policy, asks: PyTree, stats: PyTree, new: New) -> Self:
         """Update scores with the requested statistics. If there are none, the kernel has already added them."""

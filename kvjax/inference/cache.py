@@ -140,28 +140,24 @@ class Cache(struct.PyTreeNode):
     @property
     def slots(self) -> tuple[Slots, ...]:
         """Slots of all layers, pages unpacked; raise a ValueError for a layer that has none."""
-        layers = self.unpacked()
-        for index, layer in enumerate(layers):
+        slots = list[Slots]()
+        for index, layer in enumerate(self.unpacked()):
             if not isinstance(layer, Slots):
                 raise ValueError(f"layer {index} has no slots, but a {type(layer).__name__}.")
-        return tuple(layer for layer in layers if isinstance(layer, Slots))
+            slots.append(layer)
+        return tuple(slots)
 
     def unpacked(self) -> tuple[LayerCache, ...]:
         """Return the layers with pages unpacked into buffers, of equally many slots for all heads of a layer."""
-        if self.pool is None:
-            return self.layers
-        return tuple(layer.link((), self.pool).unpacked() for layer in self._pages)
+        return tuple(layer.link((), self.pool).unpacked() for layer in self.layers)
 
     def packed(self, layers: Sequence[LayerCache]) -> Self:
-        """Return the cache with the contents of other layers, which were `unpacked` if it has pages."""
-        if self.pool is None:
-            return self.replace(layers=tuple(layers))
-        pages, pool = list[LayerPages](), self.pool
-        for layer, slots in zip(self._pages, layers, strict=True):
-            assert isinstance(slots, Slots)
-            layer, pool = layer.link((), pool).packed(slots).unlink(pool)
-            pages.append(layer)
-        return self.replace(layers=tuple(pages), pool=pool)
+        """Return the cache with the contents of other layers, which were `unpacked`."""
+        after, pool = list[LayerCache](), self.pool
+        for layer, contents in zip(self.layers, layers, strict=True):
+            layer, pool = layer.link((), pool).packed(contents).unlink(pool)
+            after.append(layer)
+        return self.replace(layers=tuple(after), pool=pool)
 
     def take(self, rows: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Self:
         """Return a cache with some rows, in any order; the table of pages is read on the host."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.pending import Pending
-from kvjax.cache.slots import Slots
+from kvjax.cache.slots import Slots, empty_slots
 from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.decoder import Decoder, check_step, settle_step
@@ -193,9 +193,8 @@ def _renewed(layer: Layer, reading: Reading, view: Slots, dtype: DTypeLike) -> t
     tokens = text.ahead(shape, number, dtype).replace(k=keys, v=values)
 
     def read(**unknown: Array) -> Slots:
-        block, empty = tokens.replace(**unknown), layer.init_cache(view.limit, 0, dtype)
-        assert isinstance(empty, Slots)
-        slots = empty.appended(policy, block)
+        block = tokens.replace(**unknown)
+        slots = empty_slots(policy, shape, number, limit=view.limit, slots=0, dtype=dtype).appended(policy, block)
         asks = policy.score.asks(slots, block)
         if questions(asks)[0]:
             raise ValueError(

@@ -11,13 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.evict import foreseen, victims_of
 from kvjax.cache.layer import LayerCache
-from kvjax.cache.paged.storage import with_logits
 from kvjax.cache.pending import sum_over_layers
-from kvjax.cache.slots import Slots
 from kvjax.inference.cache import Bound, Cache
 from kvjax.models.decoder import Layer, block, embed
 from kvjax.rope import Rope, Turns
-from kvjax.types import Reading, wide
+from kvjax.types import Reading, View, wide
 
 STEPS = 512
 """Most tokens, of all rows, that a layer reads by decode steps before the next layer does."""
@@ -103,12 +101,13 @@ def _through_layers(decoder: Bound, cache: Cache, reading: Reading) -> tuple[Cac
     ropes = dict.fromkeys(layer.shape.rope for layer in layers if layer.shape.rope is not None)
     turns: dict[Rope | None, Turns] = {rope: reading.turns(rope, x.dtype) for rope in ropes}
     caches = _with_victims(layers, cache.layers, reading, x)
-    pool = with_logits(cache.pool, decoder.config.layer(0).groups, wide(x.dtype))
+    pool = cache.pool
+    if pool is not None:
+        pool = pool.with_logits(decoder.config.layer(0).groups, wide(x.dtype))
     run = _block_once if pool is None and not score.requires.host_memory else block
     if run is _block_once:
         layers = [layer.replace(number=jnp.asarray(layer.number)) for layer in layers]
     caches, pool, x = read(layers, caches, reading, x, pool=pool, turns=turns, run=run)
-    caches = tuple(each.replace(victim=None) if isinstance(each, Slots) else each for each in caches)
     return cache.replace(layers=caches, pool=pool and pool.replace(logits=None)), x
 
 
@@ -120,14 +119,15 @@ def _with_victims(layers: Sequence[Layer], caches: Caches, reading: Reading, x: 
     policy, several = layers[0].policy, x.shape[1] > 1  # the second token's victims depend on the first one
     if layers[0].shape.spread.slots == 1 or several or policy.may_shrink or policy.score.requires.host_memory:
         return caches
-    slots = {index: cache for index, cache in enumerate(caches) if isinstance(cache, Slots)}
-    policies, views = [layers[index].policy for index in slots], list(slots.values())
-    new = [reading.ahead(layers[index].shape, index, x.dtype) for index in slots]
-    if not foreseen(policies, views, new):
+    views = {index: cache for index, cache in enumerate(caches) if isinstance(cache, View)}
+    policies = [layers[index].policy for index in views]
+    new = [reading.ahead(layers[index].shape, index, x.dtype) for index in views]
+    if not foreseen(policies, list(views.values()), new):
         return caches
-    victims = zip(slots, victims_of(policies, views, new), strict=True)
-    chosen = {index: slots[index].replace(victim=victim) for index, victim in victims}
-    return tuple(chosen.get(index, cache) for index, cache in enumerate(caches))
+    victims = dict(zip(views, victims_of(policies, list(views.values()), new), strict=True))
+    return tuple(
+        cache.replace(victim=victims[index]) if index in victims else cache for index, cache in enumerate(caches)
+    )
 
 
 def read_chunks(

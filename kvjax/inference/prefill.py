@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from kvjax.cache.buffers import in_memory
 from kvjax.cache.layer import LayerCache
-from kvjax.cache.slots import HOST, Slots
+from kvjax.cache.slots import HOST
 from kvjax.inference.cache import Bound, Cache, policy_seeds
 from kvjax.inference.layers import read, read_block, read_chunks
 from kvjax.inference.prepare import Prompts
@@ -198,7 +197,7 @@ def _read_on_device(
         last = whole.at_last(hidden, otherwise=hidden[:, 0])
     else:
         if decoder.policy.score.requires.host_memory:
-            caches = tuple(in_memory(cache, HOST) if isinstance(cache, Slots) else cache for cache in caches)
+            caches = tuple(cache.moved(HOST) for cache in caches)
         cache = Cache.empty(caches, 0, horizon, whole.end, whole.seed, rope_length=rope_length)
         cache, last = read_chunks(decoder, cache, whole, chunk)
         caches = cache.layers

@@ -48,14 +48,11 @@ class Part(struct.PyTreeNode, abc.ABC):
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Check the class and its settings before `__post_init__`, which may then compare numbers."""
         check_class(cls)
-        fields: dict[str, dataclasses.Field[Any]] = getattr(cls, "__dataclass_fields__", {})
-        in_order = [name for name, field in fields.items() if field.init and not field.kw_only]
-        given = dict(zip(in_order, values, strict=False)) | named
-        for name in setting_names(cls):
-            # A placeholder for a number, in a program or another tree, has no kind to check.
-            if name in given and (fields[name].metadata.get("pytree_node") is False or written(given[name])):
-                check_kind(name, given[name], fields[name].type)
-                check_limit(name, given[name], fields[name])
+        in_order, names = _hyperparameters(cls)
+        for name, value in (dict(zip(in_order, values, strict=False)) | named).items():
+            if name in names:
+                check = _check_known if type(value) in _SIMPLE else _check_value
+                check(cls, name, type(value), value)
         return super().__new__(cls)
 
     def bind(self, model: Any) -> Self:
@@ -83,9 +80,11 @@ class Part(struct.PyTreeNode, abc.ABC):
 
         Layers whose parts differ only in arrays share a compiled program; `new.layer` is then an array.
         """
-        held = {name: getattr(self, name) for name in self.of_heads}
-        mine = {name: value[index] for name, value in held.items() if isinstance(value, tuple)}
-        return self._with_inner("layer", index, **mine)
+        of_layer: dict[str, Any] = {}
+        for name in self.of_heads:
+            if isinstance(value := getattr(self, name), tuple):
+                of_layer[name] = value[index]
+        return self._with_inner("layer", index, **of_layer)
 
     @property
     def label(self) -> str:
@@ -96,9 +95,11 @@ class Part(struct.PyTreeNode, abc.ABC):
         # Returns a copy with other values of some fields, and with what a member of the parts in its fields returns.
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if isinstance(part := getattr(self, field.name), Part):
-                values[field.name] = changed = getattr(part, member)(*arguments)
+                changed = getattr(part, member)(*arguments)
                 if not isinstance(changed, Part):
                     raise TypeError(f"{type(part).__name__}.{member} gives {changed!r}; return a copy of the part.")
+                if changed is not part:
+                    values[field.name] = changed
         return self.replace(**values) if values else self
 
     def init(self, shape: New) -> PyTree:
@@ -115,6 +116,28 @@ class Part(struct.PyTreeNode, abc.ABC):
         A score that returns None is not updated with the new tokens.
         """
         return ()
+
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+@functools.cache
+def _hyperparameters(kind: type[Part]) -> tuple[list[str], list[str]]:
+    """Return the names of a class's fields in the order of its arguments, and those of its hyperparameters."""
+    fields: dict[str, dataclasses.Field[Any]] = getattr(kind, "__dataclass_fields__", {})
+    return [name for name, field in fields.items() if field.init and not field.kw_only], setting_names(kind)
+
+
+def _check_value(kind: type[Part], name: str, _: type, value: Any) -> None:
+    """Check a setting of a class; a placeholder for a number, in a program or another tree, has no kind to check."""
+    field: dataclasses.Field[Any] = vars(kind)["__dataclass_fields__"][name]
+    if field.metadata.get("pytree_node") is False or written(value):
+        check_kind(name, value, field.type)
+        check_limit(name, value, field)
+
+
+# Programs rebuild their policies many times, with the same settings.
+_check_known = functools.cache(_check_value)
 
 
 @functools.cache

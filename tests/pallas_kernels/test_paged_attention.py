@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import use_abstract_mesh
 
 import kvjax
-from kvjax.cache.paged.storage import Pages, with_logits
+from kvjax.cache.paged.storage import Pages
 from kvjax.inference import decode
 from kvjax.inference.state import State, held_positions, slot_limits
 from kvjax.methods.adakv import AdaKV
@@ -129,7 +129,7 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
         kernels=Kernels(**way.options),
     )
     policy = state.policy
-    layer = state.layers[0].link((), with_logits(pool, g, jnp.float32))
+    layer = state.layers[0].link((), pool.with_logits(g, jnp.float32))
     assert isinstance(layer, Pages)
     written, _ = layer.write(policy, new)
     asks = policy.score.asks(written, new)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.slots import SlotCache, Slots
@@ -58,6 +59,10 @@ class Pool(struct.PyTreeNode):
     def specs(self) -> Any:
         """`PartitionSpec` of each array on a mesh, without logits."""
         return self.replace(**dict.fromkeys(("kv", "position", "slots", "owner", "first"), OF_POOL))
+
+    def with_logits(self, groups: int, dtype: DTypeLike) -> Self:
+        """Allocate logits for a step over all layers, of `groups` query heads for each page."""
+        return self.replace(logits=jnp.zeros((len(self.owner), groups, self.page_size), dtype))
 
     def at(self, tree: PyTree, slot: Int[Array, "*n"]) -> PyTree:
         """Return entries of slots, numbered over the whole pool; those of slots out of bounds are arbitrary."""
@@ -190,12 +195,12 @@ class LayerPages(SlotCache, kw_only=True):
         kv, position, states = pool.at((pool.kv, pool.position, pool.slots), slot)
         return Slots(self.limit, self.state, kv, jnp.where(exists, position, -1), states)
 
-    def packed(self, slots: Slots) -> Self:
+    def packed(self, contents: Slots) -> Self:
         """Return the layer with the contents of `unpacked` slots, up to the heads' limits."""
         pool, (slot, exists) = self.linked, self.slot_numbers()
         slot = jnp.where(exists, slot, pool.position.size)
-        contents = {"kv": slots.kv, "position": slots.position, "slots": slots.slots}
-        return self.replace(state=slots.state, pool=pool.write(slot, contents))
+        entries = {"kv": contents.kv, "position": contents.position, "slots": contents.slots}
+        return self.replace(state=contents.state, pool=pool.write(slot, entries))
 
     def slot_numbers(self) -> tuple[Int[Array, "b h most"], Bool[Array, "b h most"]]:
         """Return the numbers of `most` slots per head over the whole pool, and a mask of the slots that exist."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import ranks
 from kvjax.cache.attention import with_evicted
 from kvjax.cache.evict import evicted_pairs
-from kvjax.cache.paged.pages import LayerPages, Pool, owned, write_pages
+from kvjax.cache.paged.pages import LayerPages, owned, write_pages
 from kvjax.cache.paged.stats import PageAnswers, check_asks, of_pages, page_answers
 from kvjax.cache.ranks import Attended
 from kvjax.policies.policy import Policy
@@ -237,11 +237,6 @@ class Pages(LayerPages):
 
 
 Pages.specs = Pages(OF_HEADS, OF_HEADS, pages=OF_POOL)
-
-
-def with_logits(pool: Pool | None, groups: int, dtype: Any) -> Pool | None:
-    """Allocate a pool's logits for a step over all layers."""
-    return pool and pool.replace(logits=jnp.zeros((len(pool.owner), groups, pool.page_size), dtype))
 
 
 def _victim(candidates: Candidates, new: New) -> Int[Array, "b h"]:
