@@ -56,6 +56,9 @@ _REPLACED = {
 }
 
 
+FIXED = Sizing()
+
+
 class Plan(Part, interface=True, kw_only=True):
     """Number of slots of each layer and head; the layers together get exactly `layers * budget`.
 
@@ -81,7 +84,7 @@ class Plan(Part, interface=True, kw_only=True):
     @property
     def sizing(self) -> Sizing:
         """Properties of the plan's numbers of slots."""
-        return Sizing()
+        return FIXED
 
     def spread_by(self, other: Plan) -> Plan:
         """Return a plan that distributes the budget over layers as another one does."""

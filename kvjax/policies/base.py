@@ -48,11 +48,12 @@ class Part(struct.PyTreeNode, abc.ABC):
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Check the class and its settings before `__post_init__`, which may then compare numbers."""
         check_class(cls)
-        in_order, names = _hyperparameters(cls)
+        in_order, fields = _hyperparameters(cls)
         for name, value in (dict(zip(in_order, values, strict=False)) | named).items():
-            if name in names:
-                check = _check_known if type(value) in _SIMPLE else _check_value
-                check(cls, name, type(value), value)
+            # A placeholder for a number, in a program or another tree, has no kind to check.
+            if name in fields and (fields[name].metadata.get("pytree_node") is False or written(value)):
+                check_kind(name, value, fields[name].type)
+                check_limit(name, value, fields[name])
         return super().__new__(cls)
 
     def bind(self, model: Any) -> Self:
@@ -118,26 +119,12 @@ class Part(struct.PyTreeNode, abc.ABC):
         return ()
 
 
-_SIMPLE = (bool, int, float, str, type(None))
-
-
 @functools.cache
-def _hyperparameters(kind: type[Part]) -> tuple[list[str], list[str]]:
-    """Return the names of a class's fields in the order of its arguments, and those of its hyperparameters."""
+def _hyperparameters(kind: type[Part]) -> tuple[list[str], dict[str, dataclasses.Field[Any]]]:
+    """Return the names of a class's fields in the order of its arguments, and the fields of its hyperparameters."""
     fields: dict[str, dataclasses.Field[Any]] = getattr(kind, "__dataclass_fields__", {})
-    return [name for name, field in fields.items() if field.init and not field.kw_only], setting_names(kind)
-
-
-def _check_value(kind: type[Part], name: str, _: type, value: Any) -> None:
-    """Check a setting of a class; a placeholder for a number, in a program or another tree, has no kind to check."""
-    field: dataclasses.Field[Any] = vars(kind)["__dataclass_fields__"][name]
-    if field.metadata.get("pytree_node") is False or written(value):
-        check_kind(name, value, field.type)
-        check_limit(name, value, field)
-
-
-# Programs rebuild their policies many times, with the same settings.
-_check_known = functools.cache(_check_value)
+    in_order = [name for name, field in fields.items() if field.init and not field.kw_only]
+    return in_order, {name: fields[name] for name in setting_names(kind)}
 
 
 @functools.cache

@@ -88,6 +88,9 @@ class Requirements:
         check(self.shared_slots in known, "shared_slots", self.shared_slots, f"one of {', '.join(known)}")
 
 
+NO_REQUIREMENTS = Requirements()
+
+
 class Score(Part, interface=True):
     """Importance of each slot. The rest of eviction is the same for all scores.
 
@@ -136,7 +139,7 @@ class Score(Part, interface=True):
     @property
     def requires(self) -> Requirements:
         """Rare needs of the score."""
-        return Requirements()
+        return NO_REQUIREMENTS
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
         """Return the new state of each slot, `view.slots.score`, after attention.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import reprlib
 from collections.abc import Callable, Sequence
@@ -120,11 +121,20 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+SIMPLE = (bool, int, float, str, type(None))
+"""Types of values that are equal to no value of another type with which they are confused."""
+
+
 def check_kind(name: str, value: object, annotation: object) -> None:
     """Refuse a setting whose type differs from its annotation, and numbers that are NaN, infinite or too large.
 
     Only annotations made of `_KINDS` are checked: numbers, text, booleans, None and tuples.
     """
+    check = _check_known_kind if type(value) in SIMPLE else _check_kind
+    check(name, value, type(value), annotation)
+
+
+def _check_kind(name: str, value: object, _: type, annotation: object) -> None:
     limit = 2**32 if name == "seed" else 2**31
     check(not isinstance(value, int) or abs(value) < limit, name, value, f"a number below {limit}")
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
@@ -132,6 +142,10 @@ def check_kind(name: str, value: object, annotation: object) -> None:
     if all(kind is not None for kind in kinds):
         rules = [kind for kind in kinds if kind is not None]
         check(any(fits(value) for fits, _ in rules), name, value, " or ".join(what for _, what in rules))
+
+
+# Programs rebuild their policies many times, with the same settings.
+_check_known_kind = functools.cache(_check_kind)
 
 
 def check_fields(record: Any, *names: str) -> None:
