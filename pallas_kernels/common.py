@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels.operands import Encoded, Quantised
 
-IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton", "mosaic")
+IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton")
 VARIABLE = "KVJAX_KERNELS"
 """Environment variable that replaces `implementation="auto"`."""
 
@@ -25,11 +25,8 @@ they must win a benchmark (`kvjax tune`) or be requested."""
 LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 """Device kinds whose kernel schedules are known from the compiler: `auto` uses `AUTO` there without timing."""
 
-HOPPER = 90
-"""Compute capability, in tenths, of the GPUs whose instructions `mosaic` uses."""
-
-CAPABILITIES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": HOPPER}
-"""Compute capability of device kinds that programs are compiled for without the device, which cannot be asked."""
+CAPABILITIES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": 90}
+"""Compute capability, in tenths, of device kinds that programs are compiled for without the device."""
 
 
 LANES, SUBLANES = 128, 8
@@ -123,15 +120,15 @@ def choose(
     interpret: Any = False,
     task: Task | None = None,
 ) -> str:
-    """Return the implementation to run: `xla`, `pallas`, `triton` or `mosaic`.
+    """Return the implementation to run: `xla`, `pallas` or `triton`.
 
     Args:
-        implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`; several names except `auto`, separated by commas,
+        implementation: `auto`, `xla`, `pallas` or `triton`; several names except `auto`, separated by commas,
             for the first that can run; a `Survey`, or a `Tuned`. `auto` reads the environment variable KVJAX_KERNELS.
             If that is not set, it tries the winners of a `Tuned` on its kind of device, then `AUTO`.
         limits: for each existing implementation except `xla`, the limit that these arguments exceed, or None.
         platform: `cpu`, `gpu` or `tpu`, the target of compilation; None as in `platform_of`.
-        interpret: as for `pallas_call`; any value but False lets `pallas` and `mosaic` run on every backend.
+        interpret: as for `pallas_call`; any value but False lets `pallas` run on every backend.
         task: the call, for the lookup of tuning results; None if no benchmark covers it.
 
     Raises:
@@ -271,12 +268,6 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
         found = importlib.metadata.version("jax-triton")
         if tuple(map(int, found.split(".")[:3])) <= (0, 4, 1):  # jax 0.12 calls its rules with other arguments
             return f"jax-triton {found} does not work with jax {jax.__version__}"
-    if name == "mosaic" and interpret is False:
-        if platform != "gpu":
-            return f"it compiles for gpu, not for {platform} (there only with interpret=True)"
-        if (found := _capability()) != HOPPER:
-            had = "there is none to ask here" if found is None else f"this one's is {found / 10}"
-            return f"it needs a GPU of compute capability {HOPPER / 10} (Hopper), and {had}"
     return limits[name]
 
 
@@ -284,12 +275,3 @@ def capability() -> int | None:
     """Return the compute capability of the GPU in `jax.set_mesh` if it is in `CAPABILITIES`, else None."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return CAPABILITIES.get(getattr(device, "device_kind", ""))
-
-
-def _capability() -> int | None:
-    """Return the compute capability, in tenths, of the target GPU; None if there is no GPU to ask."""
-    known = capability()
-    if known is None and platform_of(jax.default_backend()) == "gpu":
-        major, minor = jax.local_devices()[0].compute_capability.split(".")
-        return 10 * int(major) + int(minor)
-    return known

@@ -26,10 +26,10 @@ class How(TypedDict, total=False):
     """
 
     implementation: str
-    """`auto`, `xla`, `pallas`, `triton` or `mosaic`, or several; see `pallas_kernels.common.choose`."""
+    """`auto`, `xla`, `pallas` or `triton`, or several; see `pallas_kernels.common.choose`."""
     interpret: Any
-    """To run `pallas` or `mosaic` without an accelerator: True, or the parameters of jax's interpreter for TPU
-    (`pltpu.InterpretParams()`) or Mosaic GPU."""
+    """To run `pallas` without an accelerator: True, or the parameters of jax's interpreter for TPU
+    (`pltpu.InterpretParams()`)."""
     platform: str | None
     """Target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`."""
 
@@ -60,7 +60,7 @@ class Op(abc.ABC, Generic[Result]):
 
     name: ClassVar[str]
     backends: ClassVar[tuple[str, ...]]
-    """Kernels, each a module beside the subclass's: `pallas_tpu`, `pallas_gpu`, `triton`, `mosaic_gpu`."""
+    """Kernels, each a module beside the subclass's: `pallas_tpu`, `pallas_gpu`, `triton`."""
     in_place: ClassVar[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({})
     """Arguments whose memory the result reuses if the caller donates them, and functions that find them in it."""
 
@@ -86,7 +86,7 @@ class Op(abc.ABC, Generic[Result]):
         return self.run(self.choose(options), options)
 
     def choose(self, options: Options) -> str:
-        """Return the implementation to run: `xla`, `pallas`, `triton` or `mosaic`; see `common.choose`."""
+        """Return the implementation to run: `xla`, `pallas` or `triton`; see `common.choose`."""
         implementation, interpret, platform = options
         limits, task = _Limits(self, platform), None
         if isinstance(implementation, Survey | Tuned) and (workload := self.workload()) is not None:
@@ -135,5 +135,6 @@ class _Limits(Mapping[str, str | None]):
 
 def backend_of(implementation: str, platform: str) -> str:
     """Return the backend of an implementation's kernel: the name of its file; interpreters run the one for TPU."""
-    pallas = "pallas_gpu" if platform == "gpu" else "pallas_tpu"
-    return {"pallas": pallas, "mosaic": "mosaic_gpu"}.get(implementation, implementation)
+    if implementation != "pallas":
+        return implementation
+    return "pallas_gpu" if platform == "gpu" else "pallas_tpu"

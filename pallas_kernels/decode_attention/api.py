@@ -111,8 +111,7 @@ def decode_attention(
             only without scores. `pallas` on TPU takes d and e that are multiples of 8 up to 256 (of 16 with four bits).
             `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k
             and in v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise
-            nor codes of four bits. `mosaic` is for Hopper, and takes queries and arrays of bfloat16, d and e that are
-            multiples of 64 up to 256, and c that is a multiple of 8.
+            nor codes of four bits.
 
     Raises:
         ValueError: `scores` is unknown, or values are `Turned`.
@@ -144,7 +143,7 @@ class DecodeAttention(Op[Decoded]):
     scores: str | Gumbel | None = None
 
     name = "decode_attention"
-    backends = ("pallas_tpu", "pallas_gpu", "triton", "mosaic_gpu")
+    backends = ("pallas_tpu", "pallas_gpu", "triton")
 
     @property
     def gumbel(self) -> Gumbel | None:
@@ -187,20 +186,12 @@ class DecodeAttention(Op[Decoded]):
             yield one, "scores of slots where sinks use a separate query"
         if backend.startswith("pallas"):
             yield from width_limits(self.k, self.v, backend)
-        quantised = [x for x in (self.k, self.v) if isinstance(x, Quantised)]
-        widths = (("d", self.k.shape[-1]), ("e", self.v.shape[-1]))
         if backend == "triton":
-            for name, width in widths:
+            for name, width in (("d", self.k.shape[-1]), ("e", self.v.shape[-1])):
                 yield width <= 256, f"{name}={width} is more than 256"
-            yield all(x.bits == 8 for x in quantised), "it has no codes of four bits"
+            bits = [x.bits for x in (self.k, self.v) if isinstance(x, Quantised)]
+            yield 4 not in bits, "it has no codes of four bits"
             yield kind_of(self.scores) != "gaussian", "it has no gaussian noise"
-        if backend == "mosaic_gpu":
-            yield not quantised, "it has no codes"
-            half = self.q.dtype == jnp.bfloat16
-            yield half, f"q, k, v are of {self.q.dtype}, and it multiplies bfloat16 alone"
-            for name, width in widths:
-                yield width % 64 == 0 and width <= 256, f"{name}={width} is not a multiple of 64 up to 256"
-            yield c % 8 == 0, f"c={c} slots are not a multiple of 8"
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
         settings = operand_settings(self.q, self.k, self.v, self.spec)

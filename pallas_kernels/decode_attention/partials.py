@@ -33,13 +33,8 @@ def steps(width: int) -> int:
 def tile(heads: int, c: int, width: int) -> tuple[int, int]:
     """Return the slots of one step of a program's loop, and the number of splits; `width` is as in `steps`."""
     block = min(max(16, pl.next_power_of_2(c)), steps(width))
-    return block, splits_of(heads, c, block)
-
-
-def splits_of(heads: int, c: int, block: int) -> int:
-    """Return the number of splits of each head's c slots, which are multiples of a block."""
     most = min(max(1, PROGRAMS // heads), max(1, c // 256))
-    return pl.cdiv(c, split_of(c, most, block))
+    return block, pl.cdiv(c, split_of(c, most, block))
 
 
 def split_of(c: Any, splits: int, block: int) -> Any:

@@ -115,8 +115,6 @@ def test_limits_of_rotate_are_named(changes, reason):
         ("pallas", {"pallas": "d=512 is more than 256"}, "tpu", "d=512 is more than 256"),
         ("triton", {"triton": None}, "tpu", "compiles for gpu, not for tpu"),
         ("triton", {"pallas": None}, "gpu", "no such kernel"),
-        ("mosaic", {"mosaic": None}, "tpu", "compiles for gpu, not for tpu"),
-        ("mosaic", {"mosaic": None}, "gpu", r"compute capability 9.0 \(Hopper\), and there is none to ask here"),
     ],
 )
 def test_asking_for_what_cannot_run_says_why(implementation, limits, platform, reason):

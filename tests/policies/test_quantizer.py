@@ -266,7 +266,7 @@ def stored(shape: tuple[int, ...]) -> Encoded:
     return Encoded(Float8().encode(x), Float8())
 
 
-@pytest.mark.parametrize("form", ["pallas", "triton", "mosaic"])
+@pytest.mark.parametrize("form", ["pallas", "triton"])
 def test_kernels_refuse_a_format_by_name_and_auto_takes_xla(form: str) -> None:
     q, position = jnp.ones((1, 2, 2, 64)), jnp.arange(16, dtype=jnp.int32)
     k, v, spec, here = stored((1, 2, 16, 64)), stored((1, 2, 16, 64)), AttentionSpec(0.125), jnp.asarray([15])

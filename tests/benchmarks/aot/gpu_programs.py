@@ -1,6 +1,6 @@
 """Compile every program of a GPU that is not there.
 
-`python -m tests.benchmarks.aot.gpu_programs h100 mosaic`, with jax's CUDA plugin, prints a line of JSON
+`python -m tests.benchmarks.aot.gpu_programs h100 triton`, with jax's CUDA plugin, prints a line of JSON
 for each program, see `benchmarks.aot.gpu`.
 """
 
