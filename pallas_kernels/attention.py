@@ -229,7 +229,7 @@ def share_of_evicted(memory: LowRank | Partial) -> Partial:
     return Partial(jnp.where(nothing[..., None], 0.0, out), jnp.where(nothing, -jnp.inf, jnp.log(mass)))
 
 
-def tempered(
+def noisy_numerators(
     probs: Float[Array, "b h g *t c"], zeta: Float[Array, "b h #g *t c"] | None, tau: Array | float
 ) -> Float[Array, "b h g *t c"]:
     """Return the numerators of Keyformer's equation 9 from probabilities, with noise zeta and temperature tau.

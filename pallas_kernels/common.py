@@ -40,23 +40,23 @@ class Unsupported(ValueError):
     """Error of an implementation that cannot run here or with these arguments; the message names the limit."""
 
 
-class Task(NamedTuple):
+class TuningTask(NamedTuple):
     """One call of an operation, which a benchmark can repeat with other inputs."""
 
     bucket: str
-    """Name from `bucket`; tasks of one bucket share a verdict."""
+    """Name from `bucket_name`; tasks of one bucket share a result."""
     call: Any
     """The call, a `pallas_kernels.op.Op`."""
 
 
-class Asked(NamedTuple):
+class TuningRequest(NamedTuple):
     """A task whose call has shapes for arrays, and the implementations that can run it."""
 
-    task: Task
+    task: TuningTask
     candidates: tuple[str, ...]
 
 
-class _Itself(str):
+class _Unique(str):
     # An `implementation` that equals only itself, so that it shares no traced program with others.
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -68,7 +68,7 @@ class _Itself(str):
         return id(self)
 
 
-class Tuned(_Itself):
+class Tuned(_Unique):
     """An `implementation` that stands for `auto` with benchmark winners; it shares no traced program with others.
 
     Args:
@@ -86,13 +86,13 @@ class Tuned(_Itself):
         return made
 
 
-class Survey(_Itself):
+class Survey(_Unique):
     """An `implementation` that runs as `xla` and records each operation's tasks while programs are traced.
 
     It shares no traced program with real runs.
     """
 
-    asked: dict[str, Asked]
+    asked: dict[str, TuningRequest]
     """Recorded tasks by bucket."""
 
     def __new__(cls) -> Survey:
@@ -100,7 +100,7 @@ class Survey(_Itself):
         made.asked = {}
         return made
 
-    def note(self, task: Task, candidates: tuple[str, ...]) -> None:
+    def note(self, task: TuningTask, candidates: tuple[str, ...]) -> None:
         """Record a task, unless its bucket has one with at least as many candidates."""
         held = self.asked.get(task.bucket)
         if held is None or len(held.candidates) < len(candidates):
@@ -108,7 +108,7 @@ class Survey(_Itself):
             def shape(x: Any) -> Any:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
-            self.asked[task.bucket] = Asked(task._replace(call=jax.tree.map(shape, task.call)), candidates)
+            self.asked[task.bucket] = TuningRequest(task._replace(call=jax.tree.map(shape, task.call)), candidates)
 
 
 def choose(
@@ -118,7 +118,7 @@ def choose(
     *,
     platform: str | None = None,
     interpret: Any = False,
-    task: Task | None = None,
+    task: TuningTask | None = None,
 ) -> str:
     """Return the implementation to run: `xla`, `pallas` or `triton`.
 
@@ -139,7 +139,9 @@ def choose(
     if isinstance(implementation, Survey):
         if task is not None:
             names = IMPLEMENTATIONS[1:]
-            implementation.note(task, tuple(x for x in names if _obstacle(x, limits, platform, False) is None))
+            implementation.note(
+                task, tuple(x for x in names if _unsupported_reason(x, limits, platform, False) is None)
+            )
         return "xla"
     asked = implementation
     if isinstance(asked, Tuned) or implementation == "auto":
@@ -154,7 +156,7 @@ def choose(
         raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
     obstacles = {}
     for name in names:
-        obstacles[name] = _obstacle(name, limits, platform, interpret)
+        obstacles[name] = _unsupported_reason(name, limits, platform, interpret)
         if obstacles[name] is None:
             return name
     reasons = "; nor as ".join(f"{name!r}: {obstacle}" for name, obstacle in obstacles.items())
@@ -185,7 +187,7 @@ def kind_of_device(platform: str) -> str:
     return jax.local_devices()[0].device_kind if platform_of(jax.default_backend()) == platform else ""
 
 
-def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:
+def bucket_name(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:
     """Return the readable name of all tasks that share a tuning result.
 
     Numbers of rows, slots and tokens (`rounded`) are rounded up to the next power of two. Of the settings that change
@@ -253,7 +255,7 @@ def row_and_block(core: Any, step: Any, units: int, blocks: int) -> tuple[Any, A
     return jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks)
 
 
-def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interpret: Any) -> str | None:
+def _unsupported_reason(name: str, limits: Mapping[str, str | None], platform: str, interpret: Any) -> str | None:
     if name == "xla":
         return None
     if name not in limits:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
-from pallas_kernels.common import IMPLEMENTATIONS, Survey, Task, Tuned, bucket, choose, platform_of
+from pallas_kernels.common import IMPLEMENTATIONS, Survey, Tuned, TuningTask, bucket_name, choose, platform_of
 
 Result = TypeVar("Result")
 
@@ -78,7 +78,7 @@ class Op(abc.ABC, Generic[Result]):
 
     @abc.abstractmethod
     def workload(self) -> tuple[Mapping[str, int], Mapping[str, Any]] | None:
-        """Return the sizes and settings that name a benchmark, as `bucket` takes them; None if there is none."""
+        """Return the sizes and settings that name a benchmark, as `bucket_name` takes them; None if there is none."""
 
     def __call__(self, implementation: str = "auto", interpret: Any = False, platform: str | None = None) -> Result:
         """Run the implementation that `choose` returns."""
@@ -90,7 +90,7 @@ class Op(abc.ABC, Generic[Result]):
         implementation, interpret, platform = options
         limits, task = _Limits(self, platform), None
         if isinstance(implementation, Survey | Tuned) and (workload := self.workload()) is not None:
-            task = Task(bucket(self.name, *workload), self)
+            task = TuningTask(bucket_name(self.name, *workload), self)
         return choose(self.name, implementation, limits, platform=platform, interpret=interpret, task=task)
 
     def run(self, implementation: str, options: Options) -> Result:

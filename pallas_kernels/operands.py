@@ -41,7 +41,7 @@ class Quantised:
 
     def values(self, dtype: Any) -> Float[Array, "*b c d"]:
         """Return the decoded array; code that reads a cache decodes one block at a time."""
-        return unpacked(self.codes).astype(dtype) * self.scale[..., None].astype(dtype)
+        return unpack_codes(self.codes).astype(dtype) * self.scale[..., None].astype(dtype)
 
 
 LEVELS = {8: 127, 4: 7}
@@ -71,7 +71,7 @@ def codes_and_scale(x: Float[Array, "*b d"], bits: int) -> tuple[Float[Array, "*
     return jnp.round(x / scale), scale
 
 
-class Decoder(Protocol):
+class SlotDecoder(Protocol):
     """Decoder of a storage format, static and hashable."""
 
     def decode(self, stored: Any, dtype: Any) -> Float[Array, "*b c d"]:
@@ -85,7 +85,7 @@ class Encoded:
     """Keys or values in a custom storage format. Only `xla` takes them: it decodes one block of slots at a time."""
 
     stored: Any
-    decoder: Decoder = dataclasses.field(metadata={"static": True})
+    decoder: SlotDecoder = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ class Joined:
         return jnp.concatenate([values(self.old, dtype), values(self.new, dtype)], axis=2)
 
 
-def unpacked(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
+def unpack_codes(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
     """Return codes as int8, one for each channel."""
     if codes.dtype == jnp.int8:
         return codes

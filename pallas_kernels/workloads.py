@@ -12,19 +12,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.benchmark import Program
 from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
-from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token, decode_step
-from pallas_kernels.decode_step.api import DecodeStep
 from pallas_kernels.evict import evict
 from pallas_kernels.evict.api import Evict
+from pallas_kernels.fused_decode import Hashed, Query, Ranking, Slots, Token, fused_decode
+from pallas_kernels.fused_decode.api import FusedDecode
 from pallas_kernels.hamming import Hashing, hamming
-from pallas_kernels.less_kernels import phi, psi
+from pallas_kernels.less_memory import phi, psi
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.prefill_scores import Own, prefill_scores
-from pallas_kernels.race import Program
-from pallas_kernels.ranking import Protection
-from pallas_kernels.rotate import rotate
+from pallas_kernels.prefill_attention import Own, prefill_attention
+from pallas_kernels.ranking import EvictionRules
+from pallas_kernels.rope import rope
 
 Shape = jax.ShapeDtypeStruct
 
@@ -56,7 +56,7 @@ def operand(shape: tuple[int, ...], dtype: DTypeLike, bits: int | None) -> Any:
     return Quantised(codes, Shape(tuple(slots), jnp.float32))  # type: ignore[arg-type]
 
 
-class Sizes(NamedTuple):
+class Setup(NamedTuple):
     """Sizes and settings of a workload's attention."""
 
     b: int
@@ -96,7 +96,7 @@ class Sizes(NamedTuple):
         } | ({"scores": Gumbel(*noise)} if self.noisy else {})
 
 
-def decode(label: str, sizes: Sizes, *, rank: int = 0) -> Workload:
+def decode_workload(label: str, sizes: Setup, *, rank: int = 0) -> Workload:
     """Return a `decode_attention` workload; `rank` adds LESS's low-rank attention."""
     b, h, g = sizes[:3]
     shapes = sizes.shapes() | {"query_position": Shape((b,), jnp.int32)}
@@ -106,7 +106,7 @@ def decode(label: str, sizes: Sizes, *, rank: int = 0) -> Workload:
     return Workload("decode_attention", label, functools.partial(decode_attention, scores=sizes.scores), shapes)
 
 
-def paged(
+def paged_workload(
     label: str, b: int, h: int, g: int, pages: int, size: int, d: int, dtype: DTypeLike, *, bits: int | None = None
 ) -> Workload:
     """Return a `paged_attention` workload over a pool whose pages all belong to one layer."""
@@ -123,16 +123,16 @@ def paged(
     return Workload("paged_attention", label, run, shapes)
 
 
-def prefill(
+def prefill_workload(
     label: str,
-    sizes: Sizes,
+    sizes: Setup,
     *extra: str,
     cached: int = 0,
     rows: int | None = None,
     readers: int = 1,
     **settings: Any,
 ) -> Workload:
-    """Return a `prefill_scores` workload.
+    """Return a `prefill_attention` workload.
 
     `extra` names optional arrays, and `cached` keys come before the prompt's. `readers` divide the prompt's queries
     equally.
@@ -150,10 +150,10 @@ def prefill(
     weights = (b, 1, own) if rows is None else (b, 1, rows, own)
     optional = {"noise": (b, h, c), "weights": weights}
     shapes |= {name: Shape(optional[name], jnp.float32) for name in extra}
-    return Workload("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
+    return Workload("prefill_attention", label, functools.partial(prefill_attention, **settings), shapes)
 
 
-def features(
+def feature_workload(
     which: str,
     label: str,
     b: int,
@@ -166,7 +166,7 @@ def features(
     hidden: int = 512,
     rank: int = 8,
 ) -> Workload:
-    """Return a workload of `phi` or `psi` of `less_kernels`."""
+    """Return a workload of `phi` or `psi` of `less_memory`."""
     heads = (h, g) if which == "phi" else (h,)
 
     def weight(*shape: int) -> Shape:
@@ -178,17 +178,17 @@ def features(
     else:
         run, shapes = psi, {"k": Shape((b, h, t, d), dtype), **shapes}
         shapes |= {"third": weight(rank, rank), "outer_scale": weight(rank), "residual_scale": weight(rank)}
-    return Workload("less_kernels", f"{which}, {label}", run, shapes, forms=("tpu",))
+    return Workload("less_memory", f"{which}, {label}", run, shapes, forms=("tpu",))
 
 
 def _choice(b: int, h: int, c: int, keep: bool) -> dict[str, Any]:
     """Return the shapes of positions and protections, by which operations choose a slot for a token."""
-    protection = Protection(*(Shape((b, h), jnp.int32) for _ in range(3)))  # type: ignore[arg-type]
+    protection = EvictionRules(*(Shape((b, h), jnp.int32) for _ in range(3)))  # type: ignore[arg-type]
     shapes: dict[str, Any] = {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     return shapes | {"protection": protection} | ({"keep": Shape((b, h, c), jnp.bool_)} if keep else {})
 
 
-def eviction(
+def evict_workload(
     label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike, *, words: int = 0, keep: bool = False
 ) -> Workload:
     """Return an in-place `evict` workload: a pair, its accumulated score, and `words` a slot; integers have scales."""
@@ -217,9 +217,9 @@ def eviction(
     )
 
 
-def stepping(
+def fused_workload(
     label: str,
-    sizes: Sizes,
+    sizes: Setup,
     *,
     keep: bool = False,
     apart: int = 0,
@@ -227,7 +227,7 @@ def stepping(
     adds: bool = False,
     hashed: int = 0,
 ) -> Workload:
-    """Return an in-place `decode_step` workload with an accumulated score.
+    """Return an in-place `fused_decode` workload with an accumulated score.
 
     The first `apart` tokens use a separate query, and slopes place them nearer. `pairs` returns the evicted pairs.
     Requested scores are returned, or the kernel `adds` them to the score. If none are requested, the oldest token is
@@ -238,7 +238,7 @@ def stepping(
     def run(
         slots: Slots,
         token: Token,
-        protection: Protection,
+        protection: EvictionRules,
         q: Array,
         spec: AttentionSpec,
         keep: Array | None = None,
@@ -254,7 +254,7 @@ def stepping(
         if adds or words:
             slots, token = slots._replace(buffers=None), token._replace(buffers=None)
         ranking, query = Ranking(standing, protection, keep), Query(q, spec, sinks, scores)
-        done = decode_step(slots, token, ranking, query, pairs=pairs, adds=adds, **how)
+        done = fused_decode(slots, token, ranking, query, pairs=pairs, adds=adds, **how)
         held = done.attended.scores if adds else done.codes if words else done.slots.buffers
         return done._replace(slots=done.slots._replace(buffers=held))
 
@@ -276,17 +276,17 @@ def stepping(
     # Positions, and scores or words, before and after; requested scores.
     rows = 4 * b * h * c * (2 + 2 * max(words, 1) + (asks and not adds))
     return Workload(
-        "decode_step",
+        "fused_decode",
         label,
         run,
         shapes,
-        DecodeStep.in_place,
+        FusedDecode.in_place,
         forms=("tpu",),
         traffic=stored + rows,
     )
 
 
-def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Workload:
+def hamming_workload(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Workload:
     """Return a `hamming` workload."""
     words = -(-bits // 32)
     shapes = _choice(b, h, c, keep)
@@ -294,13 +294,13 @@ def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool 
     return Workload("hamming", label, hamming, shapes, forms=("tpu",))
 
 
-def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Workload:
-    """Return a `rotate` workload: queries, keys and values, all in the layout of the projections."""
+def rope_workload(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Workload:
+    """Return a `rope` workload: queries, keys and values, all in the layout of the projections."""
 
     def run(q: Array, k: Array, v: Array, cos: Array, sin: Array, **how: Any) -> tuple[Array, ...]:
         q, k, v = (x.reshape(b, -1, d) for x in (q, k, v))
-        return rotate((q, k), cos, sin, (v,), **how)
+        return rope((q, k), cos, sin, (v,), **how)
 
     shapes = {name: Shape((b, heads * d), dtype) for name, heads in (("q", h * g), ("k", h), ("v", h))}
     shapes |= {name: Shape((b, d), jnp.float32) for name in ("cos", "sin")}
-    return Workload("rotate", label, run, shapes, forms=("tpu",))
+    return Workload("rope", label, run, shapes, forms=("tpu",))

@@ -174,7 +174,7 @@ def _compile(chip: str, parsed: argparse.Namespace, rows: Rows) -> int:
     works = list(wanted(chip, names, parsed.steps, parsed.only))
     if not works:
         searched = "kernel or step" if parsed.steps else "kernel (and of steps only --steps looks at the names)"
-        example = "'decode_step multi-head' or 'llama_7b, 64 rows, 204 slots, h2o'"
+        example = "'fused_decode multi-head' or 'llama_7b, 64 rows, 204 slots, h2o'"
         raise ValueError(f"{parsed.only!r} is in the name of no {searched}; give a part of one, as {example}.")
     for kind, name, make in works:
         row = None if parsed.redo else rows.get(kind, name, compiler)

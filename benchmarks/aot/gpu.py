@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.aot.gpus import GPUS, WARP
-from pallas_kernels.race import Program
+from pallas_kernels.benchmark import Program
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",

@@ -18,7 +18,7 @@ from kvjax.types import SLOTS, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, power_below, query_block, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
 from pallas_kernels.noise import layer_seed
-from pallas_kernels.prefill_scores import Own, prefill_scores
+from pallas_kernels.prefill_attention import Own, prefill_attention
 
 Question = tuple[Any, Noise | None]
 """Temperature and noise of a softmax whose weighted sums one kernel pass computes, for any number of weights."""
@@ -215,7 +215,7 @@ def attend_block(
     share = Share.of(given, new)
     rows, weights = _stacked([share.weighed(leaves[i]) for i in together], share.new) if together else ([], None)
     tau, noise = fused or (1.0, None)
-    found = prefill_scores(
+    found = prefill_attention(
         share.given.q,
         given.k,
         given.v,

@@ -31,9 +31,9 @@ from kvjax.types import KV, Evicted, LayerConfig, New, PyTree, View
 from kvjax.utils.processes import on_host
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.decode_attention import Sinks
-from pallas_kernels.decode_step import Hashed, Query, Slots, Token, decode_step
-from pallas_kernels.decode_step import Ranking as Choice
-from pallas_kernels.decode_step import one_pass as step_in_one_pass
+from pallas_kernels.fused_decode import Hashed, Query, Slots, Token, fused_decode
+from pallas_kernels.fused_decode import Ranking as Choice
+from pallas_kernels.fused_decode import one_pass as step_in_one_pass
 from pallas_kernels.operands import Operand
 
 
@@ -132,7 +132,7 @@ class Dense(struct.PyTreeNode):
         apart = adds or hashed is not None
         remembered, begun = (each.replace(score=None) for each in held) if apart else held
         given = policy.codec.operands(view, new, room=bounds.limit)
-        done = decode_step(
+        done = fused_decode(
             Slots(view.position, *given.stored, remembered),
             Token(new.position[:, 0], entry["kv"].k, entry["kv"].v, begun),
             Choice(standing if hashed is None else hashed, bounds, keep, policy.may_shrink),

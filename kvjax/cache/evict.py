@@ -14,11 +14,11 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking
 from kvjax.types import KV, Evicted, New, Parts, PyTree, View, restored, wide
 from kvjax.utils.dependence import depends_on
-from pallas_kernels.decode_step import Hashed
 from pallas_kernels.evict import evict
-from pallas_kernels.evict import exchange as exchange_slots
+from pallas_kernels.evict import replace_slots as exchange_slots
+from pallas_kernels.fused_decode import Hashed
 from pallas_kernels.hamming import hamming
-from pallas_kernels.ranking import Protection
+from pallas_kernels.ranking import EvictionRules
 
 Exchanged = tuple[Int[Array, "b h"], Any, Int[Array, "b h c"], dict[str, PyTree]]
 """Evicted position of each head, content of its slot or None, and positions and buffers with the new token."""
@@ -29,7 +29,7 @@ class Ranks(NamedTuple):
 
     scores: Array | None
     """Score of each slot, or None if ordering by position is enough."""
-    bounds: Protection
+    bounds: EvictionRules
     keep: Bool[Array, "b h c"] | None
     hashed: Hashed | None
     """Codes whose distances replace scores; None if there are none."""
@@ -46,7 +46,7 @@ def ranked(policy: Policy, view: View, new: New) -> Ranks:
             "use a plan with slots for each head, such as adakv."
         )
     simple = guard.last is None and new.config.window is None
-    bounds = Protection(guard.sinks, guard.recent, slots.slots_at(policy, view.limit, new))
+    bounds = EvictionRules(guard.sinks, guard.recent, slots.slots_at(policy, view.limit, new))
     by_age = simple and isinstance(ranking, OldestFirst)
     return Ranks(None if by_age else scores, bounds, guard.keep, hashed_codes(ranking, view) if simple else None)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.policies.stats import Ask, Damage, Noise, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree
 from pallas_kernels import noise as hashed
-from pallas_kernels.attention import tempered as numerators
+from pallas_kernels.attention import noisy_numerators as numerators
 from pallas_kernels.operands import Joined, Operand
 from pallas_kernels.operands import values as numbers
 

@@ -14,13 +14,13 @@ from pallas_kernels import noise
 from pallas_kernels.common import LANES, SUBLANES, chip, slots_lie_along_lanes
 from pallas_kernels.decode_attention.api import Gumbel
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
-from pallas_kernels.quantised import digits, halves, joined
+from pallas_kernels.quantised import digits, halves, join_digits
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """Logit of a masked slot, and on GPU the log-sum-exp of no slots."""
 
 
-def stored(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
+def array_and_scale(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
     """Return stored keys or values: an array and None, or codes and the scale of each slot."""
     if isinstance(operand, Quantised):
         return operand.codes, operand.scale
@@ -33,16 +33,16 @@ def channels_of(operand: Operand) -> int:
 
     The swap of axes is free there, and without it XLA would copy the cache at every step.
     """
-    return 1 if slots_lie_along_lanes(*stored(operand)[0].shape[2:]) else 2
+    return 1 if slots_lie_along_lanes(*array_and_scale(operand)[0].shape[2:]) else 2
 
 
-def seen(position: Int[Array, "*b"], query: Int[Array, "*#b"], window: int | None) -> Bool[Array, "*b"]:
+def visible_slots(position: Int[Array, "*b"], query: Int[Array, "*#b"], window: int | None) -> Bool[Array, "*b"]:
     """Return which slots the query at a position attends to."""
     visible = (position >= 0) & (position <= query)
     return visible if window is None else visible & (position > query - window)
 
 
-def tempered(
+def noisy_logits(
     logits: Float[Array, "*b g s"],
     visible: Bool[Array, "*b g s"],
     gumbel: Gumbel,
@@ -77,7 +77,7 @@ def matmul(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "n m"]:
     return _multiply(a, b, (((over[0],), (over[1],)), ((), ())))
 
 
-def products(
+def block_products(
     q: Float[Array, "#n g d"],
     k: Array,
     scale: Float[Array, "n s"] | None,
@@ -89,40 +89,40 @@ def products(
     """Multiply queries by a block of keys, or of codes with their scales; axis `channels` of k, 1 or 2, is contracted.
 
     A chip that multiplies no `integers` takes bfloat16, in which bytes are exact. If `shared`, a block of q holds
-    single rows of several heads, as `of_each` takes them.
+    single rows of several heads, as `multiply_heads` takes them.
     """
     rows, unit = (q, None) if scale is None else digits(q.astype(jnp.float32))
     if not shared:
         rows = jnp.broadcast_to(rows, (k.shape[0], *rows.shape[1:]))
     if scale is None or unit is None:
         whole = _filled(k, 3 - channels)
-        return of_each(lambda rows: dot(rows, whole, channels)[..., : k.shape[3 - channels]], rows, len(k))
+        return multiply_heads(lambda rows: dot(rows, whole, channels)[..., : k.shape[3 - channels]], rows, len(k))
     codes, step = _bytes(k, channels)
-    found = of_each(lambda rows: _dot_codes(rows, codes, channels, integers), rows, len(k))
-    return joined(found, unit * step) * beside(scale, len(found))
+    found = multiply_heads(lambda rows: _dot_codes(rows, codes, channels, integers), rows, len(k))
+    return join_digits(found, unit * step) * per_query_row(scale, len(found))
 
 
-def weighted(
+def block_weighted_sum(
     weights: Float[Array, "#n g s"], v: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
 ) -> Float[Array, "#n g e"]:
-    """Sum a block of values with non-negative weights; arguments are as in `products`."""
+    """Sum a block of values with non-negative weights; arguments are as in `block_products`."""
     slots = 3 - channels
     if scale is None:
         whole = _filled(v, slots)
         unseen = whole.shape[slots] - weights.shape[2]
         weights = jnp.pad(weights.astype(v.dtype), ((0, 0), (0, 0), (0, unseen)))
-        return of_each(lambda rows: dot(rows, whole, slots), weights, len(v))
-    rows, unit = digits(weights * beside(scale, len(weights)))
+        return multiply_heads(lambda rows: dot(rows, whole, slots), weights, len(v))
+    rows, unit = digits(weights * per_query_row(scale, len(weights)))
     codes, step = _bytes(v, channels)
-    return joined(of_each(lambda rows: _dot_codes(rows, codes, slots, integers), rows, len(v)), unit * step)
+    return join_digits(multiply_heads(lambda rows: _dot_codes(rows, codes, slots, integers), rows, len(v)), unit * step)
 
 
-def beside(x: Shaped[Array, "h s"], blocks: int) -> Shaped[Array, "n #rows s"]:
+def per_query_row(x: Shaped[Array, "h s"], blocks: int) -> Shaped[Array, "n #rows s"]:
     """Broadcast numbers per KV head and slot to the rows of the heads' queries, which fill `blocks` blocks."""
     return x[:, None] if len(x) == blocks else x.reshape(blocks, -1, x.shape[1])
 
 
-def of_each(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Array:
+def multiply_heads(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Array:
     """Multiply rows by their KV heads' operands, also if a block holds single rows of several heads.
 
     Such a block is multiplied by the operand of each of its heads, which costs as much as one row. Each row then keeps

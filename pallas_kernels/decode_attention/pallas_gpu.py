@@ -18,10 +18,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.attention import add_logits, log_sum, pad_to
-from pallas_kernels.blocks import block, made, run
+from pallas_kernels.blocks import input_block, output_block, run
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen, stored, tempered
-from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, split_of, tile
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, array_and_scale, noisy_logits, visible_slots
+from pallas_kernels.decode_attention.splits import ROWS, SplitOutputs, channels, merge_splits, split_of, tile
 from pallas_kernels.quantised import halves
 
 PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=2)
@@ -31,12 +31,12 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
     size, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
-    logits = None if x.scores is None else made((b, h, g, c), of_head(g, c))
+    logits = None if x.scores is None else output_block((b, h, g, c), of_head(g, c))
     of_slots = functools.partial(of_head, c)
     found = attend_parts(
         x, of_slots, None, logits, size=size, splits=splits, interpret=interpret, name="decode_attention"
     )
-    return merged(found, g, splits, x.scores)
+    return merge_splits(found, g, splits, x.scores)
 
 
 def of_head(*tail: int) -> pl.BlockSpec:
@@ -61,7 +61,7 @@ def attend_parts(
     splits: int,
     interpret: Any,
     name: str,
-) -> Parts:
+) -> SplitOutputs:
     """Attend to each split of each head's slots, `size` of them at a time, and to its low-rank memory.
 
     Args:
@@ -73,27 +73,27 @@ def attend_parts(
 
     def of_part(*tail: int) -> Any:
         spec = pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
-        return made((b, h, parts, *tail), spec)
+        return output_block((b, h, parts, *tail), spec)
 
     def of_row(numbers: Array | None) -> Any:
-        return None if numbers is None else block(numbers, pl.BlockSpec((1,), lambda s, h, b: (b,)))
+        return None if numbers is None else input_block(numbers, pl.BlockSpec((1,), lambda s, h, b: (b,)))
 
     def slots(numbers: Array) -> Any:
-        return block(numbers, of_slots(*numbers.shape[x.position.ndim :]))
+        return input_block(numbers, of_slots(*numbers.shape[x.position.ndim :]))
 
     slopes, low_rank, gumbel = x.spec.slopes, x.low_rank, x.gumbel
     if slopes is not None:
         of_group = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
-        slopes = block(pad_to(slopes.astype(jnp.float32), 1, ROWS), of_group)
+        slopes = input_block(pad_to(slopes.astype(jnp.float32), 1, ROWS), of_group)
     if low_rank is not None:
         phi, memory, z = (y.astype(jnp.float32) for y in low_rank)
         phi = jnp.moveaxis(pad_to(phi, 2, ROWS), -1, 2)
-        low_rank = LowRank(*(block(y, of_head(*y.shape[2:])) for y in (phi, memory, z)))
+        low_rank = LowRank(*(input_block(y, of_head(*y.shape[2:])) for y in (phi, memory, z)))
     if gumbel is not None:
         seed, tau, first = map(of_row, (gumbel.seed, gumbel.tau.astype(jnp.float32), gumbel.first))
         gumbel = dataclasses.replace(gumbel, seed=seed, tau=tau, first=first)
     inputs = DecodeAttention(
-        q=block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
+        q=input_block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
         k=jax.tree.map(slots, x.k),
         v=jax.tree.map(slots, x.v),
         position=slots(x.position),
@@ -104,9 +104,9 @@ def attend_parts(
     )
     lse = of_part(ROWS)
     return run(
-        functools.partial(_kernel, size=size, splits=splits, multiply=products(interpret)),
+        functools.partial(_kernel, size=size, splits=splits, multiply=multiplication(interpret)),
         (inputs, span),
-        Parts(of_part(ROWS, x.v.shape[-1]), lse, logits, None if gumbel is None else lse),
+        SplitOutputs(of_part(ROWS, x.v.shape[-1]), lse, logits, None if gumbel is None else lse),
         grid=(parts, h, b),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -117,7 +117,7 @@ def attend_parts(
 def _kernel(
     x: DecodeAttention,
     span: Span | None,
-    outputs: Parts,
+    outputs: SplitOutputs,
     *,
     size: int,
     splits: int,
@@ -125,7 +125,7 @@ def _kernel(
 ) -> None:
     part, head = pl.program_id(0), pl.program_id(1)
     (capacity,), e, dtype = x.position.shape, outputs.out.shape[-1], x.q.dtype
-    (k, k_scale), (v, v_scale) = stored(x.k), stored(x.v)
+    (k, k_scale), (v, v_scale) = array_and_scale(x.k), array_and_scale(x.v)
     begin, end = (0, capacity) if span is None else (span.begin[0], span.end[0])
     split = split_of(end - begin, splits, size)
     first = begin + part * split
@@ -158,7 +158,7 @@ def _kernel(
                 return tuple(y.astype(dtype) for y in found)
 
             at = read(x.position, -1)
-            visible = seen(at, query, x.spec.window)
+            visible = visible_slots(at, query, x.spec.window)
             visible = jax.lax.broadcast_in_dim(visible, (ROWS, size), (1,))
             products = functools.reduce(jnp.add, map(multiply, q, (y.T for y in pieces_of(k, pieces))))
             logits = x.spec.capped(products if k_scale is None else products * read(k_scale)[None, :])
@@ -171,7 +171,7 @@ def _kernel(
             acc = tuple(kept[:, None] * some + multiply(scaled, y) for some, y in zip(acc, pieces_of(v), strict=True))
             if x.gumbel is not None:
                 number = (head if x.gumbel.first is None else head + x.gumbel.first[0]).astype(jnp.uint32)
-                logits = tempered(logits, visible, x.gumbel, x.gumbel.seed[0], x.gumbel.tau[0], number, at)
+                logits = noisy_logits(logits, visible, x.gumbel, x.gumbel.seed[0], x.gumbel.tau[0], number, at)
                 *_, noisy_top, noisy_total = add_logits(noisy_top, noisy_total, logits)
             if outputs.logits is not None:
                 columns = jax.lax.broadcast_in_dim(slot, (ROWS, size), (1,))
@@ -219,7 +219,7 @@ def in_halves(codes: Array) -> bool:
     return codes.dtype == jnp.uint8
 
 
-def products(interpret: Any) -> Callable[[Array, Array], Array]:
+def multiplication(interpret: Any) -> Callable[[Array, Array], Array]:
     """Return a function that multiplies matrices [n m] and [m o] in float32, inside a kernel with this `interpret`.
 
     Float32 is not rounded to the ten bits of the tensor cores. Each number is split into a sum of two such numbers,

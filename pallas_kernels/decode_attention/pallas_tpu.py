@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.attention import log_sum, positive
-from pallas_kernels.blocks import made, run
+from pallas_kernels.blocks import output_block, run
 from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, tpu_params
-from pallas_kernels.decode_attention import kernel_parts, running
+from pallas_kernels.decode_attention import kernel_parts, online_softmax
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
-from pallas_kernels.decode_attention.running import Running
+from pallas_kernels.decode_attention.online_softmax import RunningAttention
 
 BLOCK_BYTES = 1 << 20
 """Approximate bytes of keys in one grid step; values take as many, and both are double-buffered."""
@@ -30,7 +30,7 @@ ROOMY = 64 << 20
 """Bytes of VMEM from which blocks and kernels' VMEM are twice as large: v4 has less, later chips have it."""
 
 
-class Outputs(NamedTuple):
+class AttentionOutputs(NamedTuple):
     """Results of the kernel: blocks of rows are packed, and `lse` has a number for each row of a head's block."""
 
     out: Any
@@ -45,25 +45,27 @@ class Outputs(NamedTuple):
 def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
-    heads, slots = tile(h, c, max(d, e), min(kernel_parts.stored(y)[0].dtype.itemsize for y in (x.k, x.v)))
-    splits, (blocks, rows) = pl.cdiv(c, slots), running.rows_and_blocks(heads, g)
+    heads, slots = tile(h, c, max(d, e), min(kernel_parts.array_and_scale(y)[0].dtype.itemsize for y in (x.k, x.v)))
+    splits, (blocks, rows) = pl.cdiv(c, slots), online_softmax.rows_and_blocks(heads, g)
     shared = blocks < heads
     # With heads that share registers, scores are as large as logits and are held twice.
     held = 4 * (blocks * rows + (2 * heads if shared else 0)) * splits * slots
     keep = x.scores is not None and held <= HELD_BYTES
     wanted = "sum" if x.gumbel is not None else x.scores
 
-    parts = running.Parts(heads, g, slots, lambda b, h, s: (b, h, s))
+    parts = online_softmax.BlockLayout(heads, g, slots, lambda b, h, s: (b, h, s))
     inputs = parts.inputs(x, parts.of_slots())
     told = 1 if shared else rows
-    outputs = Outputs(made((b, h * g, e), parts.of_queries(e)), made((b, h, told), parts.of_heads(told)))
+    outputs = AttentionOutputs(
+        output_block((b, h * g, e), parts.of_queries(e)), output_block((b, h, told), parts.of_heads(told))
+    )
     if keep:
         shape = (g, c) if wanted == "each" and not shared else (c,)
-        outputs = outputs._replace(scores=made((b, h, *shape), parts.of_heads(*shape)))
+        outputs = outputs._replace(scores=output_block((b, h, *shape), parts.of_heads(*shape)))
     elif wanted is not None:
         several = parts.of_heads(rows, slots, along=1)
-        logits = made((b, h, c), parts.of_slots()) if shared else made((b, h, rows, c), several)
-        outputs = outputs._replace(logits=logits, scores_lse=made((b, h, told), parts.of_heads(told)))
+        logits = output_block((b, h, c), parts.of_slots()) if shared else output_block((b, h, rows, c), several)
+        outputs = outputs._replace(logits=logits, scores_lse=output_block((b, h, told), parts.of_heads(told)))
 
     channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)
     settings = dict(capacity=c, channels=channels, wanted=wanted, integers=kernel_parts.multiplies_integers(interpret))
@@ -73,9 +75,11 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
         outputs,
         grid=(b, pl.cdiv(h, heads), splits),
         scratch_shapes=[
-            Running.scratch(blocks, rows, e=e, noisy=x.gumbel is not None, slots=splits * slots if keep else None)
+            RunningAttention.scratch(
+                blocks, rows, e=e, noisy=x.gumbel is not None, slots=splits * slots if keep else None
+            )
         ],
-        compiler_params=tpu_params(2, 1, VMEM_BYTES * room()),
+        compiler_params=tpu_params(2, 1, VMEM_BYTES * block_factor()),
         interpret=interpret,
         name="decode_attention",
     )
@@ -90,7 +94,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     return Decoded(found.out.reshape(b, h, g, e), found.lse[:, :, :g], result)
 
 
-def room() -> int:
+def block_factor() -> int:
     """Return the factor by which blocks may exceed `BLOCK_BYTES` on the target TPU."""
     known = chip()
     return 2 if known is not None and known.vmem_capacity_bytes >= ROOMY else 1
@@ -98,7 +102,7 @@ def room() -> int:
 
 def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
     """Return the KV heads and slots of one grid step, for d numbers per head and slot of `itemsize` bytes each."""
-    heads, most = SUBLANES if h % SUBLANES == 0 else h, BLOCK_BYTES * room()
+    heads, most = SUBLANES if h % SUBLANES == 0 else h, BLOCK_BYTES * block_factor()
     while h % (2 * heads) == 0 and 2 * heads * c * d * itemsize <= most:
         heads *= 2  # for short rows: a step must take longer than its start
     slots = max(LANES, most // (heads * d * itemsize) // LANES * LANES)
@@ -107,8 +111,8 @@ def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
 
 def _kernel(
     x: DecodeAttention,
-    made: Outputs,
-    scratch: Running,
+    made: AttentionOutputs,
+    scratch: RunningAttention,
     *,
     capacity: int,
     channels: tuple[int, int],
@@ -129,22 +133,22 @@ def _kernel(
         return jnp.where(here < capacity, numbers, jnp.zeros_like(numbers))
 
     position, query = x.position[0], x.query_position[row]
-    visible = kernel_parts.seen(position, query, x.spec.window)
+    visible = kernel_parts.visible_slots(position, query, x.spec.window)
     if capacity % slots:
         visible &= first + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
-    v, v_scale = kernel_parts.stored(x.v)
+    v, v_scale = kernel_parts.array_and_scale(x.v)
     if v_scale is None:
         v = live(v[0], 3 - channels[1])
     else:
         v, v_scale = v[0], live(v_scale[0], 1)
 
-    q = running.rows_of(x.q[0], heads)
-    logits, visible = running.logits_of(x, q, position, visible, query, channels[0], integers, first, row)
+    q = online_softmax.unpack_rows(x.q[0], heads)
+    logits, visible = online_softmax.logits_of(x, q, position, visible, query, channels[0], integers, first, row)
     scratch.softmax.advance(
-        logits, scratch.acc, lambda weights: kernel_parts.weighted(weights, v, v_scale, channels[1], integers)
+        logits, scratch.acc, lambda weights: kernel_parts.block_weighted_sum(weights, v, v_scale, channels[1], integers)
     )
     if scratch.noisy is not None:
-        logits = running.noisy(x.scores, logits, visible, position, row, head)
+        logits = online_softmax.add_noise(x.scores, logits, visible, position, row, head)
         scratch.noisy.advance(logits)
     if scratch.logits is not None:
         here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(first, slots), slots)
@@ -156,30 +160,30 @@ def _kernel(
     def _() -> None:
         top, total = (ref[...] for ref in (scratch.noisy or scratch.softmax))  # of slots alone
         out, lse = _finish(x.low_rank, scratch)
-        made.out[0], made.lse[0] = running.packed(out, heads, groups), running.along_lanes(lse, heads)
+        made.out[0], made.lse[0] = online_softmax.pack_rows(out, heads, groups), online_softmax.along_lanes(lse, heads)
         if wanted is None:
             return
         if made.scores_lse is not None:
-            made.scores_lse[0] = running.along_lanes(log_sum(top, total), heads)
+            made.scores_lse[0] = online_softmax.along_lanes(log_sum(top, total), heads)
             return
         used = slice(groups if len(q) == heads else None)
         share = jnp.exp(scratch.logits[:, used, :capacity] - top[:, used])
         share /= positive(total)[:, used]
-        made.scores[0] = share if wanted == "each" and len(q) == heads else running.summed(share, heads)
+        made.scores[0] = share if wanted == "each" and len(q) == heads else online_softmax.sum_groups(share, heads)
 
 
-def _finish(low_rank: LowRank | None, scratch: Running) -> tuple[Array, Array]:
+def _finish(low_rank: LowRank | None, scratch: RunningAttention) -> tuple[Array, Array]:
     # Merges slots with low-rank attention, which is one more split: its logits are the logarithms of its mass.
     if low_rank is not None:
         heads = low_rank.z.shape[1]
-        phi = running.rows_of(low_rank.features[0], heads)
-        mass = (phi * kernel_parts.beside(low_rank.z[0], len(phi))).sum(-1, keepdims=True)
+        phi = online_softmax.unpack_rows(low_rank.features[0], heads)
+        mass = (phi * kernel_parts.per_query_row(low_rank.z[0], len(phi))).sum(-1, keepdims=True)
         some = mass > 0
         mass = jnp.where(some, mass, 1.0)
 
         def weigh(weights: Array) -> Array:
             # phi H is divided by its mass, which the weights contain: that cannot overflow.
-            memory = kernel_parts.of_each(lambda rows: kernel_parts.dot(rows, low_rank.h[0], 1), phi, heads)
+            memory = kernel_parts.multiply_heads(lambda rows: kernel_parts.dot(rows, low_rank.h[0], 1), phi, heads)
             return weights / mass * memory
 
         scratch.softmax.advance(jnp.where(some, jnp.log(mass), LOWEST), scratch.acc, weigh)

@@ -15,15 +15,15 @@ from pallas_kernels.attention import (
     Partial,
     attend,
     attend_blocks,
+    noisy_numerators,
     pad_to,
     slot_block,
-    tempered,
     wide,
 )
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, Gumbel, Sinks
 from pallas_kernels.op import Options
 from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
-from pallas_kernels.quantised import products, weighted
+from pallas_kernels.quantised import query_products, weighted_values
 
 PACKED_BYTES = 4 << 20
 """Maximum bytes of value codes that a product on CPU repacks together."""
@@ -65,7 +65,7 @@ def products_of_sinks(
 ) -> tuple[Bool[Array, "b h g 1 c"], Float[Array, "b h g 1 c"]]:
     """Return the mask of sinks among the slots, and the products of their keys with their own query."""
     count = min(sinks.count, position.shape[-1])
-    found = products(sinks.q, cut(k, 0, count, 2), platform)
+    found = query_products(sinks.q, cut(k, 0, count, 2), platform)
     here = jnp.broadcast_to((position[:, :, :count] < sinks.count)[:, :, None], found.shape)
 
     def among(x: Array) -> Array:
@@ -109,7 +109,7 @@ def attend_codes(
     together = at_once(k, packed_anew=False)
 
     def logits_of(i: Int[Array, ""]) -> Float[Array, "b h m g s"]:
-        return products(q[:, :, None], cut(k, i * together, together, 2), platform)
+        return query_products(q[:, :, None], cut(k, i * together, together, 2), platform)
 
     found = jax.lax.map(logits_of, jnp.arange(n // together)) if together < n else logits_of(jnp.int32(0))[None]
     found = jnp.moveaxis(found, 0, 2).reshape(b, h, n, g, 1, s)
@@ -119,7 +119,7 @@ def attend_codes(
 
         def add(i: Int[Array, ""], out: Float[Array, "b h g e"]) -> Float[Array, "b h g e"]:
             some, read = (cut(x, i * together, together, 2) for x in (weights[:, :, :, :, 0], v))
-            return out + weighted(some, read, q.dtype, platform).sum(2)  # type: ignore[arg-type]
+            return out + weighted_values(some, read, q.dtype, platform).sum(2)  # type: ignore[arg-type]
 
         out = jnp.zeros((b, h, g, e), weights.dtype)
         return jax.lax.fori_loop(0, n // together, add, out)[:, :, :, None]
@@ -132,6 +132,6 @@ def increments(probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], gu
     head = None if gumbel.first is None else gumbel.first[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)
     uniform = noise.uniform_at(gumbel.seed, gumbel.layer, position, head=head).astype(probs.dtype)
     zeta = noise.KINDS[gumbel.noise](uniform)[:, :, None]
-    shares = tempered(probs, zeta, gumbel.tau.astype(probs.dtype)[:, None, None, None])
+    shares = noisy_numerators(probs, zeta, gumbel.tau.astype(probs.dtype)[:, None, None, None])
     total = shares.sum(-1)
     return jnp.einsum("bhgc,bhg->bhc", shares, jnp.where(total > 0, 1.0, 0.0) / jnp.where(total > 0, total, 1.0))

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from pallas_kernels.common import capability
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
-from pallas_kernels.decode_attention.kernel_parts import stored
-from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, split_of, tile
+from pallas_kernels.decode_attention.kernel_parts import array_and_scale
+from pallas_kernels.decode_attention.splits import ROWS, SplitOutputs, channels, merge_splits, split_of, tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
     constants = constants_of(x)
     nothing = jnp.zeros(1, jnp.float32)  # placeholder for absent arrays, never read
     low = LowRank(nothing, nothing, nothing) if x.low_rank is None else x.low_rank
-    (keys, k_scale), (values, v_scale) = stored(x.k), stored(x.v)
+    (keys, k_scale), (values, v_scale) = array_and_scale(x.k), array_and_scale(x.v)
     arrays = [
         x.q,
         keys,
@@ -91,8 +91,8 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
         s=constants,
         **{"num_warps": 4, "num_stages": 2, "compute_capability": capability(), **call},
     )
-    found = Parts(*found)
-    return merged(found if gumbel is not None else found._replace(noisy_lse=None), g, constants.splits, x.scores)
+    found = SplitOutputs(*found)
+    return merge_splits(found if gumbel is not None else found._replace(noisy_lse=None), g, constants.splits, x.scores)
 
 
 def constants_of(x: DecodeAttention) -> Constants:
@@ -115,8 +115,8 @@ def constants_of(x: DecodeAttention) -> Constants:
         window=-1 if x.spec.window is None else x.spec.window,
         layer=0 if gumbel is None else gumbel.layer * 0x9E3779B9 & 0xFFFFFFFF,
         slopes=x.spec.slopes is not None,
-        k_codes=stored(x.k)[1] is not None,
-        v_codes=stored(x.v)[1] is not None,
+        k_codes=array_and_scale(x.k)[1] is not None,
+        v_codes=array_and_scale(x.v)[1] is not None,
         scores=x.scores is not None,
         tempered=gumbel is not None,
         noisy=gumbel is not None and gumbel.noise == "gumbel",

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.attention import static
 from pallas_kernels.common import SUBLANES, padded
 from pallas_kernels.op import How, Limit, Op
-from pallas_kernels.ranking import Protection
+from pallas_kernels.ranking import EvictionRules
 
 WORDS = ("float32", "int32", "uint32")
 WIDE = ("float32", "bfloat16", "int8", "uint8")
@@ -29,7 +29,7 @@ def evict(
     buffers: Any,
     added: Any,
     *,
-    protection: Protection,
+    protection: EvictionRules,
     keep: Bool[Array, "b h c"] | None = None,
     shrinks: bool = False,
     pairs: bool = True,
@@ -74,7 +74,7 @@ class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h 
     new_position: Int[Array, " b"]
     buffers: Any
     added: Any
-    protection: Protection
+    protection: EvictionRules
     keep: Bool[Array, "b h c"] | None = None
     shrinks: bool = static(False)
     pairs: bool = static(True)

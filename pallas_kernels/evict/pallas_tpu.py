@@ -21,16 +21,16 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.blocks import block, made, over, run
+from pallas_kernels.blocks import alias_block, input_block, output_block, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, over_cores, row_and_block, slots_lie_along_lanes, tpu_params
 from pallas_kernels.evict.api import Evict
-from pallas_kernels.ranking import Protection, victim
+from pallas_kernels.ranking import EvictionRules, victim
 
 UNIT = 16
 """Minimum slots of an aligned copy: one tile of 16 bits, two tiles of 32 bits."""
 
 
-class Outputs(NamedTuple):
+class EvictOutputs(NamedTuple):
     """Results of the kernel; `taken` has what the buffers held."""
 
     slot: Any
@@ -74,33 +74,39 @@ def evict(x: Evict, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
         if kind == "narrow":
             if leaf.dtype == jnp.bool_:
                 leaf, value = leaf.astype(jnp.int32), value.astype(jnp.int32)
-            before, after = block(leaf, part(c)), block(value[..., None], part(1))
+            before, after = input_block(leaf, part(c)), input_block(value[..., None], part(1))
         elif kind == "planes":  # in the stored order, so XLA makes no copy
-            before, after = block(leaf.swapaxes(2, 3), part(width, c)), block(value[..., None], part(width, 1))
+            before, after = (
+                input_block(leaf.swapaxes(2, 3), part(width, c)),
+                input_block(value[..., None], part(width, 1)),
+            )
         else:
             # A block of eight heads does not fill a tile of 8-bit numbers.
             value = value.astype(jnp.int32) if value.dtype.itemsize == 1 else value
-            before, after = block(leaf, pl.BlockSpec(memory_space=pl.ANY)), block(value, part(width, late=1))
+            before, after = (
+                input_block(leaf, pl.BlockSpec(memory_space=pl.ANY)),
+                input_block(value, part(width, late=1)),
+            )
         held.append(before)
         added.append(after)
-        tiles.append(pltpu.VMEM((2, heads, copied(leaf), width), leaf.dtype) if kind == "wide" else None)
+        tiles.append(pltpu.VMEM((2, heads, slots_per_copy(leaf), width), leaf.dtype) if kind == "wide" else None)
     inputs = Evict(
-        scores=None if x.scores is None else block(x.scores.astype(jnp.float32), part(c)),
-        position=block(x.position, part(c)),
-        new_position=block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        scores=None if x.scores is None else input_block(x.scores.astype(jnp.float32), part(c)),
+        position=input_block(x.position, part(c)),
+        new_position=input_block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
         buffers=held,
         added=added,
-        protection=Protection(*(block(bound[..., None], part(1)) for bound in x.protection.of_heads())),
-        keep=None if x.keep is None else block(x.keep.astype(jnp.int32), part(c)),
+        protection=EvictionRules(*(input_block(bound[..., None], part(1)) for bound in x.protection.of_heads())),
+        keep=None if x.keep is None else input_block(x.keep.astype(jnp.int32), part(c)),
         shrinks=x.shrinks,
     )
-    number = made((b, h, 1), part(1), jnp.int32)
-    taken = [made(new.array.shape, new.spec, new.array.dtype) for new in added]
+    number = output_block((b, h, 1), part(1), jnp.int32)
+    taken = [output_block(new.array.shape, new.spec, new.array.dtype) for new in added]
     semaphores = pltpu.SemaphoreType.DMA((2, max(1, kinds.count("wide")), 2))
     found = run(
         functools.partial(_kernel, units=units, blocks=blocks, kinds=kinds),
         (inputs,),
-        Outputs(number, number, over(inputs.position), [over(y) for y in held], taken),
+        EvictOutputs(number, number, alias_block(inputs.position), [alias_block(y) for y in held], taken),
         grid=(cores, units + 2 * ("wide" in kinds)),
         scratch_shapes=[Scratch(tiles, pltpu.SMEM((2, heads), jnp.int32), semaphores)],
         compiler_params=tpu_params(1, 1, VMEM_BYTES),
@@ -125,7 +131,7 @@ def in_planes(leaf: Array) -> bool:
     return slots_lie_along_lanes(*leaf.shape[2:])
 
 
-def copied(leaf: Array) -> int:
+def slots_per_copy(leaf: Array) -> int:
     """Return the slots of one aligned copy of a buffer [b h c w].
 
     They are one tile of 16 bits, two tiles of 32 bits, and a tile of 8 bits, or half of one if c requires it.
@@ -133,12 +139,12 @@ def copied(leaf: Array) -> int:
     return max(UNIT, math.gcd(leaf.shape[2], 2 * UNIT)) if leaf.dtype.itemsize == 1 else UNIT
 
 
-def counted(dtype: DTypeLike) -> Any:
+def dtype_32_bits(dtype: DTypeLike) -> Any:
     """Return the 32-bit dtype in which kernels select and sum numbers of a dtype."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
-def _kernel(x: Evict, outputs: Outputs, scratch: Scratch, *, units: int, blocks: int, kinds: list[str]) -> None:
+def _kernel(x: Evict, outputs: EvictOutputs, scratch: Scratch, *, units: int, blocks: int, kinds: list[str]) -> None:
     tiles, slots, semaphores = scratch
     wide = [(leaf, tile) for leaf, tile in enumerate(tiles) if tile is not None]
     core, step = pl.program_id(0), pl.program_id(1)
@@ -184,7 +190,7 @@ def _kernel(x: Evict, outputs: Outputs, scratch: Scratch, *, units: int, blocks:
         start(step - 1, before, into_cache=True)
 
 
-def _choose(x: Evict, outputs: Outputs, slots: Any, newest: Any, kinds: list[str]) -> None:
+def _choose(x: Evict, outputs: EvictOutputs, slots: Any, newest: Any, kinds: list[str]) -> None:
     """Select the slots of a block of heads, and exchange entries of the buffers that are whole blocks."""
     heads, capacity = x.position.shape[1:]
     position = x.position[0]
@@ -216,7 +222,7 @@ def _choose(x: Evict, outputs: Outputs, slots: Any, newest: Any, kinds: list[str
 def _exchange(tile: Any, slots: Any, new: Any, taken: Any, writes: Any) -> None:
     """Exchange entries in tiles that have arrived; tiles of a row of padding go back unchanged."""
     for head in range(tile.shape[0]):
-        old = tile[head].astype(counted(tile.dtype))
+        old = tile[head].astype(dtype_32_bits(tile.dtype))
         chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0) == slots[head] & (tile.shape[1] - 1)
         here_only = jnp.where(chosen, old, jnp.zeros_like(old)).sum(0, keepdims=True)
         taken[0, pl.ds(head, 1)] = here_only.astype(taken.dtype)

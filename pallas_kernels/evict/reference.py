@@ -18,10 +18,10 @@ def evict(x: Evict, _: Options) -> tuple[Array, Array, Any, Array, Any]:
     sinks, recent, limit = (bound[..., None] for bound in x.protection)
     newest = x.new_position[:, None, None]
     slot = victim(x.scores, x.position, newest, sinks, recent, limit, x.keep, shrinks=x.shrinks)[..., 0]
-    return exchange(slot, x.position, x.new_position, x.buffers, x.added, pairs=x.pairs)
+    return replace_slots(slot, x.position, x.new_position, x.buffers, x.added, pairs=x.pairs)
 
 
-def exchange(
+def replace_slots(
     slot: Int[Array, "b h"],
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
@@ -43,7 +43,7 @@ def exchange(
     def write(leaf: Array, value: Array) -> Array:
         # XLA on CPU compiles each scatter separately, and would convert a whole bfloat16 buffer to float32 and back.
         if on_cpu and (leaf.ndim == 3 or leaf.dtype == jnp.bfloat16):
-            return written_through(leaf, slot, value)
+            return write_slots(leaf, slot, value)
         return leaf.at[row, head, slot].set(value.astype(leaf.dtype), mode="drop", **at)
 
     position = write(position, jnp.broadcast_to(new_position[:, None], slot.shape))
@@ -51,7 +51,7 @@ def exchange(
     return slot, jnp.where(writes, left, -1), taken, position, buffers
 
 
-def written_through(leaf: Array, slot: Int[Array, "b h"], value: Array) -> Array:
+def write_slots(leaf: Array, slot: Int[Array, "b h"], value: Array) -> Array:
     """Write an entry [b h ...] into a slot of each head of a buffer [b h c ...], slot by slot without a scatter.
 
     A slot of c or more writes nothing.

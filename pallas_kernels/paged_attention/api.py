@@ -20,7 +20,7 @@ Places = tuple[Int[Array, "b h"], Int[Array, "P s"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
 
 
-class Paged(NamedTuple):
+class PagedResult(NamedTuple):
     """Attention of one token per row over its heads' pages."""
 
     out: Float[Array, "b h g e"]
@@ -51,7 +51,7 @@ def paged_attention(
     logits: Float[Array, "P g s"] | None = None,
     layers: int = 1,
     **how: Unpack[How],
-) -> Paged:
+) -> PagedResult:
     """Compute softmax attention of one token per row over the pages of one layer in a pool, in one pass over them.
 
     Args:
@@ -82,7 +82,7 @@ def paged_attention(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PagedAttention(Op[Paged]):
+class PagedAttention(Op[PagedResult]):
     """See `paged_attention`. Kernels allocate their logits, and the limits exclude places that matter."""
 
     q: Float[Array, "b h g d"]

@@ -17,20 +17,20 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
 from pallas_kernels.attention import log_sum, pad_to, positive
-from pallas_kernels.blocks import block, made, run
+from pallas_kernels.blocks import input_block, output_block, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, padded, tpu_params
 from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
+    array_and_scale,
+    block_products,
+    block_weighted_sum,
     multiplies_integers,
-    products,
-    seen,
-    stored,
-    weighted,
+    visible_slots,
 )
-from pallas_kernels.decode_attention.running import Running
+from pallas_kernels.decode_attention.online_softmax import RunningAttention
 from pallas_kernels.operands import Operand
-from pallas_kernels.paged_attention.api import Paged, PagedAttention, ranges
+from pallas_kernels.paged_attention.api import PagedAttention, PagedResult, ranges
 
 SLOTS = (128, 512)
 """Approximate minimum and maximum slots of one grid step; each head's last step reads some that it does not use."""
@@ -55,13 +55,13 @@ class Steps(NamedTuple):
 class Scratch(NamedTuple):
     """Memory that is kept between the steps of an owner."""
 
-    running: Running
+    running: RunningAttention
     logits: Any
     """A block of pages that belongs to other steps, and one that is copied out."""
     written: Any
 
 
-def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
+def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
     (b, h, g, d), e = x.q.shape, x.v.shape[-1]
     count, size = x.position.shape
     pages, rows = tile(b * h, x.layers, count, size), padded(g, SUBLANES)
@@ -80,28 +80,28 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
         return pl.BlockSpec(sizes, lambda i, steps: (_place(i, steps, pages, count)[1], 0, 0))
 
     def placed(numbers: Array) -> Any:
-        return block(numbers, of_pages(*numbers.shape[1:]))
+        return input_block(numbers, of_pages(*numbers.shape[1:]))
 
     slopes: Any = x.spec.slopes
     if slopes is not None:
         of_group = pl.BlockSpec((1, rows, 1), lambda i, steps: (steps.owner[i] % h, 0, 0))
-        slopes = block(pad_to(slopes.astype(jnp.float32)[..., None], 1, rows), of_group)
+        slopes = input_block(pad_to(slopes.astype(jnp.float32)[..., None], 1, rows), of_group)
     inputs = DecodeAttention(
-        q=block(pad_to(x.q, 2, rows).reshape(b * h, rows, d), of_head(rows, d)),
+        q=input_block(pad_to(x.q, 2, rows).reshape(b * h, rows, d), of_head(rows, d)),
         k=jax.tree.map(placed, _in_lanes(x.k)),
         v=jax.tree.map(placed, _in_lanes(x.v)),
         position=placed(x.position[:, None]),
         query_position=None,  # type: ignore[arg-type]  # with the scalars
         spec=dataclasses.replace(x.spec, slopes=slopes),
     )
-    outputs = Paged(
-        made((b * h, rows, e), of_head(rows, e)),
-        made((b * h, rows, 1), of_head(rows, 1)),
+    outputs = PagedResult(
+        output_block((b * h, rows, e), of_head(rows, e)),
+        output_block((b * h, rows, 1), of_head(rows, 1)),
         # The array has room for a whole block that begins with the last page.
-        made((count + pages, g, size), pl.BlockSpec(memory_space=pl.ANY)),
+        output_block((count + pages, g, size), pl.BlockSpec(memory_space=pl.ANY)),
     )
     scratch = Scratch(
-        Running.scratch(rows, e=e),
+        RunningAttention.scratch(rows, e=e),
         pltpu.VMEM((2 * pages, g, size), jnp.float32),
         pltpu.SemaphoreType.DMA(()),
     )
@@ -121,7 +121,7 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> Paged:
     if g == 1:
         # Readers need pages along lanes: on v6e, transposing two dimensions takes an eighth of the cycles of three.
         logits = jax.lax.optimization_barrier(logits[:, 0])[:, None]
-    return Paged(out, lse[..., 0], logits)
+    return PagedResult(out, lse[..., 0], logits)
 
 
 def tile(owners: int, layers: int, count: int, size: int) -> int:
@@ -152,7 +152,7 @@ def told(rows: int, owners: int, count: int, block: int) -> int:
 
 def _in_lanes(operand: Operand) -> Operand:
     # The scales of a page are a row of lanes.
-    scale = stored(operand)[1]
+    scale = array_and_scale(operand)[1]
     return operand if scale is None else dataclasses.replace(operand, scale=scale[:, None])  # type: ignore[type-var]
 
 
@@ -166,7 +166,7 @@ def _place(i: Array, steps: Steps, block: int, pool: int) -> tuple[Array, Array]
 def _kernel(
     steps: Steps,
     x: DecodeAttention,
-    outputs: Paged,
+    outputs: PagedResult,
     scratch: Scratch,
     *,
     heads: int,
@@ -190,8 +190,8 @@ def _kernel(
         return (which >= 0) & (which < mine * each)
 
     position, query = row(x.position), steps.query_position[owner // heads]
-    visible = seen(position, query, x.spec.window) & real(position.shape, 1, size)
-    (k, k_scale), (v, v_scale) = stored(x.k), stored(x.v)
+    visible = visible_slots(position, query, x.spec.window) & real(position.shape, 1, size)
+    (k, k_scale), (v, v_scale) = array_and_scale(x.k), array_and_scale(x.v)
     k, v = k[...], v[...]
     k_scale, v_scale = (None if scale is None else row(scale) for scale in (k_scale, v_scale))
     if v_scale is None:
@@ -199,11 +199,13 @@ def _kernel(
     else:
         v_scale = jnp.where(real(v_scale.shape, 1, size), v_scale, 0.0)
     k, v = (y.reshape(1, pages * size, -1) for y in (k, v))
-    logits = x.spec.capped(products(x.q[...], k, k_scale, 2, integers))[0]
+    logits = x.spec.capped(block_products(x.q[...], k, k_scale, 2, integers))[0]
     if x.spec.slopes is not None:
         logits += x.spec.slopes[0] * (position - query).astype(jnp.float32)
     logits = jnp.where(visible, logits, LOWEST)
-    state.softmax.advance(logits, state.acc, lambda weights: weighted(weights[None], v, v_scale, 2, integers)[0])
+    state.softmax.advance(
+        logits, state.acc, lambda weights: block_weighted_sum(weights[None], v, v_scale, 2, integers)[0]
+    )
 
     # A whole block is copied out, and later steps overwrite what follows these pages. A block that begins earlier
     # copies only its own pages.

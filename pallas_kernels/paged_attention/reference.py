@@ -11,14 +11,14 @@ from jaxtyping import Array
 from pallas_kernels.attention import log_sum, positive, wide
 from pallas_kernels.op import Options
 from pallas_kernels.operands import cut
-from pallas_kernels.paged_attention.api import Paged, PagedAttention
-from pallas_kernels.quantised import products, weighted
+from pallas_kernels.paged_attention.api import PagedAttention, PagedResult
+from pallas_kernels.quantised import query_products, weighted_values
 
 PAGE_BLOCK = 64
 """Maximum pages of one loop step."""
 
 
-def paged_attention(x: PagedAttention, options: Options) -> Paged:
+def paged_attention(x: PagedAttention, options: Options) -> PagedResult:
     (q, k, v, spec), (position, owner, pages) = (x.q, x.k, x.v, x.spec), (x.position, x.owner, x.pages)
     b, h, g, d = q.shape
     count, size = position.shape
@@ -39,7 +39,7 @@ def paged_attention(x: PagedAttention, options: Options) -> Paged:
             return cut(pages, at, block, 0)
 
         whose, where = here(owner), here(position)
-        found = spec.capped(products(queries[whose], here(k), options.platform))
+        found = spec.capped(query_products(queries[whose], here(k), options.platform))
         if spec.slopes is not None:
             distance = here(key_place) - query_place.reshape(-1)[whose, None]
             found += (spec.slopes[whose % h][..., None] * distance[:, None]).astype(found.dtype)
@@ -51,7 +51,7 @@ def paged_attention(x: PagedAttention, options: Options) -> Paged:
         top = jnp.where(members[..., None], found.max(-1), lowest).max(1)
         now = jnp.maximum(highest, jnp.maximum(top, lowest / 2))
         weights = jnp.exp(found - now[whose][..., None])
-        read = weighted(weights, here(v), q.dtype, options.platform)
+        read = weighted_values(weights, here(v), q.dtype, options.platform)
         share, kept = members.astype(kind), jnp.exp(highest - now)
         total = kept * total + jnp.einsum("op,pg->og", share, weights.sum(-1))
         return now, total, kept[..., None] * out + jnp.einsum("op,pgd->ogd", share, read), logits
@@ -65,4 +65,4 @@ def paged_attention(x: PagedAttention, options: Options) -> Paged:
     blocks = (pages[1] - pages[0] + block - 1) // block
     highest, total, out, written = jax.lax.fori_loop(0, blocks, look, carry)
     found = out / positive(total)[..., None]
-    return Paged(found.reshape(b, h, g, -1), log_sum(highest, total).reshape(b, h, g), written)
+    return PagedResult(found.reshape(b, h, g, -1), log_sum(highest, total).reshape(b, h, g), written)

@@ -22,10 +22,10 @@ from pallas_kernels.decode_attention import (
     Gumbel,
     decode_attention,
     kernel_parts,
+    online_softmax,
     pallas_gpu,
     pallas_tpu,
-    partials,
-    running,
+    splits,
 )
 from pallas_kernels.operands import Quantised, Turned
 from tests.cases import slow
@@ -92,7 +92,7 @@ def test_short_rows_share_a_step():
 def test_blocks_are_larger_on_chips_with_more_memory(monkeypatch):
     for memory, heads, slots in ((16 << 20, 16, 512), (128 << 20, 32, 1024)):
         monkeypatch.setattr(
-            running.pltpu, "get_tpu_info", lambda memory=memory: SimpleNamespace(vmem_capacity_bytes=memory)
+            online_softmax.pltpu, "get_tpu_info", lambda memory=memory: SimpleNamespace(vmem_capacity_bytes=memory)
         )
         assert pallas_tpu.tile(32, 256, 128, 2) == (heads, 256)
         assert pallas_tpu.tile(8, 4096, 128, 2) == (8, slots)
@@ -100,19 +100,19 @@ def test_blocks_are_larger_on_chips_with_more_memory(monkeypatch):
 
 @pytest.mark.parametrize(("heads", "groups", "expected"), [(16, 1, (2, 8)), (12, 1, (12, 8)), (8, 4, (8, 8))])
 def test_single_queries_of_eight_heads_share_a_register(heads, groups, expected):
-    assert running.rows_and_blocks(heads, groups) == expected
+    assert online_softmax.rows_and_blocks(heads, groups) == expected
     rows = jnp.arange(heads * groups * 128.0).reshape(heads * groups, 128)
-    laid = running.rows_of(rows, heads)
+    laid = online_softmax.unpack_rows(rows, heads)
     assert laid.shape == (*expected, 128)
-    assert (running.packed(laid, heads, groups) == rows).all()
+    assert (online_softmax.pack_rows(laid, heads, groups) == rows).all()
 
 
 @pytest.mark.parametrize(("columns", "slots"), [(128, {}), (256, {208: 256, 384: 512})])
 def test_slots_fill_the_columns_of_a_wide_matrix_unit(monkeypatch, columns, slots):
-    monkeypatch.setattr(running.pltpu, "get_tpu_info", lambda: SimpleNamespace(mxu_column_size=columns))
+    monkeypatch.setattr(online_softmax.pltpu, "get_tpu_info", lambda: SimpleNamespace(mxu_column_size=columns))
     for c in (64, 128, 208, 256, 304, 384):
         q, k = jnp.zeros((2, 8, 128), jnp.bfloat16), jnp.zeros((2, c, 128), jnp.bfloat16)
-        told = str(jax.make_jaxpr(lambda q, k: kernel_parts.products(q, k, None, 2, True))(q, k))
+        told = str(jax.make_jaxpr(lambda q, k: kernel_parts.block_products(q, k, None, 2, True))(q, k))
         assert ("concatenate" in told) == (c in slots)
         assert f"f32[2,8,{slots.get(c, c)}]" in told
 
@@ -120,14 +120,14 @@ def test_slots_fill_the_columns_of_a_wide_matrix_unit(monkeypatch, columns, slot
 @pytest.mark.parametrize("scores", ["each", "gumbel"])
 def test_splits_of_programs_give_what_one_gives(scores):
     some = case(1, 2, 3, 700, 64, scores=scores, features=4)
-    assert pallas_gpu.tile(2, 700, 64 * 4) == (64, 2) and partials.split_of(700, 2, 64) == 384
+    assert pallas_gpu.tile(2, 700, 64 * 4) == (64, 2) and splits.split_of(700, 2, 64) == 384
     check(some, GPU_WAYS[0])
 
 
 def test_wide_float32_is_multiplied_in_halves():
     some = case(1, 1, 2, 40, 256, scores="sum")
-    assert partials.channels(256, "float32") == (slice(0, 128), slice(128, 256))
-    assert partials.channels(256, "bfloat16") == (slice(0, 256),)
+    assert splits.channels(256, "float32") == (slice(0, 128), slice(128, 256))
+    assert splits.channels(256, "bfloat16") == (slice(0, 256),)
     check(some, GPU_WAYS[0])
 
 

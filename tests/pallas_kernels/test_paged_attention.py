@@ -26,7 +26,7 @@ from pallas_kernels.operands import Quantised, Turned
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.api import ranges
 from pallas_kernels.paged_attention.pallas_tpu import MOST_TOLD, tile, told
-from pallas_kernels.workloads import paged as paged_program
+from pallas_kernels.workloads import paged_workload as paged_program
 from tests.cases import fastgen_case, slow
 from tests.kernel_cases.paged_attention import case
 from tests.kernels import GPU_WAYS, H100, TPU_WAYS, XLA, check
