@@ -65,14 +65,14 @@ class Program:
                 return jnp.asarray(rng.integers(info.min + 1, info.max, size=shape.shape, dtype=shape.dtype))
             if jnp.issubdtype(shape.dtype, jnp.floating):
                 key = jax.random.key(int(rng.integers(2**31)))
-                made = jax.random.normal(key, shape.shape, shape.dtype)
+                numbers = jax.random.normal(key, shape.shape, shape.dtype)
                 if field == "scale":  # decoded numbers are around one
-                    return (jnp.abs(made) + 1) / (8 if getattr(shapes[name], "bits", 8) == 4 else 128)
-                if (name == "layers" or field in ("first", "second", "third")) and made.ndim > 2:  # linear maps
-                    return made * made.shape[-2] ** -0.5
+                    return (jnp.abs(numbers) + 1) / (8 if getattr(shapes[name], "bits", 8) == 4 else 128)
+                if (name == "layers" or field in ("first", "second", "third")) and numbers.ndim > 2:  # linear maps
+                    return numbers * numbers.shape[-2] ** -0.5
                 if name == "q":  # attention that peaks at a few slots shows errors best
-                    return 3 * made
-                return jnp.abs(made) + 1 if field == "tau" or name in ("weights", "low_rank", "memory") else made
+                    return 3 * numbers
+                return jnp.abs(numbers) + 1 if field == "tau" or name in ("weights", "low_rank", "memory") else numbers
             if shape.dtype == jnp.uint32:
                 return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
             if shape.dtype == jnp.bool_:  # slots to keep: one in eight
@@ -86,7 +86,7 @@ class Program:
             if "key_position" in shapes and name != "places":
                 # A prompt's queries are its newest tokens; one of several readers has its first tokens.
                 keys, queries = shapes["key_position"].shape[-1], shapes["q"].shape[3]
-                first = 0 if "own" in shapes else keys - queries
+                first = 0 if "query_tokens" in shapes else keys - queries
                 return jnp.broadcast_to(first + jnp.arange(queries, dtype=shape.dtype), shape.shape)
             if name in ("places", "scores"):  # places, which matter only with slopes; numbers of layers and heads
                 return jnp.zeros(shape.shape, shape.dtype)
@@ -145,7 +145,7 @@ def run_in_turn(runners: list[Runner], repeats: int) -> list[Runner]:
 
     A runner that fails is reported and omitted.
     """
-    wanted, able = {}, []
+    references, working = {}, []
     for runner in runners:
         try:
             results = runner.start()
@@ -154,18 +154,18 @@ def run_in_turn(runners: list[Runner], repeats: int) -> list[Runner]:
             reason = in_one_line(error)
             print(f"{runner.op} {runner.label}, {runner.name} is left out: {reason}", file=sys.stderr)
             continue
-        able.append(runner)
+        working.append(runner)
         if runner.compared:
             # Copied to the host: donating them to the next call frees them.
             results = jax.tree.map(lambda x: np.asarray(x, np.float32), results)
-            wanted.setdefault((runner.op, runner.label), results)
-            runner.error = difference(results, wanted[runner.op, runner.label])
-    for runner in able:
+            references.setdefault((runner.op, runner.label), results)
+            runner.error = difference(results, references[runner.op, runner.label])
+    for runner in working:
         runner.calls = max(1, min(1000, math.ceil(LEAST / runner.measure())))
     for _ in range(repeats):
-        for runner in able:
+        for runner in working:
             runner.seconds.append(runner.measure())
-    return able
+    return working
 
 
 def in_one_line(error: Exception) -> str:
@@ -174,15 +174,15 @@ def in_one_line(error: Exception) -> str:
     return " ... ".join(dict.fromkeys((lines[0], lines[-1])))
 
 
-def difference(results: Any, wanted: Any) -> float:
+def difference(results: Any, expected: Any) -> float:
     """Return the largest difference, relative to numbers above one; equal infinities do not differ."""
 
     def of_leaves(x: np.ndarray, y: np.ndarray) -> float:
         with np.errstate(invalid="ignore"):
-            apart = np.where(x == y, 0.0, np.abs(x - y) / np.maximum(1.0, np.abs(y)))
-        return float(np.max(apart, initial=0.0))
+            differences = np.where(x == y, 0.0, np.abs(x - y) / np.maximum(1.0, np.abs(y)))
+        return float(np.max(differences, initial=0.0))
 
-    return max(map(of_leaves, jax.tree.leaves(results), jax.tree.leaves(wanted)))
+    return max(map(of_leaves, jax.tree.leaves(results), jax.tree.leaves(expected)))
 
 
 def compare(runners: list[Runner], tolerance: float) -> TuningResult | None:
@@ -190,34 +190,34 @@ def compare(runners: list[Runner], tolerance: float) -> TuningResult | None:
 
     `xla` is the first runner, and all are `compared`. Return None if XLA itself fails and there is no reference.
     """
-    able = run_in_turn(runners, REPEATS)
-    if not able or able[0].name != "xla":
+    working = run_in_turn(runners, REPEATS)
+    if not working or working[0].name != "xla":
         return None
-    times = {runner.name: round(1e6 * runner.median, 3) for runner in able}
+    times = {runner.name: round(1e6 * runner.median, 3) for runner in working}
     errors: dict[str, float | None] = {}
-    right: list[str] = []
-    for runner in able:
+    correct: list[str] = []
+    for runner in working:
         error = math.nan if runner.error is None else runner.error
         errors[runner.name] = error if math.isfinite(error) else None
         if error <= tolerance:
-            right.append(runner.name)
+            correct.append(runner.name)
         else:
             warnings.warn(
                 f"{runner.op} {runner.label} as {runner.name!r} differs from 'xla' by {error:.2g}, more than "
                 f"{tolerance:g}, and is not used on this kind of device; please report it.",
                 stacklevel=2,
             )
-    return TuningResult(tuple(sorted(right, key=times.__getitem__)), times, errors)
+    return TuningResult(tuple(sorted(correct, key=times.__getitem__)), times, errors)
 
 
-def benchmark_task(asked: TuningRequest) -> TuningResult | None:
+def benchmark_task(request: TuningRequest) -> TuningResult | None:
     """Benchmark the candidates for a task on random inputs of its shapes; see `compare`."""
-    program = program_of(asked)
+    program = program_of(request)
     floats = {x.dtype.name for x in jax.tree.leaves(program.shapes)} & TOLERANCES.keys()
     tolerance = max((TOLERANCES["bfloat16" if jax.default_backend() == "tpu" else name] for name in floats), default=0)
     try:
         arrays = program.arrays()
-        return compare([runner_of(program, name, arrays) for name in asked.candidates], tolerance)
+        return compare([runner_of(program, name, arrays) for name in request.candidates], tolerance)
     except jax.errors.JaxRuntimeError as error:  # most likely the inputs do not fit in memory
         print(f"{program} is not raced: {in_one_line(error)}", file=sys.stderr)
         return None
@@ -227,27 +227,27 @@ def runner_of(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
     """Return one implementation of a program, on these inputs."""
     run = program.jit(name)
     # The first call donates its own copy, later calls the results of the call before.
-    own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.in_place}
+    donated = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.in_place}
 
     def start() -> Any:
-        results = run(**(arrays | own))
-        own.update({name: find(results) for name, find in program.in_place.items()})
+        results = run(**(arrays | donated))
+        donated.update({name: find(results) for name, find in program.in_place.items()})
         return results
 
     return Runner(program.op, program.label, name, start)
 
 
-def program_of(asked: TuningRequest) -> Program:
+def program_of(request: TuningRequest) -> Program:
     """Return a task as a program of its arrays alone, in place if a decode step works in place."""
-    (op, _, label), call = asked.task.bucket.partition(" "), asked.task.call
+    (op, _, label), call = request.task.bucket.partition(" "), request.task.call
     shapes = {name: jax.tree.map(lambda x: x if _is_shape(x) else None, tree) for name, tree in vars(call).items()}
     shapes = {name: tree for name, tree in shapes.items() if jax.tree.leaves(tree)}
 
     def run(implementation: str, platform: str | None = None, **arrays: Any) -> Any:
-        def given(x: Any, array: Any) -> Any:
+        def substitute(x: Any, array: Any) -> Any:
             return array if _is_shape(x) else x
 
-        filled = {name: jax.tree.map(given, getattr(call, name), tree) for name, tree in arrays.items()}
+        filled = {name: jax.tree.map(substitute, getattr(call, name), tree) for name, tree in arrays.items()}
         return dataclasses.replace(call, **filled)(implementation=implementation, platform=platform)
 
     in_place = {name: find for name, find in call.in_place.items() if name in shapes}

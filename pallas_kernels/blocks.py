@@ -17,7 +17,7 @@ class BlockedArray(NamedTuple):
     """Array, or the shape of a result."""
     spec: pl.BlockSpec
     """Part that each grid step gets."""
-    over: Any = None
+    alias: Any = None
     """Input whose memory a result takes."""
 
 
@@ -31,10 +31,10 @@ def output_block(shape: tuple[int, ...], spec: pl.BlockSpec, dtype: Any = jnp.fl
     return BlockedArray(jax.ShapeDtypeStruct(shape, dtype), spec)
 
 
-def alias_block(given: Any, spec: pl.BlockSpec | None = None, dtype: Any = None) -> Any:
+def alias_block(source: Any, spec: pl.BlockSpec | None = None, dtype: Any = None) -> Any:
     """Return a result in the memory of an input, with the input's parts and dtype unless others are given."""
-    shape = jax.ShapeDtypeStruct(given.array.shape, dtype or given.array.dtype)
-    return BlockedArray(shape, given.spec if spec is None else spec, given)
+    shape = jax.ShapeDtypeStruct(source.array.shape, dtype or source.array.dtype)
+    return BlockedArray(shape, source.spec if spec is None else spec, source)
 
 
 def arrays(tree: Any) -> Any:
@@ -74,16 +74,16 @@ def run(
         from jax.experimental.pallas import tpu as pltpu
 
         where = dict(grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, **where))
-    given, results = (jax.tree.leaves(tree, is_leaf=_is_block) for tree in (inputs, outputs))
-    place = {id(x): i for i, x in enumerate(given)}
-    (found,) = pl.pallas_call(
+    sources, results = (jax.tree.leaves(tree, is_leaf=_is_block) for tree in (inputs, outputs))
+    place = {id(x): i for i, x in enumerate(sources)}
+    (record,) = pl.pallas_call(
         kernel,
         out_shape=[arrays(outputs)],
-        input_output_aliases={place[id(x.over)]: i for i, x in enumerate(results) if x.over is not None},
+        input_output_aliases={place[id(x.alias)]: i for i, x in enumerate(results) if x.alias is not None},
         **where,
         **call,
     )(*(() if scalars is None else (scalars,)), *arrays(inputs))
-    return found
+    return record
 
 
 def _is_block(x: object) -> bool:

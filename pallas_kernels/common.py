@@ -58,11 +58,11 @@ class TuningRequest(NamedTuple):
 
 class _Unique(str):
     # An `implementation` that equals only itself, so that it shares no traced program with others.
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def __eq__(self, value: object) -> bool:
+        return self is value
 
-    def __ne__(self, other: object) -> bool:
-        return self is not other
+    def __ne__(self, value: object) -> bool:
+        return self is not value
 
     def __hash__(self) -> int:
         return id(self)
@@ -81,9 +81,9 @@ class Tuned(_Unique):
     orders: dict[str, tuple[str, ...]]
 
     def __new__(cls, device: str, orders: Mapping[str, tuple[str, ...]]) -> Self:
-        made = super().__new__(cls, "auto")
-        made.device, made.orders = device, dict(orders)
-        return made
+        instance = super().__new__(cls, "auto")
+        instance.device, instance.orders = device, dict(orders)
+        return instance
 
 
 class Survey(_Unique):
@@ -92,23 +92,23 @@ class Survey(_Unique):
     It shares no traced program with real runs.
     """
 
-    asked: dict[str, TuningRequest]
+    requests: dict[str, TuningRequest]
     """Recorded tasks by bucket."""
 
     def __new__(cls) -> Survey:
-        made = super().__new__(cls, "xla")
-        made.asked = {}
-        return made
+        instance = super().__new__(cls, "xla")
+        instance.requests = {}
+        return instance
 
     def note(self, task: TuningTask, candidates: tuple[str, ...]) -> None:
         """Record a task, unless its bucket has one with at least as many candidates."""
-        held = self.asked.get(task.bucket)
-        if held is None or len(held.candidates) < len(candidates):
+        request = self.requests.get(task.bucket)
+        if request is None or len(request.candidates) < len(candidates):
 
             def shape(x: Any) -> Any:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
-            self.asked[task.bucket] = TuningRequest(task._replace(call=jax.tree.map(shape, task.call)), candidates)
+            self.requests[task.bucket] = TuningRequest(task._replace(call=jax.tree.map(shape, task.call)), candidates)
 
 
 def choose(
@@ -143,16 +143,16 @@ def choose(
                 task, tuple(x for x in names if _unsupported_reason(x, limits, platform, False) is None)
             )
         return "xla"
-    asked = implementation
-    if isinstance(asked, Tuned) or implementation == "auto":
+    argument = implementation
+    if isinstance(argument, Tuned) or implementation == "auto":
         implementation = os.environ.get(VARIABLE) or "auto"
     names = implementation.split(",")
     if implementation == "auto":
         names = AUTO.get(platform, ("xla",))
-        if isinstance(asked, Tuned) and task is not None and asked.device == kind_of_device(platform):
-            names = (*asked.orders.get(task.bucket, ()), *names)
+        if isinstance(argument, Tuned) and task is not None and argument.device == kind_of_device(platform):
+            names = (*argument.orders.get(task.bucket, ()), *names)
     elif "auto" in names or not set(names) <= set(IMPLEMENTATIONS):
-        where = f"implementation={implementation!r}" if asked == implementation else f"{VARIABLE}={implementation}"
+        where = f"implementation={implementation!r}" if argument == implementation else f"{VARIABLE}={implementation}"
         raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
     obstacles = {}
     for name in names:
@@ -168,8 +168,8 @@ def or_xla(implementation: str) -> str:
     if isinstance(implementation, Survey):
         return implementation
     automatic = isinstance(implementation, Tuned) or implementation == "auto"
-    named = os.environ.get(VARIABLE) if automatic else implementation
-    return f"{named},xla" if named and named != "auto" else implementation
+    name = os.environ.get(VARIABLE) if automatic else implementation
+    return f"{name},xla" if name and name != "auto" else implementation
 
 
 def platform_of(platform: str | None) -> str:
@@ -193,10 +193,10 @@ def bucket_name(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -
     Numbers of rows, slots and tokens (`rounded`) are rounded up to the next power of two. Of the settings that change
     the computation (`exact`), True is written as its name alone, None and False are left out.
     """
-    most = (f"{name}<={1 << max(size - 1, 0).bit_length()}" for name, size in rounded.items())
-    said = ((name, value) for name, value in exact.items() if value is not None and value is not False)
-    told = (name if value is True else f"{name}={value}" for name, value in said)
-    return " ".join((op, *most, *told))
+    rounded_sizes = (f"{name}<={1 << max(size - 1, 0).bit_length()}" for name, size in rounded.items())
+    settings = ((name, value) for name, value in exact.items() if value is not None and value is not False)
+    words = (name if value is True else f"{name}={value}" for name, value in settings)
+    return " ".join((op, *rounded_sizes, *words))
 
 
 def numbers_of(x: Any) -> str:
@@ -267,9 +267,9 @@ def _unsupported_reason(name: str, limits: Mapping[str, str | None], platform: s
     if name == "triton" and importlib.util.find_spec("jax_triton") is None:
         return "it needs jax-triton, which pip install 'kvjax[gpu]' brings"
     if name == "triton" and jax.__version_info__ >= (0, 12):
-        found = importlib.metadata.version("jax-triton")
-        if tuple(map(int, found.split(".")[:3])) <= (0, 4, 1):  # jax 0.12 calls its rules with other arguments
-            return f"jax-triton {found} does not work with jax {jax.__version__}"
+        installed = importlib.metadata.version("jax-triton")
+        if tuple(map(int, installed.split(".")[:3])) <= (0, 4, 1):  # jax 0.12 calls its rules with other arguments
+            return f"jax-triton {installed} does not work with jax {jax.__version__}"
     return limits[name]
 
 

@@ -189,14 +189,14 @@ def turn(
 ) -> Float[Array, "*b d"]:
     """Rotate the first channels in pairs, with factors from `whole_widths`; `interleaved` is as in `Turned`."""
     width = cos.shape[-1]
-    rotated, rest = x[..., :width], x[..., width:]
+    pairs, unrotated = x[..., :width], x[..., width:]
     swapped = jax.lax.platform_dependent(
-        rotated,
+        pairs,
         tpu=functools.partial(swap_by_product, interleaved),
         default=functools.partial(swap_halves, interleaved),
     )
-    turned = rotated.astype(cos.dtype) * cos + swapped.astype(cos.dtype) * sin
-    return jnp.concatenate([turned, rest.astype(cos.dtype)], axis=-1).astype(x.dtype)
+    rotated = pairs.astype(cos.dtype) * cos + swapped.astype(cos.dtype) * sin
+    return jnp.concatenate([rotated, unrotated.astype(cos.dtype)], axis=-1).astype(x.dtype)
 
 
 def swap_halves(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:

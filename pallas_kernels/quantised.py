@@ -56,11 +56,11 @@ def query_products(q: Float[Array, "*b g d"], k: Operand, platform: str) -> Floa
     rows, unit = (q, None) if platform == "gpu" else digits(q.astype(kind))
     parts = halves(k.codes)
     shares = [
-        jnp.einsum(contraction, some, part.astype(rows.dtype), preferred_element_type=_sums(rows))
-        for some, part in zip(jnp.split(rows, len(parts), axis=-1), parts, strict=True)
+        jnp.einsum(contraction, row_part, part.astype(rows.dtype), preferred_element_type=_sums(rows))
+        for row_part, part in zip(jnp.split(rows, len(parts), axis=-1), parts, strict=True)
     ]
-    found = functools.reduce(jnp.add, shares)
-    return (found if unit is None else join_digits(found, unit)) * k.scale[..., None, :]
+    products = functools.reduce(jnp.add, shares)
+    return (products if unit is None else join_digits(products, unit)) * k.scale[..., None, :]
 
 
 def weighted_values(
@@ -74,12 +74,12 @@ def weighted_values(
         return jnp.einsum(contraction, weights.astype(v.dtype), v, preferred_element_type=kind)
     scaled = weights * v.scale[..., None, :]
     rows, unit = (scaled.astype(dtype), None) if platform == "gpu" else digits(scaled)
-    found = [
+    parts = [
         jnp.einsum(contraction, rows, part.astype(rows.dtype), preferred_element_type=_sums(rows))
         for part in halves(v.codes)
     ]
-    whole = jnp.concatenate(found, axis=-1)
-    return whole if unit is None else join_digits(whole, unit)
+    out = jnp.concatenate(parts, axis=-1)
+    return out if unit is None else join_digits(out, unit)
 
 
 def _sums(rows: Array) -> DTypeLike:

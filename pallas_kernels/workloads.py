@@ -22,7 +22,7 @@ from pallas_kernels.hamming import Hashing, hamming
 from pallas_kernels.less_memory import phi, psi
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.prefill_attention import Own, prefill_attention
+from pallas_kernels.prefill_attention import QueryTokens, prefill_attention
 from pallas_kernels.ranking import EvictionRules
 from pallas_kernels.rope import rope
 
@@ -138,16 +138,16 @@ def prefill_workload(
     equally.
     """
     b, h, g, n, d, dtype = sizes[:6]
-    c, own = cached + n, n // readers
+    c, queries = cached + n, n // readers
     keys = sizes._replace(c=c).shapes()
     shapes = {name: keys[name] for name in ("k", "v", "spec")} | {
-        "q": Shape((b, h, g, own, d), dtype),
-        "query_position": Shape((b, own), jnp.int32),
+        "q": Shape((b, h, g, queries, d), dtype),
+        "query_position": Shape((b, queries), jnp.int32),
         "key_position": Shape((b, h, c), jnp.int32),
     }
     if readers > 1:
-        shapes["own"] = Own(Shape((own,), jnp.int32), n)  # type: ignore[arg-type]
-    weights = (b, 1, own) if rows is None else (b, 1, rows, own)
+        shapes["query_tokens"] = QueryTokens(Shape((queries,), jnp.int32), n)  # type: ignore[arg-type]
+    weights = (b, 1, queries) if rows is None else (b, 1, rows, queries)
     optional = {"noise": (b, h, c), "weights": weights}
     shapes |= {name: Shape(optional[name], jnp.float32) for name in extra}
     return Workload("prefill_attention", label, functools.partial(prefill_attention, **settings), shapes)
@@ -196,7 +196,7 @@ def evict_workload(
     def run(**arrays: Any) -> Any:
         return evict(**arrays, scores=arrays["buffers"]["stats"])
 
-    def held(*slots: int) -> dict[str, Shape]:
+    def contents(*slots: int) -> dict[str, Shape]:
         pairs = {name: Shape((b, h, *slots, d), dtype) for name in "kv"}
         if jnp.issubdtype(dtype, jnp.integer):
             pairs |= {f"{name}_scale": Shape((b, h, *slots), jnp.float32) for name in "kv"}
@@ -204,7 +204,7 @@ def evict_workload(
             pairs["hashes"] = Shape((b, h, *slots, *(words,) * (words > 1)), jnp.uint32)
         return pairs | {"stats": Shape((b, h, *slots), jnp.float32)}
 
-    shapes = _choice(b, h, c, keep) | {"buffers": held(c), "added": held()}
+    shapes = _choice(b, h, c, keep) | {"buffers": contents(c), "added": contents()}
     pairs = 2 * b * h * d * jnp.dtype(dtype).itemsize
     return Workload(
         "evict",
@@ -222,18 +222,18 @@ def fused_workload(
     sizes: Setup,
     *,
     keep: bool = False,
-    apart: int = 0,
+    sink_count: int = 0,
     pairs: bool = False,
     adds: bool = False,
     hashed: int = 0,
 ) -> Workload:
     """Return an in-place `fused_decode` workload with an accumulated score.
 
-    The first `apart` tokens use a separate query, and slopes place them nearer. `pairs` returns the evicted pairs.
+    The first `sink_count` tokens use a separate query, and slopes place them nearer. `pairs` returns the evicted pairs.
     Requested scores are returned, or the kernel `adds` them to the score. If none are requested, the oldest token is
     evicted first. With codes of `hashed` bits, the farthest token by codes is evicted first, and there is no score.
     """
-    asks, words = sizes.scores is not None or sizes.noisy, -(-hashed // 32)
+    scored, words = sizes.scores is not None or sizes.noisy, -(-hashed // 32)
 
     def run(
         slots: Slots,
@@ -248,33 +248,33 @@ def fused_workload(
         key: Any = None,
         **how: Any,
     ) -> Any:
-        standing = slots.buffers if asks else None
+        importance = slots.buffers if scored else None
         if words:
-            standing = Hashed(Hashing(planes, q, key[:, :, None]), slots.buffers)
+            importance = Hashed(Hashing(planes, q, key[:, :, None]), slots.buffers)
         if adds or words:
             slots, token = slots._replace(buffers=None), token._replace(buffers=None)
-        ranking, query = Ranking(standing, protection, keep), Query(q, spec, sinks, scores)
+        ranking, query = Ranking(importance, protection, keep), Query(q, spec, sinks, scores)
         done = fused_decode(slots, token, ranking, query, pairs=pairs, adds=adds, **how)
-        held = done.attended.scores if adds else done.codes if words else done.slots.buffers
-        return done._replace(slots=done.slots._replace(buffers=held))
+        buffers = done.attended.scores if adds else done.codes if words else done.slots.buffers
+        return done._replace(slots=done.slots._replace(buffers=buffers))
 
     b, h, _, c, d, dtype = sizes[:6]
     shapes = sizes.shapes() | _choice(b, h, c, keep)
 
-    def held(*slots: int) -> Any:
+    def contents(*slots: int) -> Any:
         of_words = (Shape((b, h, *slots), jnp.uint32),) * words
         return of_words or Shape((b, h, *slots), jnp.float32)
 
     k, v, position, newest = (shapes.pop(name) for name in ("k", "v", "position", "new_position"))
     new_k, new_v = (operand((b, h, width), dtype, None) for width in (d, sizes.width))
-    shapes |= {"slots": Slots(position, k, v, held(c)), "token": Token(newest, new_k, new_v, held())}
+    shapes |= {"slots": Slots(position, k, v, contents(c)), "token": Token(newest, new_k, new_v, contents())}
     if words:
         shapes |= {"planes": Shape((h, hashed, d), jnp.float32), "key": Shape((b, h, d), dtype)}
-    if apart:
-        shapes["sinks"] = Sinks(shapes["q"], apart, newest if sizes.slopes else None)
+    if sink_count:
+        shapes["sinks"] = Sinks(shapes["q"], sink_count, newest if sizes.slopes else None)
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((k, v)))
     # Positions, and scores or words, before and after; requested scores.
-    rows = 4 * b * h * c * (2 + 2 * max(words, 1) + (asks and not adds))
+    rows = 4 * b * h * c * (2 + 2 * max(words, 1) + (scored and not adds))
     return Workload(
         "fused_decode",
         label,

@@ -18,7 +18,7 @@ from kvjax.types import SLOTS, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, power_below, query_block, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
 from pallas_kernels.noise import layer_seed
-from pallas_kernels.prefill_attention import Own, prefill_attention
+from pallas_kernels.prefill_attention import QueryTokens, prefill_attention
 
 Question = tuple[Any, Noise | None]
 """Temperature and noise of a softmax whose weighted sums one kernel pass computes, for any number of weights."""
@@ -227,7 +227,7 @@ def attend_block(
         weights=weights,
         noise=None if noise is None else drawn(noise, view.position, new, wide(new.q.dtype)),
         tau=tau,
-        own=None if share.token is None else Own(share.token, new.k.shape[2]),
+        query_tokens=None if share.token is None else QueryTokens(share.token, new.k.shape[2]),
         **new.kernels._asdict(),
     )
     partial = Partial(found.out, found.lse)

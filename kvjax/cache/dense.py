@@ -154,7 +154,7 @@ class Dense(struct.PyTreeNode):
             answers = with_again(asks, answers, policy.codec, given, written, new)
         evicted = None
         if done.pair is not None:
-            evicted = evicted_pairs(view.state, new, KV(*done.pair), done.left)
+            evicted = evicted_pairs(view.state, new, KV(*done.pair), done.evicted_position)
         return self.replace_layer(layer, written), Attended(done.attended.partial, answers), evicted
 
     def append(self, policy: Policy, layer: int, new: New) -> Dense:

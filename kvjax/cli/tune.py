@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
     model = load_model(options)
     asked: dict[str, common.TuningRequest] = {}
     for rows, tokens in sizes:
-        asked |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
+        asked |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).requests
     raced = Autotuner(device).settle(asked.values(), again=options.again)
     held = ({} if file is None else autotune.read(file).get(device, {})) | raced
     console(160).print(results_table(f"{model.name} on {device}", {bucket: held.get(bucket) for bucket in asked}))

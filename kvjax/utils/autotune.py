@@ -104,7 +104,7 @@ def settle_before(trace: Callable[[Survey], Any], implementation: str) -> None:
     if not isinstance(implementation, Autotuner) or overruled != "auto" or isinstance(jnp.zeros(()), Tracer):
         return
     trace(implementation.survey)
-    implementation.settle(implementation.survey.asked.values())
+    implementation.settle(implementation.survey.requests.values())
 
 
 def verdicts_file() -> Path | None:

@@ -34,7 +34,7 @@ class Sinks:
     gap: Int[Array, " b"] | None = None
     """Tokens by which a layer's slopes place the sinks nearer than in the text; None for no change."""
 
-    def seen(self, position: Int[Array, "b h c"]) -> Int[Array, "b h c"]:
+    def slope_positions(self, position: Int[Array, "b h c"]) -> Int[Array, "b h c"]:
         """Return the places that a layer's slopes use for the tokens at these positions."""
         if self.gap is None:
             return position
@@ -163,15 +163,20 @@ class DecodeAttention(Op[Decoded]):
             return super().kernel(backend, options)
         # XLA attends to the sinks. The kernel, which takes one query per head, attends to the other slots.
         first = self.position[:, :, : sinks.count]
-        here = first < sinks.count
-        rest = self.position.at[:, :, : sinks.count].set(jnp.where(here, -1, first))
-        found = dataclasses.replace(self, position=rest, sinks=None).kernel(backend, options)
+        is_sink = first < sinks.count
+        without_sinks = self.position.at[:, :, : sinks.count].set(jnp.where(is_sink, -1, first))
+        slots = dataclasses.replace(self, position=without_sinks, sinks=None).kernel(backend, options)
         near_k, near_v = (cut(x, 0, first.shape[2], 2) for x in (self.k, self.v))
-        held = jnp.where(here, first, -1)
-        places = jnp.broadcast_to(self.query_position[:, None], held.shape[:2]), sinks.seen(held)
-        near = DecodeAttention(sinks.q, near_k, near_v, held, self.query_position, self.spec, places).reference(options)
-        whole = merge(found.partial, near.partial)
-        return Decoded(whole.out[:, :, :, 0], whole.lse[..., 0], None)
+        sink_position = jnp.where(is_sink, first, -1)
+        places = (
+            jnp.broadcast_to(self.query_position[:, None], sink_position.shape[:2]),
+            sinks.slope_positions(sink_position),
+        )
+        sinks_alone = DecodeAttention(
+            sinks.q, near_k, near_v, sink_position, self.query_position, self.spec, places
+        ).reference(options)
+        merged = merge(slots.partial, sinks_alone.partial)
+        return Decoded(merged.out[:, :, :, 0], merged.lse[..., 0], None)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         yield from operand_limits(self.q, self.k, self.v, self.spec, self.places)
@@ -239,8 +244,8 @@ def width_limits(k: Operand, v: Operand, backend: str) -> Iterator[Limit]:
             unit = 16 if four else 8
             yield width <= 256 and width % unit == 0, f"{name}={width} is not a multiple of {unit} up to 256"
         else:
-            least = 32 if four else 16
-            within = least <= width <= 256 and width & (width - 1) == 0
-            yield within, f"{name}={width} is not a power of two from {least} to 256"
+            smallest = 32 if four else 16
+            within = smallest <= width <= 256 and width & (width - 1) == 0
+            yield within, f"{name}={width} is not a power of two from {smallest} to 256"
             numbers = math.prod(operand.shape)
             yield numbers < 2**31, f"{x} holds {numbers} numbers, more than 32 bits can count"

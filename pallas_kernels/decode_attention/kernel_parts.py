@@ -63,8 +63,8 @@ def multiplies_integers(interpret: Any) -> bool:
     """Return whether the matrix unit of the target TPU takes integers, as interpreters do."""
     if interpret is not False:
         return True
-    known = chip()
-    return known is not None and known.is_matmul_supported(jnp.int8, jnp.int8)
+    tpu = chip()
+    return tpu is not None and tpu.is_matmul_supported(jnp.int8, jnp.int8)
 
 
 def dot(a: Array, b: Array, axis: int) -> Float[Array, "n g s"]:
@@ -84,22 +84,22 @@ def block_products(
     channels: int,
     integers: bool,
     *,
-    shared: bool = False,
+    several_heads: bool = False,
 ) -> Float[Array, "n g s"]:
     """Multiply queries by a block of keys, or of codes with their scales; axis `channels` of k, 1 or 2, is contracted.
 
-    A chip that multiplies no `integers` takes bfloat16, in which bytes are exact. If `shared`, a block of q holds
-    single rows of several heads, as `multiply_heads` takes them.
+    A chip that multiplies no `integers` takes bfloat16, in which bytes are exact. If `several_heads`, a block of q
+    holds single rows of several heads, as `multiply_heads` takes them.
     """
     rows, unit = (q, None) if scale is None else digits(q.astype(jnp.float32))
-    if not shared:
+    if not several_heads:
         rows = jnp.broadcast_to(rows, (k.shape[0], *rows.shape[1:]))
     if scale is None or unit is None:
-        whole = _filled(k, 3 - channels)
-        return multiply_heads(lambda rows: dot(rows, whole, channels)[..., : k.shape[3 - channels]], rows, len(k))
+        filled = _filled(k, 3 - channels)
+        return multiply_heads(lambda rows: dot(rows, filled, channels)[..., : k.shape[3 - channels]], rows, len(k))
     codes, step = _bytes(k, channels)
-    found = multiply_heads(lambda rows: _dot_codes(rows, codes, channels, integers), rows, len(k))
-    return join_digits(found, unit * step) * per_query_row(scale, len(found))
+    products = multiply_heads(lambda rows: _dot_codes(rows, codes, channels, integers), rows, len(k))
+    return join_digits(products, unit * step) * per_query_row(scale, len(products))
 
 
 def block_weighted_sum(
@@ -108,10 +108,10 @@ def block_weighted_sum(
     """Sum a block of values with non-negative weights; arguments are as in `block_products`."""
     slots = 3 - channels
     if scale is None:
-        whole = _filled(v, slots)
-        unseen = whole.shape[slots] - weights.shape[2]
+        filled = _filled(v, slots)
+        unseen = filled.shape[slots] - weights.shape[2]
         weights = jnp.pad(weights.astype(v.dtype), ((0, 0), (0, 0), (0, unseen)))
-        return multiply_heads(lambda rows: dot(rows, whole, slots), weights, len(v))
+        return multiply_heads(lambda rows: dot(rows, filled, slots), weights, len(v))
     rows, unit = digits(weights * per_query_row(scale, len(weights)))
     codes, step = _bytes(v, channels)
     return join_digits(multiply_heads(lambda rows: _dot_codes(rows, codes, slots, integers), rows, len(v)), unit * step)
@@ -131,12 +131,14 @@ def multiply_heads(multiply: Callable[[Array], Array], rows: Array, heads: int) 
     blocks, together = len(rows), heads // len(rows)
     if together == 1:
         return multiply(rows)
-    found = multiply(jnp.repeat(rows, together, axis=0))
-    whose = jax.lax.broadcasted_iota(jnp.int32, found.shape[1:], 0) % together
-    kept = [found[block * together] for block in range(blocks)]
+    products = multiply(jnp.repeat(rows, together, axis=0))
+    head_of_row = jax.lax.broadcasted_iota(jnp.int32, products.shape[1:], 0) % together
+    selected = [products[block * together] for block in range(blocks)]
     for i in range(1, together):
-        kept = [jnp.where(whose == i, found[block * together + i], own) for block, own in enumerate(kept)]
-    return jnp.stack(kept)
+        selected = [
+            jnp.where(head_of_row == i, products[block * together + i], chosen) for block, chosen in enumerate(selected)
+        ]
+    return jnp.stack(selected)
 
 
 def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
@@ -144,18 +146,18 @@ def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
 
     The compiler fills a unit of 256 columns in half as many steps if the block has 256 slots and no padding of zeros.
     """
-    held = x.shape[slots]
-    missing = -held % (2 * LANES)
-    whole_tiles = x.dtype == jnp.bfloat16 and slots == 1 and held % (2 * SUBLANES) == 0
-    if not whole_tiles or not 0 < missing <= LANES < held or _columns() == LANES:
+    count = x.shape[slots]
+    missing = -count % (2 * LANES)
+    whole_tiles = x.dtype == jnp.bfloat16 and slots == 1 and count % (2 * SUBLANES) == 0
+    if not whole_tiles or not 0 < missing <= LANES < count or _columns() == LANES:
         return x
     return jnp.concatenate([x, jax.lax.slice_in_dim(x, 0, missing, axis=slots)], slots)
 
 
 def _columns() -> int:
     """Return the columns of the target TPU's matrix unit; interpreters assume the widest."""
-    known = chip()
-    return 2 * LANES if known is None else known.mxu_column_size
+    tpu = chip()
+    return 2 * LANES if tpu is None else tpu.mxu_column_size
 
 
 def _bytes(codes: Int[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ..."], float]:
@@ -177,8 +179,8 @@ def _bytes(codes: Int[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ...
 def _multiply(a: Array, b: Array, axes: Any) -> Array:
     # Keeps the matrix unit from rounding float32 to bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    kept = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=kept)
+    dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
 
 
 def _dot_codes(rows: Array, codes: Array, axis: int, integers: bool) -> Array:

@@ -48,10 +48,10 @@ class Softmax(NamedTuple):
         """
         top, total = self
         highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))
-        weights, kept = jnp.exp(logits - highest), jnp.exp(top[...] - highest)
-        total[...] = kept * total[...] + weights.sum(-1, keepdims=True)
+        weights, correction = jnp.exp(logits - highest), jnp.exp(top[...] - highest)
+        total[...] = correction * total[...] + weights.sum(-1, keepdims=True)
         if weigh is not None:
-            acc[...] = kept * acc[...] + weigh(weights)
+            acc[...] = correction * acc[...] + weigh(weights)
         top[...] = highest
 
 
@@ -185,26 +185,30 @@ def logits_of(
     k, scale = (None if ref is None else ref[0] for ref in array_and_scale(x.k))
     assert k is not None
     heads = len(k)
-    found = block_products(q, k, scale, channels, integers, shared=len(q) < heads)
+    products = block_products(q, k, scale, channels, integers, several_heads=len(q) < heads)
     if x.sinks is not None and x.sinks.count:
         sinks = x.sinks.count
         near = min(LANES, position.shape[1])
-        some = near if channels == 1 else min(padded(sinks, TILE), near)
-        keys = k[:, :, :some] if channels == 1 else k[:, :some]
-        scales = None if scale is None else scale[:, :some]
-        own = block_products(unpack_rows(x.sinks.q[0], heads), keys, scales, channels, integers, shared=len(q) < heads)
-        own = jnp.pad(own, ((0, 0), (0, 0), (0, near - some)))
+        sink_slots = near if channels == 1 else min(padded(sinks, TILE), near)
+        keys = k[:, :, :sink_slots] if channels == 1 else k[:, :sink_slots]
+        scales = None if scale is None else scale[:, :sink_slots]
+        sink_products = block_products(
+            unpack_rows(x.sinks.q[0], heads), keys, scales, channels, integers, several_heads=len(q) < heads
+        )
+        sink_products = jnp.pad(sink_products, ((0, 0), (0, 0), (0, near - sink_slots)))
         index = first + jax.lax.broadcasted_iota(jnp.int32, (heads, near), 1)
-        here = (per_query_row(position[:, :near], len(q)) < sinks) & (per_query_row(index, len(q)) < sinks)
+        is_sink = (per_query_row(position[:, :near], len(q)) < sinks) & (per_query_row(index, len(q)) < sinks)
         if x.sinks.gap is not None:  # slopes place sinks nearer
             nearer = jnp.where((position[:, :near] < sinks) & (index < sinks), x.sinks.gap[row], 0)
             distance = jnp.concatenate([distance[:, :near] + nearer, distance[:, near:]], axis=1)
-        found = jnp.concatenate([jnp.where(here, own, found[..., :near]), found[..., near:]], axis=-1)
-    logits = x.spec.capped(found)
+        products = jnp.concatenate(
+            [jnp.where(is_sink, sink_products, products[..., :near]), products[..., near:]], axis=-1
+        )
+    logits = x.spec.capped(products)
     if x.spec.slopes is not None:
         logits += x.spec.slopes[...] * per_query_row(distance.astype(jnp.float32), len(q))
-    seen = jnp.broadcast_to(per_query_row(visible, len(q)), logits.shape)
-    return jnp.where(seen, logits, LOWEST), seen
+    mask = jnp.broadcast_to(per_query_row(visible, len(q)), logits.shape)
+    return jnp.where(mask, logits, LOWEST), mask
 
 
 def add_noise(
@@ -243,8 +247,8 @@ def unpack_rows(x: Float[Array, "hg w"], heads: int) -> Float[Array, "n rows w"]
     elif groups == 1:
         tiles = jnp.broadcast_to(precise[:, None], (heads, rows, x.shape[1]))
     else:
-        own = [precise[i * groups : (i + 1) * groups] for i in range(heads)]
-        tiles = jnp.stack([jnp.pad(some, ((0, rows - groups), (0, 0))) for some in own])
+        head_rows = [precise[i * groups : (i + 1) * groups] for i in range(heads)]
+        tiles = jnp.stack([jnp.pad(queries, ((0, rows - groups), (0, 0))) for queries in head_rows])
     return tiles.astype(x.dtype)
 
 
@@ -254,7 +258,7 @@ def pack_rows(x: Float[Array, "n rows w"], heads: int, groups: int) -> Float[Arr
         return x.reshape(-1, x.shape[2])
     if groups == 1:
         return x.max(1)  # all rows are equal, and v4 cannot gather one of each tile
-    return jnp.concatenate([own[:groups] for own in x])
+    return jnp.concatenate([tile[:groups] for tile in x])
 
 
 def sum_groups(x: Float[Array, "n g s"], heads: int) -> Float[Array, "h s"]:
@@ -268,5 +272,5 @@ def along_lanes(x: Float[Array, "n rows 1"], heads: int) -> Float[Array, "h rows
         return x.reshape(heads, 1)
     rows = x.shape[1]
     shape = (len(x), rows, rows)
-    own = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)
-    return jnp.where(own, x, -jnp.inf).max(1)
+    diagonal = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+    return jnp.where(diagonal, x, -jnp.inf).max(1)

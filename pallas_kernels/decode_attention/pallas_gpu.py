@@ -33,10 +33,10 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     size, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
     logits = None if x.scores is None else output_block((b, h, g, c), of_head(g, c))
     of_slots = functools.partial(of_head, c)
-    found = attend_parts(
+    parts = attend_parts(
         x, of_slots, None, logits, size=size, splits=splits, interpret=interpret, name="decode_attention"
     )
-    return merge_splits(found, g, splits, x.scores)
+    return merge_splits(parts, g, splits, x.scores)
 
 
 def of_head(*tail: int) -> pl.BlockSpec:
@@ -135,7 +135,7 @@ def _kernel(
     def _() -> None:
         query = x.query_position[0]
         pieces = channels(x.q.shape[-1], dtype, in_halves(k))
-        q = tuple(x.q[:, some] for some in pieces)
+        q = tuple(x.q[:, piece] for piece in pieces)
         rows = jax.lax.broadcasted_iota(jnp.int32, (ROWS, size), 0)
 
         def step(i: Array, carry: Any) -> Any:
@@ -143,19 +143,19 @@ def _kernel(
             start = first + i * size
             slot = start + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
             inside = slot < last
-            here = pl.ds(start, size)
+            block = pl.ds(start, size)
             ragged = span is not None or capacity % size != 0
 
-            def read(ref: Any, other: float = 0.0, some: slice | None = None) -> Array:
-                ref = ref.at[here] if some is None else ref.at[here, some]
+            def read(ref: Any, fill: float = 0.0, piece: slice | None = None) -> Array:
+                ref = ref.at[block] if piece is None else ref.at[block, piece]
                 if not ragged:
                     return ref[...]
                 mask = jax.lax.broadcast_in_dim(inside, ref.shape, (0,))
-                return plgpu.load(ref, mask=mask, other=other)
+                return plgpu.load(ref, mask=mask, other=fill)
 
             def pieces_of(ref: Any, pieces: tuple[slice | None, ...] = (None,)) -> tuple[Array, ...]:
-                found = halves(read(ref)) if in_halves(ref) else (read(ref, some=some) for some in pieces)
-                return tuple(y.astype(dtype) for y in found)
+                arrays = halves(read(ref)) if in_halves(ref) else (read(ref, piece=piece) for piece in pieces)
+                return tuple(y.astype(dtype) for y in arrays)
 
             at = read(x.position, -1)
             visible = visible_slots(at, query, x.spec.window)
@@ -165,10 +165,12 @@ def _kernel(
             if x.spec.slopes is not None:
                 logits += x.spec.slopes[...][:, None] * (at - query).astype(jnp.float32)[None, :]
             logits = jnp.where(visible, logits, LOWEST)
-            weights, kept, top, total = add_logits(top, total, logits)
+            weights, correction, top, total = add_logits(top, total, logits)
             scaled = weights if v_scale is None else weights * read(v_scale)[None, :]
             scaled = scaled.astype(dtype)
-            acc = tuple(kept[:, None] * some + multiply(scaled, y) for some, y in zip(acc, pieces_of(v), strict=True))
+            acc = tuple(
+                correction[:, None] * out + multiply(scaled, y) for out, y in zip(acc, pieces_of(v), strict=True)
+            )
             if x.gumbel is not None:
                 number = (head if x.gumbel.first is None else head + x.gumbel.first[0]).astype(jnp.uint32)
                 logits = noisy_logits(logits, visible, x.gumbel, x.gumbel.seed[0], x.gumbel.tau[0], number, at)
@@ -187,11 +189,11 @@ def _kernel(
         lowest, nothing = jnp.full(ROWS, LOWEST / 2, jnp.float32), jnp.zeros(ROWS, jnp.float32)
         blocks = jnp.maximum(last - first + size - 1, 0) // size
         widths = (e // 2, e // 2) if in_halves(v) else (e,)
-        start = (tuple(jnp.zeros((ROWS, some), jnp.float32) for some in widths), lowest, nothing, lowest, nothing)
+        start = (tuple(jnp.zeros((ROWS, width), jnp.float32) for width in widths), lowest, nothing, lowest, nothing)
         acc, top, total, noisy_top, noisy_total = jax.lax.fori_loop(0, blocks, step, start)
-        for i, some in enumerate(acc):
+        for i, part_out in enumerate(acc):
             columns = slice(i * widths[0], (i + 1) * widths[0])
-            outputs.out[:, columns] = some / jnp.where(total > 0, total, 1.0)[:, None]
+            outputs.out[:, columns] = part_out / jnp.where(total > 0, total, 1.0)[:, None]
         outputs.lse[...] = log_sum(top, total, LOWEST)
         if outputs.noisy_lse is not None:
             outputs.noisy_lse[...] = log_sum(noisy_top, noisy_total, LOWEST)

@@ -47,29 +47,33 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     c, e = x.v.shape[2:]
     heads, slots = tile(h, c, max(d, e), min(kernel_parts.array_and_scale(y)[0].dtype.itemsize for y in (x.k, x.v)))
     splits, (blocks, rows) = pl.cdiv(c, slots), online_softmax.rows_and_blocks(heads, g)
-    shared = blocks < heads
+    share_registers = blocks < heads
     # With heads that share registers, scores are as large as logits and are held twice.
-    held = 4 * (blocks * rows + (2 * heads if shared else 0)) * splits * slots
-    keep = x.scores is not None and held <= HELD_BYTES
-    wanted = "sum" if x.gumbel is not None else x.scores
+    score_bytes = 4 * (blocks * rows + (2 * heads if share_registers else 0)) * splits * slots
+    keep = x.scores is not None and score_bytes <= HELD_BYTES
+    requested = "sum" if x.gumbel is not None else x.scores
 
     parts = online_softmax.BlockLayout(heads, g, slots, lambda b, h, s: (b, h, s))
     inputs = parts.inputs(x, parts.of_slots())
-    told = 1 if shared else rows
+    lse_rows = 1 if share_registers else rows
     outputs = AttentionOutputs(
-        output_block((b, h * g, e), parts.of_queries(e)), output_block((b, h, told), parts.of_heads(told))
+        output_block((b, h * g, e), parts.of_queries(e)), output_block((b, h, lse_rows), parts.of_heads(lse_rows))
     )
     if keep:
-        shape = (g, c) if wanted == "each" and not shared else (c,)
+        shape = (g, c) if requested == "each" and not share_registers else (c,)
         outputs = outputs._replace(scores=output_block((b, h, *shape), parts.of_heads(*shape)))
-    elif wanted is not None:
+    elif requested is not None:
         several = parts.of_heads(rows, slots, along=1)
-        logits = output_block((b, h, c), parts.of_slots()) if shared else output_block((b, h, rows, c), several)
-        outputs = outputs._replace(logits=logits, scores_lse=output_block((b, h, told), parts.of_heads(told)))
+        logits = (
+            output_block((b, h, c), parts.of_slots()) if share_registers else output_block((b, h, rows, c), several)
+        )
+        outputs = outputs._replace(logits=logits, scores_lse=output_block((b, h, lse_rows), parts.of_heads(lse_rows)))
 
     channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)
-    settings = dict(capacity=c, channels=channels, wanted=wanted, integers=kernel_parts.multiplies_integers(interpret))
-    found = run(
+    settings = dict(
+        capacity=c, channels=channels, requested=requested, integers=kernel_parts.multiplies_integers(interpret)
+    )
+    results = run(
         functools.partial(_kernel, **settings),
         (inputs,),
         outputs,
@@ -83,40 +87,40 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
         interpret=interpret,
         name="decode_attention",
     )
-    result = found.scores
-    if found.logits is not None:
+    scores = results.scores
+    if results.logits is not None:
         # Rows are too long for VMEM: XLA scores them in an elementwise epilogue.
-        finite = jnp.where(jnp.isfinite(found.scores_lse), found.scores_lse, 0.0)
-        result = jnp.exp(found.logits.reshape(b, h, told, c) - finite[..., None])[:, :, :g]
-        result = result if wanted == "each" else result.sum(2)
-    elif wanted == "each":
-        result = result.reshape(b, h, g, c)
-    return Decoded(found.out.reshape(b, h, g, e), found.lse[:, :, :g], result)
+        finite = jnp.where(jnp.isfinite(results.scores_lse), results.scores_lse, 0.0)
+        scores = jnp.exp(results.logits.reshape(b, h, lse_rows, c) - finite[..., None])[:, :, :g]
+        scores = scores if requested == "each" else scores.sum(2)
+    elif requested == "each":
+        scores = scores.reshape(b, h, g, c)
+    return Decoded(results.out.reshape(b, h, g, e), results.lse[:, :, :g], scores)
 
 
 def block_factor() -> int:
     """Return the factor by which blocks may exceed `BLOCK_BYTES` on the target TPU."""
-    known = chip()
-    return 2 if known is not None and known.vmem_capacity_bytes >= ROOMY else 1
+    tpu = chip()
+    return 2 if tpu is not None and tpu.vmem_capacity_bytes >= ROOMY else 1
 
 
 def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
     """Return the KV heads and slots of one grid step, for d numbers per head and slot of `itemsize` bytes each."""
-    heads, most = SUBLANES if h % SUBLANES == 0 else h, BLOCK_BYTES * block_factor()
-    while h % (2 * heads) == 0 and 2 * heads * c * d * itemsize <= most:
+    heads, max_bytes = SUBLANES if h % SUBLANES == 0 else h, BLOCK_BYTES * block_factor()
+    while h % (2 * heads) == 0 and 2 * heads * c * d * itemsize <= max_bytes:
         heads *= 2  # for short rows: a step must take longer than its start
-    slots = max(LANES, most // (heads * d * itemsize) // LANES * LANES)
+    slots = max(LANES, max_bytes // (heads * d * itemsize) // LANES * LANES)
     return heads, min(slots, c)
 
 
 def _kernel(
     x: DecodeAttention,
-    made: AttentionOutputs,
+    outputs: AttentionOutputs,
     scratch: RunningAttention,
     *,
     capacity: int,
     channels: tuple[int, int],
-    wanted: str | None,
+    requested: str | None,
     integers: bool,
 ) -> None:
     row, split = pl.program_id(0), pl.program_id(2)
@@ -129,8 +133,8 @@ def _kernel(
         # Memory beyond the last slot is arbitrary, even NaN, which a weight of 0 does not turn into 0.
         if capacity % slots == 0:
             return numbers
-        here = first + jax.lax.broadcasted_iota(jnp.int32, numbers.shape, along)
-        return jnp.where(here < capacity, numbers, jnp.zeros_like(numbers))
+        slot = first + jax.lax.broadcasted_iota(jnp.int32, numbers.shape, along)
+        return jnp.where(slot < capacity, numbers, jnp.zeros_like(numbers))
 
     position, query = x.position[0], x.query_position[row]
     visible = kernel_parts.visible_slots(position, query, x.spec.window)
@@ -151,25 +155,30 @@ def _kernel(
         logits = online_softmax.add_noise(x.scores, logits, visible, position, row, head)
         scratch.noisy.advance(logits)
     if scratch.logits is not None:
-        here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(first, slots), slots)
-        scratch.logits[:, :, here] = logits
-    elif made.logits is not None:
-        made.logits[0] = logits if len(q) == heads else logits.reshape(heads, slots)
+        block = slice(None) if slots == capacity else pl.ds(pl.multiple_of(first, slots), slots)
+        scratch.logits[:, :, block] = logits
+    elif outputs.logits is not None:
+        outputs.logits[0] = logits if len(q) == heads else logits.reshape(heads, slots)
 
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
         top, total = (ref[...] for ref in (scratch.noisy or scratch.softmax))  # of slots alone
         out, lse = _finish(x.low_rank, scratch)
-        made.out[0], made.lse[0] = online_softmax.pack_rows(out, heads, groups), online_softmax.along_lanes(lse, heads)
-        if wanted is None:
+        outputs.out[0], outputs.lse[0] = (
+            online_softmax.pack_rows(out, heads, groups),
+            online_softmax.along_lanes(lse, heads),
+        )
+        if requested is None:
             return
-        if made.scores_lse is not None:
-            made.scores_lse[0] = online_softmax.along_lanes(log_sum(top, total), heads)
+        if outputs.scores_lse is not None:
+            outputs.scores_lse[0] = online_softmax.along_lanes(log_sum(top, total), heads)
             return
         used = slice(groups if len(q) == heads else None)
         share = jnp.exp(scratch.logits[:, used, :capacity] - top[:, used])
         share /= positive(total)[:, used]
-        made.scores[0] = share if wanted == "each" and len(q) == heads else online_softmax.sum_groups(share, heads)
+        outputs.scores[0] = (
+            share if requested == "each" and len(q) == heads else online_softmax.sum_groups(share, heads)
+        )
 
 
 def _finish(low_rank: LowRank | None, scratch: RunningAttention) -> tuple[Array, Array]:
@@ -178,14 +187,14 @@ def _finish(low_rank: LowRank | None, scratch: RunningAttention) -> tuple[Array,
         heads = low_rank.z.shape[1]
         phi = online_softmax.unpack_rows(low_rank.features[0], heads)
         mass = (phi * kernel_parts.per_query_row(low_rank.z[0], len(phi))).sum(-1, keepdims=True)
-        some = mass > 0
-        mass = jnp.where(some, mass, 1.0)
+        nonempty = mass > 0
+        mass = jnp.where(nonempty, mass, 1.0)
 
         def weigh(weights: Array) -> Array:
             # phi H is divided by its mass, which the weights contain: that cannot overflow.
             memory = kernel_parts.multiply_heads(lambda rows: kernel_parts.dot(rows, low_rank.h[0], 1), phi, heads)
             return weights / mass * memory
 
-        scratch.softmax.advance(jnp.where(some, jnp.log(mass), LOWEST), scratch.acc, weigh)
+        scratch.softmax.advance(jnp.where(nonempty, jnp.log(mass), LOWEST), scratch.acc, weigh)
     top, total = (ref[...] for ref in scratch.softmax)
     return scratch.acc[...] / positive(total), log_sum(top, total)

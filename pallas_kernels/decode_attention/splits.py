@@ -33,8 +33,8 @@ def slots_per_step(width: int) -> int:
 def tile(heads: int, c: int, width: int) -> tuple[int, int]:
     """Return the slots of one step of a program's loop, and the number of splits; `width` is as in `slots_per_step`."""
     block = min(max(16, pl.next_power_of_2(c)), slots_per_step(width))
-    most = min(max(1, PROGRAMS // heads), max(1, c // 256))
-    return block, pl.cdiv(c, split_of(c, most, block))
+    max_splits = min(max(1, PROGRAMS // heads), max(1, c // 256))
+    return block, pl.cdiv(c, split_of(c, max_splits, block))
 
 
 def split_of(c: Any, splits: int, block: int) -> Any:
@@ -44,8 +44,8 @@ def split_of(c: Any, splits: int, block: int) -> Any:
 
 def channels(width: int, dtype: DTypeLike, halved: bool = False) -> tuple[slice, ...]:
     """Split channels of queries and keys to multiply a part at a time: wide float32 spills unless it is in halves."""
-    whole = not halved and width * jnp.dtype(dtype).itemsize <= WIDEST
-    size = width if whole else width // 2
+    fits = not halved and width * jnp.dtype(dtype).itemsize <= WIDEST
+    size = width if fits else width // 2
     return tuple(slice(start, start + size) for start in range(0, width, size))
 
 
@@ -62,21 +62,21 @@ class SplitOutputs(NamedTuple):
     """`lse` of the logits with noise at a temperature, if those are requested."""
 
 
-def merge_splits(found: SplitOutputs, g: int, splits: int, scores: str | Gumbel | None) -> Decoded:
+def merge_splits(parts: SplitOutputs, g: int, splits: int, scores: str | Gumbel | None) -> Decoded:
     """Merge all parts of a kernel's results, of which the first `splits` are splits, into one result."""
-    out, lse = merge_attention(found, g)
+    out, lse = merge_attention(parts, g)
     if scores is None:
         return Decoded(out, lse, None)
-    _, of_slots = _shares((found.lse if found.noisy_lse is None else found.noisy_lse)[:, :, :splits, :g])
+    _, of_slots = _shares((parts.lse if parts.noisy_lse is None else parts.noisy_lse)[:, :, :splits, :g])
     finite = jnp.where(jnp.isfinite(of_slots), of_slots, 0.0)
-    result = jnp.exp(found.logits - finite[..., None])
-    return Decoded(out, lse, result if scores == "each" else result.sum(2))
+    probs = jnp.exp(parts.logits - finite[..., None])
+    return Decoded(out, lse, probs if scores == "each" else probs.sum(2))
 
 
-def merge_attention(found: SplitOutputs, g: int) -> tuple[Array, Array]:
+def merge_attention(parts: SplitOutputs, g: int) -> tuple[Array, Array]:
     """Merge the attention [b h g e] and log-sum-exp [b h g] of all parts."""
-    share, lse = _shares(found.lse[..., :g])
-    return jnp.einsum("bhsg,bhsgd->bhgd", share, found.out[..., :g, :]), lse
+    share, lse = _shares(parts.lse[..., :g])
+    return jnp.einsum("bhsg,bhsgd->bhgd", share, parts.out[..., :g, :]), lse
 
 
 def _shares(lse: Array) -> Any:

@@ -91,13 +91,13 @@ class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h 
         yield not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}, bool"
         several = [leaf for leaf in leaves if leaf.ndim != 3]
         kinds = all(leaf.ndim == 4 and leaf.dtype in (*WIDE, *WORDS) for leaf in several)
-        known = ", ".join(dict.fromkeys(WIDE + WORDS))
-        yield kinds, f"a buffer of several numbers per slot is not [b h c w] of {known}"
+        dtypes = ", ".join(dict.fromkeys(WIDE + WORDS))
+        yield kinds, f"a buffer of several numbers per slot is not [b h c w] of {dtypes}"
         yield all(leaf.shape[3] <= 256 for leaf in several), "a buffer holds more than 256 numbers per slot"
         planes = [leaf for leaf in several if kernel.in_planes(leaf)]
         # Buffers with slots along the lanes are read and written as whole blocks: too much for keys and values.
-        turned = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
-        yield not turned, f"w={turned and turned[0]} numbers in each of c={c} slots lie slots-innermost on a TPU"
+        widths = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
+        yield not widths, f"w={widths and widths[0]} numbers in each of c={c} slots lie slots-innermost on a TPU"
         large = [leaf.shape[3] for leaf in planes if padded(leaf.shape[3], SUBLANES) * c > PLANES]
         yield not large, f"w={large and large[0]} words, in eights, of c={c} slots are more than {PLANES}"
 

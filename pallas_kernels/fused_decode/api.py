@@ -65,14 +65,14 @@ class Ranking:
     """Choice of the slot that the token takes, as `evict` and `hamming` make it.
 
     Args:
-        standing: importance of each slot before the step: numbers, or codes that rank slots by their distance from the
-            queries' codes; None to evict the oldest first.
+        importance: numbers for each slot before the step, or codes that rank slots by their distance from the queries'
+            codes; None to evict the oldest first.
         protection: sinks, recent window and limit of each head.
         keep: slots that are never evicted, or None.
         shrinks: True if live slots may be beyond the limit, as under policies whose budget decreases.
     """
 
-    standing: Float[Array, "b h c"] | Hashed | None
+    importance: Float[Array, "b h c"] | Hashed | None
     protection: EvictionRules
     keep: Bool[Array, "b h c"] | None = None
     shrinks: bool = static(False)
@@ -93,7 +93,7 @@ class FusedResult(NamedTuple):
     attended: Decoded
     slot: Int[Array, "b h"]
     """Slot that the token has taken; c for rows of padding."""
-    left: Int[Array, "b h"]
+    evicted_position: Int[Array, "b h"]
     """Position that the slot held; -1 if it was empty."""
     slots: Slots
     pair: tuple[Operand, Operand] | None = None
@@ -118,26 +118,28 @@ def fused_decode(
 ) -> FusedResult:
     """Run exactly `evict`, then `decode_attention`, in one pass over keys and values.
 
-    The update is in place if the caller donates the slots and the written parts of the standing.
+    The update is in place if the caller donates the slots and the written parts of the importance.
 
     Args:
         pairs: True to return the evicted pair.
-        adds: True to return the standing with the sums added, starting at 0 for the new token.
+        adds: True to return the importance with the sums added, starting at 0 for the new token.
         rounds: True to return attention's output in the queries' dtype, if nothing else is merged with it.
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes what both kernels that
             it replaces take, c a multiple of 16 (of 128 where XLA stores slots innermost), and blocks that fit in VMEM.
 
     Raises:
         ValueError: `scores` is unknown, values are `Turned`, or `adds` is set without sums or
-            without numbers of float32 in `standing`.
+            without numbers of float32 in `importance`.
     """
-    scores, standing = query.scores, ranking.standing
+    scores, importance = query.scores, ranking.importance
     if kind_of(scores) not in (noise.KINDS if isinstance(scores, Gumbel) else ("sum", "each", None)):
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
-    held = None if isinstance(standing, Hashed) else standing
-    if adds and (scores in (None, "each") or held is None or held.dtype != jnp.float32):
-        onto = type(standing).__name__ if held is None else held.dtype.name
-        raise ValueError(f"adds=True adds sums to standing in float32, not scores={scores!r} to {onto}; leave it out.")
+    numbers = None if isinstance(importance, Hashed) else importance
+    if adds and (scores in (None, "each") or numbers is None or numbers.dtype != jnp.float32):
+        onto = type(importance).__name__ if numbers is None else numbers.dtype.name
+        raise ValueError(
+            f"adds=True adds sums to importance in float32, not scores={scores!r} to {onto}; leave it out."
+        )
     refuse_turned(slots.v)
     return FusedDecode(slots, token, ranking, query, pairs, adds, rounds)(**how)
 
@@ -179,8 +181,8 @@ class FusedDecode(Op[FusedResult]):
 
     def limits(self, backend: str) -> Iterator[Limit]:
         yield from self.attention(self.slots).limits(backend)
-        (q, *_, scores), (_, k, v, _), standing = self.query, self.slots, self.ranking.standing
-        c, hashed = k.shape[2], standing if isinstance(standing, Hashed) else None
+        (q, *_, scores), (_, k, v, _), importance = self.query, self.slots, self.ranking.importance
+        c, hashed = k.shape[2], importance if isinstance(importance, Hashed) else None
         planes = () if hashed is None else hashed.hashing.planes.shape
         yield len(planes) < 4, f"it hashes by the same planes in all rows, not by {list(planes)} [b h bits d]"
         yield from words_limits(q.shape[2], 0 if hashed is None else len(hashed.codes), c)
@@ -188,11 +190,11 @@ class FusedDecode(Op[FusedResult]):
         unit = math.lcm(*(kernel.unit(array_and_scale(x)[0]) for x in (k, v)))
         yield c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"
         needed = kernel.block_bytes(q, k, v, scores, planes[-2] if planes else 0)
-        most = kernel.VMEM_BYTES * kernel.room()
-        yield needed <= most, f"its blocks take {needed} bytes of the chip's memory, not {most}"
+        available = kernel.VMEM_BYTES * kernel.block_factor()
+        yield needed <= available, f"its blocks take {needed} bytes of the chip's memory, not {available}"
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
-        (sizes, settings), standing = self.attention(self.slots).workload(), self.ranking.standing
-        if isinstance(standing, Hashed):
-            settings["bits"] = standing.hashing.planes.shape[-2]
+        (sizes, settings), importance = self.attention(self.slots).workload(), self.ranking.importance
+        if isinstance(importance, Hashed):
+            settings["bits"] = importance.hashing.planes.shape[-2]
         return sizes, settings

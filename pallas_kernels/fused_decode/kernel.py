@@ -47,7 +47,7 @@ class CacheOutput(NamedTuple):
 
     cache: Any
     scale: Any = None
-    taken: Any = None
+    evicted: Any = None
     """What the token's slot held, if it is requested."""
 
 
@@ -74,7 +74,7 @@ class StepOutputs(NamedTuple):
     out: Any
     lse: Any
     slot: Any
-    left: Any
+    evicted_position: Any
     position: Any
     k: CacheOutput
     v: CacheOutput
@@ -102,21 +102,21 @@ class _Side(NamedTuple):
     cache: Any
     scale: Any
     entry: NewEntry
-    made: CacheOutput
+    outputs: CacheOutput
     tile: ChangedTile
     channels: int
 
 
 def kernel(
     x: Inputs,
-    made: StepOutputs,
+    outputs: StepOutputs,
     scratch: Scratch,
     *,
     units: int,
     blocks: int,
     slots: int,
     channels: tuple[int, int],
-    wanted: str | None,
+    requested: str | None,
     adds: bool,
     integers: bool,
 ) -> None:
@@ -133,16 +133,16 @@ def kernel(
     newest = attention.query_position[row]
     writes = newest >= 0
     q = online_softmax.unpack_rows(attention.q[0], heads)
-    keys = _Side(*array_and_scale(attention.k), x.k, made.k, scratch.k, channels[0])
-    values = _Side(*array_and_scale(attention.v), x.v, made.v, scratch.v, channels[1])
+    keys = _Side(*array_and_scale(attention.k), x.k, outputs.k, scratch.k, channels[0])
+    values = _Side(*array_and_scale(attention.v), x.v, outputs.v, scratch.v, channels[1])
     sides = keys, values
     state = scratch.running
 
     def of_heads(ref: Any) -> Array:  # [heads, 1]
         numbers = ref[...]
-        here = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, 1) == jax.lax.rem(row, LANES)
+        is_row = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, 1) == jax.lax.rem(row, LANES)
         words = jax.lax.bitcast_convert_type(numbers, jnp.int32)
-        return jax.lax.bitcast_convert_type(jnp.where(here, words, 0).sum(-1, keepdims=True), numbers.dtype)
+        return jax.lax.bitcast_convert_type(jnp.where(is_row, words, 0).sum(-1, keepdims=True), numbers.dtype)
 
     def when(condition: Any) -> Callable[[Callable[[], None]], None]:
         # A single split is both the first and the last.
@@ -159,31 +159,31 @@ def kernel(
 
     @when(split == 0)
     def _() -> None:
-        position, ranking, standing = attention.position[0], x.ranking, x.ranking.standing
-        bounds = [of_heads(ref) if ref.ndim > 1 else ref[0] for ref in ranking.protection]
+        position, ranking, importance = attention.position[0], x.ranking, x.ranking.importance
+        rules = [of_heads(ref) if ref.ndim > 1 else ref[0] for ref in ranking.protection]
         keep = None if ranking.keep is None else ranking.keep[0] != 0
         codes: list[Array] = []
-        if isinstance(standing, Hashed):
-            (planes, of_queries, _), codes = standing.hashing, [code[0] for code in standing.codes]
+        if isinstance(importance, Hashed):
+            (planes, of_queries, _), codes = importance.hashing, [code[0] for code in importance.codes]
             queries = of_queries[0].astype(jnp.float32)
             rows = queries[:, None] if groups == 1 else online_softmax.unpack_rows(queries, heads)
             words = [word for group in range(groups) for word in _words(planes, rows[:, group : group + 1])]
             numbers = -distances_of_words(words, codes).astype(jnp.float32)
         else:
-            numbers = None if standing is None else standing[0]
-        slot = victim(numbers, position, newest, *bounds, keep=keep, shrinks=ranking.shrinks)
+            numbers = None if importance is None else importance[0]
+        slot = victim(numbers, position, newest, *rules, keep=keep, shrinks=ranking.shrinks)
         for head in range(heads):
             scratch.slots[head] = slot[head, 0]
         scratch.slot[...] = slot
-        here = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) == slot
-        left = jnp.where(here, position, 0).sum(-1, keepdims=True)
-        made.left[0] = jnp.where(writes, left, -1)
-        made.slot[0] = jnp.where(writes, slot, capacity)
-        made.position[0] = jnp.where(here & writes, newest, position)
-        if isinstance(standing, Hashed):
-            key = _words(standing.hashing.planes, standing.hashing.keys[0].astype(jnp.float32)[:, None])
-            for after, code, word in zip(made.codes, codes, key, strict=True):
-                after[0] = jnp.where(here & writes, word, code)
+        is_victim = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) == slot
+        evicted_position = jnp.where(is_victim, position, 0).sum(-1, keepdims=True)
+        outputs.evicted_position[0] = jnp.where(writes, evicted_position, -1)
+        outputs.slot[0] = jnp.where(writes, slot, capacity)
+        outputs.position[0] = jnp.where(is_victim & writes, newest, position)
+        if isinstance(importance, Hashed):
+            key = _words(importance.hashing.planes, importance.hashing.keys[0].astype(jnp.float32)[:, None])
+            for after, code, word in zip(outputs.codes, codes, key, strict=True):
+                after[0] = jnp.where(is_victim & writes, word, code)
         for side in sides:
             if side.tile.entry is not None:
                 numbers, wide = side.entry.stored[0].astype(jnp.float32), side.tile.entry
@@ -199,11 +199,11 @@ def kernel(
         value = jnp.broadcast_to(per_query_row(value, len(q)), state.acc.shape)
         state.acc[...] = jnp.where(writes, value, 0.0)
         if state.noisy is not None:
-            written = jnp.full(logits.shape, writes)
-            logits = online_softmax.add_noise(gumbel, logits, written, jnp.full((heads, 1), newest), row, block * heads)
+            real = jnp.full(logits.shape, writes)
+            logits = online_softmax.add_noise(gumbel, logits, real, jnp.full((heads, 1), newest), row, block * heads)
             state.noisy.top[...] = jnp.maximum(logits, LOWEST / 2)
             state.noisy.total[...] = state.softmax.total[...]
-        if wanted is not None:
+        if requested is not None:
             scratch.new[...] = logits
 
     at = pl.ds(pl.multiple_of(first, slots), slots) if several else slice(None)
@@ -212,8 +212,8 @@ def kernel(
     visible = visible_slots(position, newest, attention.spec.window) & (index != scratch.slot[...])
     for side in sides:
         if side.scale is not None:
-            taken = writes & (index == scratch.slot[...])
-            side.made.scale[0] = jnp.where(taken, scale_of(side), side.scale[0])
+            is_victim = writes & (index == scratch.slot[...])
+            side.outputs.scale[0] = jnp.where(is_victim, scale_of(side), side.scale[0])
     v_scale = None if values.scale is None else values.scale[0]
     logits, visible = online_softmax.logits_of(
         attention, q, position, visible, newest, keys.channels, integers, first, row
@@ -233,7 +233,7 @@ def kernel(
     if state.noisy is not None:
         logits = online_softmax.add_noise(gumbel, logits, visible, position, row, block * heads)
         state.noisy.advance(logits)
-    if wanted is not None:
+    if requested is not None:
         state.logits[:, :, at] = logits
 
     for head in range(heads):
@@ -242,31 +242,31 @@ def kernel(
         @when((slot >= first) & (slot < (split + 1) * slots))
         def _(head: int = head, slot: Any = slot) -> None:
             for i, side in enumerate(sides):
-                there = side.made.cache.at[row, block * heads + head]
+                there = side.outputs.cache.at[row, block * heads + head]
                 _send(side, head, there, scratch.sent.at[i], slot, first, writes)
 
     @when(split == splits - 1)
     def _() -> None:
         top, total = (ref[...] for ref in state.softmax)
         out = state.acc[...] / jnp.where(total > 0, total, 1.0)
-        made.out[0] = online_softmax.pack_rows(out, heads, groups).astype(made.out.dtype)
-        made.lse[0] = online_softmax.along_lanes(log_sum(top, total), heads)
-        if wanted is None:
+        outputs.out[0] = online_softmax.pack_rows(out, heads, groups).astype(outputs.out.dtype)
+        outputs.lse[0] = online_softmax.along_lanes(log_sum(top, total), heads)
+        if requested is None:
             return
         used = slice(groups if len(q) == heads else None)
         if state.noisy is not None:
             total = state.noisy.total[...]
         top = (state.noisy or state.softmax).top[:, used]
         share = 1 / positive(total)[:, used]
-        found = jnp.exp(state.logits[:, used] - top) * share
+        scores = jnp.exp(state.logits[:, used] - top) * share
         new = jnp.exp(scratch.new[:, used] - top) * share
-        here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == scratch.slot[...]
-        if wanted == "each" and len(q) == heads:
-            made.scores[0] = jnp.where(here[:, None, :], new, found)
+        is_victim = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == scratch.slot[...]
+        if requested == "each" and len(q) == heads:
+            outputs.scores[0] = jnp.where(is_victim[:, None, :], new, scores)
         else:
-            standing: Any = x.ranking.standing
-            found = online_softmax.sum_groups(found, heads) + (standing[0] if adds else 0.0)
-            made.scores[0] = jnp.where(here & writes, online_softmax.sum_groups(new, heads), found)
+            importance: Any = x.ranking.importance
+            scores = online_softmax.sum_groups(scores, heads) + (importance[0] if adds else 0.0)
+            outputs.scores[0] = jnp.where(is_victim & writes, online_softmax.sum_groups(new, heads), scores)
 
     # The next core's blocks do not await these copies.
     pl.when((step == units - 1) & (split == splits - 1))(wait)
@@ -275,12 +275,12 @@ def kernel(
 def _words(planes: Any, x: Float[Array, "h 1 d"]) -> list[UInt32[Array, "h 1"]]:
     """Return the words of a vector's code (`hamming.hashes`) in each head, given the planes [h bits d]."""
     projected = (planes[...] * x).sum(-1, keepdims=True)
-    found = []
+    words = []
     for first in range(0, projected.shape[1], WORD):
         part = projected[:, first : first + WORD]
         bit = jnp.left_shift(1, jax.lax.broadcasted_iota(jnp.int32, part.shape, 1))
-        found.append(jax.lax.bitcast_convert_type(jnp.where(part >= 0, bit, 0).sum(1), jnp.uint32))
-    return found
+        words.append(jax.lax.bitcast_convert_type(jnp.where(part >= 0, bit, 0).sum(1), jnp.uint32))
+    return words
 
 
 def _send(side: _Side, head: int, there: Any, semaphore: Any, slot: Any, first: Any, writes: Any) -> None:
@@ -289,7 +289,7 @@ def _send(side: _Side, head: int, there: Any, semaphore: Any, slot: Any, first: 
     A row of padding writes nothing: its tiles go back unchanged.
     """
     axis, tile = 2 - side.channels, side.tile.slots.at[head]
-    own = head if axis else pl.ds(head, 1)
+    row = head if axis else pl.ds(head, 1)
     size = tile.shape[axis]
     start = pl.multiple_of(slot & -size, size)
 
@@ -298,8 +298,8 @@ def _send(side: _Side, head: int, there: Any, semaphore: Any, slot: Any, first: 
 
     old = side.cache.at[0, head][slots(start - first)].astype(dtype_32_bits(tile.dtype))
     chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start
-    if side.made.taken is not None:
-        side.made.taken[0, own] = jnp.where(chosen, old, jnp.zeros_like(old)).sum(axis, keepdims=True)
-    entry = side.entry.stored[0, own] if side.tile.entry is None else side.tile.entry[own]
+    if side.outputs.evicted is not None:
+        side.outputs.evicted[0, row] = jnp.where(chosen, old, jnp.zeros_like(old)).sum(axis, keepdims=True)
+    entry = side.entry.stored[0, row] if side.tile.entry is None else side.tile.entry[row]
     tile[...] = jnp.where(chosen & writes, entry, old).astype(tile.dtype)
     pltpu.make_async_copy(tile, there.at[slots(start)], semaphore).start()

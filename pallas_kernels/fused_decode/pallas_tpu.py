@@ -44,14 +44,14 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
     parts = _StepLayout(heads, g, slots, lambda core, step, split: (*row_and_block(core, step, units, blocks), split))
     attention = parts.inputs(x.attention(x.slots), parts.of_heads(c))
     gumbel = attention.gumbel
-    wanted = "sum" if isinstance(query.scores, Gumbel) else query.scores
-    entries = [parts.entry(*some) for some in zip((k, v), (new_k, new_v), channels, strict=True)]
+    requested = "sum" if isinstance(query.scores, Gumbel) else query.scores
+    entries = [parts.entry(*arguments) for arguments in zip((k, v), (new_k, new_v), channels, strict=True)]
     inputs = Inputs(attention, parts.ranking(x.ranking, c), *entries)
-    standing = inputs.ranking.standing
+    importance = inputs.ranking.importance
 
     tiles, after = [], []
     for cache, placed_cache, new, axis in zip((k, v), (attention.k, attention.v), entries, channels, strict=True):
-        array, (given, scale) = array_and_scale(cache)[0], array_and_scale(placed_cache)
+        array, (cache_block, scale) = array_and_scale(cache)[0], array_and_scale(placed_cache)
         width = array.shape[-1]
         shape = (width, LANES) if axis == 1 else (slots_per_copy(array), width)
         narrow = new.stored.array.dtype != dtype_32_bits(array.dtype)  # single rows can only be read in 32 bits
@@ -62,21 +62,21 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
                 pltpu.VMEM((heads, 1), jnp.float32) if scale is not None and new.scale is None else None,
             )
         )
-        gone = output_block(new.stored.array.shape, new.stored.spec, dtype_32_bits(array.dtype)) if x.pairs else None
+        evicted = output_block(new.stored.array.shape, new.stored.spec, dtype_32_bits(array.dtype)) if x.pairs else None
         scale = None if scale is None else alias_block(scale, dtype=jnp.float32)
-        after.append(CacheOutput(alias_block(given, pl.BlockSpec(memory_space=pl.ANY)), scale, gone))
+        after.append(CacheOutput(alias_block(cache_block, pl.BlockSpec(memory_space=pl.ANY)), scale, evicted))
     lanes = 1 if sets < heads else rows
     outputs = StepOutputs(
         out=output_block((b, h * g, e), parts.of_queries(e), query.q.dtype if x.rounds else jnp.float32),
         lse=output_block((b, h, lanes), parts.of_heads(lanes)),
         slot=output_block((b, h, 1), parts.of_heads(1), jnp.int32),
-        left=output_block((b, h, 1), parts.of_heads(1), jnp.int32),
+        evicted_position=output_block((b, h, 1), parts.of_heads(1), jnp.int32),
         position=alias_block(attention.position),
         k=after[0],
         v=after[1],
-        codes=tuple(map(alias_block, standing.codes)) if isinstance(standing, Hashed) else (),
+        codes=tuple(map(alias_block, importance.codes)) if isinstance(importance, Hashed) else (),
     )
-    scored = wanted is not None
+    scored = requested is not None
     scratch = Scratch(
         running=online_softmax.RunningAttention.scratch(
             sets, rows, e=e, noisy=gumbel is not None, slots=c if scored else None
@@ -89,8 +89,8 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
         new=pltpu.VMEM((sets, rows, 1), jnp.float32) if scored else None,
     )
     if scored:
-        shape = (g, c) if wanted == "each" and sets == heads else (c,)
-        scores = alias_block(standing) if x.adds else output_block((b, h, *shape), parts.of_heads(*shape))
+        shape = (g, c) if requested == "each" and sets == heads else (c,)
+        scores = alias_block(importance) if x.adds else output_block((b, h, *shape), parts.of_heads(*shape))
         outputs = outputs._replace(scores=scores)
 
     body = functools.partial(
@@ -99,11 +99,11 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
         blocks=blocks,
         slots=slots,
         channels=channels,
-        wanted=wanted,
+        requested=requested,
         adds=x.adds,
         integers=multiplies_integers(interpret),
     )
-    found = run(
+    results = run(
         body,
         (inputs,),
         outputs,
@@ -119,29 +119,29 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
         ),
         name="fused_decode",
     )
-    slot = found.slot[..., 0]
+    slot = results.slot[..., 0]
 
-    def written(leaf: Array, value: Array) -> Array:
+    def write(leaf: Array, value: Array) -> Array:
         # Slot by slot, so that XLA fuses it with the score's next update of its buffers.
         return write_slots(leaf, slot, value)
 
-    def whole(after: CacheOutput, axis: int) -> Operand:
+    def updated_operand(after: CacheOutput, axis: int) -> Operand:
         array = after.cache if axis == 2 else after.cache.swapaxes(2, 3)
         return array if after.scale is None else Quantised(array, after.scale)
 
-    def taken(after: CacheOutput, old: Operand) -> Operand:
-        array = after.taken.reshape(b, h, -1)
+    def evicted_entry(after: CacheOutput, old: Operand) -> Operand:
+        array = after.evicted.reshape(b, h, -1)
         if not isinstance(old, Quantised):
             return array
-        here = jnp.arange(c) == slot[..., None]
-        return Quantised(array.astype(after.cache.dtype), jnp.where(here, old.scale, 0.0).sum(-1))
+        is_victim = jnp.arange(c) == slot[..., None]
+        return Quantised(array.astype(after.cache.dtype), jnp.where(is_victim, old.scale, 0.0).sum(-1))
 
-    scores = found.scores.reshape(b, h, g, c) if wanted == "each" else found.scores
-    attended = Decoded(found.out.reshape(b, h, g, e), found.lse[:, :, :g], scores)
-    pair = whole(found.k, channels[0]), whole(found.v, channels[1])
-    held = Slots(found.position, *pair, jax.tree.map(written, buffers, entry))
-    gone = (taken(found.k, k), taken(found.v, v)) if x.pairs else None
-    return FusedResult(attended, slot, found.left[..., 0], held, gone, found.codes or None)
+    scores = results.scores.reshape(b, h, g, c) if requested == "each" else results.scores
+    attended = Decoded(results.out.reshape(b, h, g, e), results.lse[:, :, :g], scores)
+    pair = updated_operand(results.k, channels[0]), updated_operand(results.v, channels[1])
+    new_slots = Slots(results.position, *pair, jax.tree.map(write, buffers, entry))
+    evicted = (evicted_entry(results.k, k), evicted_entry(results.v, v)) if x.pairs else None
+    return FusedResult(attended, slot, results.evicted_position[..., 0], new_slots, evicted, results.codes or None)
 
 
 class _StepLayout(online_softmax.BlockLayout):
@@ -165,36 +165,36 @@ class _StepLayout(online_softmax.BlockLayout):
             coded = operands.quantise(new, cache.bits)
             entry, scale = coded.codes, self.per_head(coded.scale)
         if turns:
-            given = input_block(entry.astype(dtype_32_bits(entry.dtype))[..., None], self.of_heads(width, 1))
+            stored = input_block(entry.astype(dtype_32_bits(entry.dtype))[..., None], self.of_heads(width, 1))
         else:
-            given = input_block(in_registers(entry, self.heads), self.of_heads(width))
-        apart = turns or width < d  # attention needs its numbers in another layout
+            stored = input_block(in_registers(entry, self.heads), self.of_heads(width))
+        separate = turns or width < d  # attention needs its numbers in another layout
         return NewEntry(
-            given, scale, input_block(operands.values(coded, jnp.float32), self.of_heads(d)) if apart else None
+            stored, scale, input_block(operands.values(coded, jnp.float32), self.of_heads(d)) if separate else None
         )
 
     def ranking(self, ranking: Ranking, c: int) -> Ranking:
         """Place what the token's slot is chosen by, for c slots."""
-        standing = ranking.standing
-        bounds = (y.astype(jnp.int32) for y in ranking.protection)
+        importance = ranking.importance
+        rules = (y.astype(jnp.int32) for y in ranking.protection)
         protection = EvictionRules(
-            *(self.per_head(y) if y.ndim else input_block(y[None], online_softmax.SCALARS) for y in bounds)
+            *(self.per_head(y) if y.ndim else input_block(y[None], online_softmax.SCALARS) for y in rules)
         )
         keep = None if ranking.keep is None else input_block(ranking.keep.astype(jnp.int32), self.of_heads(c))
-        if isinstance(standing, Hashed):
-            planes, queries, keys = standing.hashing
+        if isinstance(importance, Hashed):
+            planes, queries, keys = importance.hashing
             (bits, width), b = planes.shape[1:], len(queries)
-            standing = Hashed(
+            importance = Hashed(
                 Hashing(
                     input_block(planes.astype(jnp.float32), self.of_block(self.heads, bits, width)),
                     input_block(queries.reshape(b, -1, width), self.of_queries(width)),
                     input_block(in_registers(keys[:, :, 0], self.heads), self.of_heads(width)),
                 ),
-                tuple(input_block(code, self.of_heads(c)) for code in standing.codes),
+                tuple(input_block(code, self.of_heads(c)) for code in importance.codes),
             )
-        elif standing is not None:
-            standing = input_block(standing.astype(jnp.float32), self.of_heads(c))
-        return Ranking(standing, protection, keep, ranking.shrinks)
+        elif importance is not None:
+            importance = input_block(importance.astype(jnp.float32), self.of_heads(c))
+        return Ranking(importance, protection, keep, ranking.shrinks)
 
 
 def unit(array: Array) -> int:
@@ -218,8 +218,10 @@ def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:
     The slots of a step divide the cache's, since inputs that alias the cache must not be read beyond its end.
     """
     (_, h, c, d), e = k.shape, v.shape[3]
-    heads, most = tile(h, c, max(d, e), min(array_and_scale(x)[0].dtype.itemsize for x in (k, v)))
-    return heads, next((slots for slots in range(most // LANES * LANES, most // 4, -LANES) if c % slots == 0), c)
+    heads, max_slots = tile(h, c, max(d, e), min(array_and_scale(x)[0].dtype.itemsize for x in (k, v)))
+    return heads, next(
+        (slots for slots in range(max_slots // LANES * LANES, max_slots // 4, -LANES) if c % slots == 0), c
+    )
 
 
 def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, bits: int = 0) -> int:
@@ -230,12 +232,12 @@ def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, b
     g, c = q.shape[2], v.shape[2]
     arrays = [array_and_scale(x)[0] for x in (k, v)]
     heads, slots = blocks_of(k, v)
-    (sets, rows), whole = online_softmax.rows_and_blocks(heads, g), padded(c, LANES)
+    (sets, rows), padded_slots = online_softmax.rows_and_blocks(heads, g), padded(c, LANES)
     rows = sets * rows // heads
     pairs = sum(padded(x.shape[-1], LANES) * x.dtype.itemsize for x in arrays) * padded(slots, LANES)
-    # Positions before and after, standing, protected slots, two scales; words before and after.
-    of_slots = (6 + 2 * -(-bits // WORD)) * 4 * whole
-    held = 0 if scores is None else 4 * whole * (rows + 2 * (rows if scores == "each" else 1))
+    # Positions before and after, importance, protected slots, two scales; words before and after.
+    of_slots = (6 + 2 * -(-bits // WORD)) * 4 * padded_slots
+    score_bytes = 0 if scores is None else 4 * padded_slots * (rows + 2 * (rows if scores == "each" else 1))
     planes = 4 * padded(bits, SUBLANES) * padded(q.shape[3], LANES)
-    small = 4 * LANES * (16 * rows + 4 * LANES)
-    return heads * (2 * (pairs + of_slots + planes) + held + small)
+    small_bytes = 4 * LANES * (16 * rows + 4 * LANES)
+    return heads * (2 * (pairs + of_slots + planes) + score_bytes + small_bytes)

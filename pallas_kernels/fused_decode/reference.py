@@ -17,29 +17,29 @@ from pallas_kernels.operands import Quantised, quantise
 def fused_decode(x: FusedDecode, options: Options) -> FusedResult:
     position, *pair, buffers = x.slots
     newest, *new, entry = x.token
-    new = [quantise(y, held.bits) if isinstance(held, Quantised) else y for y, held in zip(new, pair, strict=True)]
-    standing, words, word = x.ranking.standing, None, None
+    new = [quantise(y, old.bits) if isinstance(old, Quantised) else y for y, old in zip(new, pair, strict=True)]
+    importance, words, word = x.ranking.importance, None, None
     choice = x.ranking.protection, x.ranking.keep, x.ranking.shrinks
     # A survey records the two calls that are made if one pass does not win.
     surveyed = isinstance(options.implementation, Survey)
-    if isinstance(standing, Hashed):
-        hashing, words = standing
+    if isinstance(importance, Hashed):
+        hashing, words = importance
         word = tuple(word[:, :, 0] for word in hashing.of_keys())
         queries = hashing.of_queries()
-        standing = -distances(queries, words).astype(jnp.float32)
+        importance = -distances(queries, words).astype(jnp.float32)
         if surveyed:
             HammingVictim(queries, words, position, newest, *choice[:2])(*options)
-    held, added = (((*pair, buffers), words), ((*new, entry), word))
-    eviction = Evict(standing, position, newest, held, added, *choice, pairs=x.pairs)
-    evicted = eviction(*options) if surveyed and words is None else eviction.reference(options)
-    slot, left, taken, position, ((k, v, buffers), codes) = evicted
+    contents, added = (((*pair, buffers), words), ((*new, entry), word))
+    eviction = Evict(importance, position, newest, contents, added, *choice, pairs=x.pairs)
+    result = eviction(*options) if surveyed and words is None else eviction.reference(options)
+    slot, evicted_position, evicted, position, ((k, v, buffers), codes) = result
     slots = Slots(position, k, v, buffers)
     attention = x.attention(slots)
     attended = attention(*options) if surveyed else attention.reference(options)
     if x.adds:
-        assert standing is not None and attended.scores is not None
-        begun = write_slots(standing, slot, jnp.zeros(slot.shape, standing.dtype))
-        attended = attended._replace(scores=begun + attended.scores)
+        assert importance is not None and attended.scores is not None
+        zeroed = write_slots(importance, slot, jnp.zeros(slot.shape, importance.dtype))
+        attended = attended._replace(scores=zeroed + attended.scores)
     if x.rounds:
         attended = attended._replace(out=attended.out.astype(x.query.q.dtype))
-    return FusedResult(attended, slot, left, slots, taken[0][:2] if x.pairs else None, codes)
+    return FusedResult(attended, slot, evicted_position, slots, evicted[0][:2] if x.pairs else None, codes)

@@ -28,10 +28,10 @@ def hamming(x: HammingVictim, *, interpret: Any) -> Int[Array, "b h"]:
         codes=[input_block(code, part(c)) for code in x.codes],
         position=input_block(x.position, part(c)),
         new_position=input_block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        protection=EvictionRules(*(input_block(bound[..., None], part(1)) for bound in x.protection.of_heads())),
+        protection=EvictionRules(*(input_block(rule[..., None], part(1)) for rule in x.protection.of_heads())),
         keep=None if x.keep is None else input_block(x.keep.astype(jnp.int32), part(c)),
     )
-    found = run(
+    slots = run(
         _kernel,
         (inputs,),
         output_block((b, h, 1), part(1), jnp.int32),
@@ -40,13 +40,13 @@ def hamming(x: HammingVictim, *, interpret: Any) -> Int[Array, "b h"]:
         interpret=interpret,
         name="hamming",
     )
-    return found[..., 0]
+    return slots[..., 0]
 
 
 def _kernel(x: HammingVictim, slot: Any) -> None:
     words = x.query[0]
     query = [words[:, i : i + 1] for i in range(words.shape[1])]
     scores = -distances_of_words(query, [code[0] for code in x.codes]).astype(jnp.float32)
-    bounds = [bound[0] for bound in x.protection]
+    rules = [rule[0] for rule in x.protection]
     keep = None if x.keep is None else x.keep[0] != 0
-    slot[0] = victim(scores, x.position[0], x.new_position[pl.program_id(0)], *bounds, keep=keep)
+    slot[0] = victim(scores, x.position[0], x.new_position[pl.program_id(0)], *rules, keep=keep)

@@ -18,7 +18,7 @@ from pallas_kernels.ranking import victim
 
 def hamming(x: HammingVictim, _: Options) -> Int[Array, "b h"]:
     scores = -distances(x.query, x.codes).astype(jnp.float32)
-    sinks, recent, limit = (bound[..., None] for bound in x.protection)
+    sinks, recent, limit = (rule[..., None] for rule in x.protection)
     return victim(scores, x.position, x.new_position[:, None, None], sinks, recent, limit, x.keep)[..., 0]
 
 

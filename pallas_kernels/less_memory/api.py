@@ -168,8 +168,8 @@ class Remember(Op[Remembered]):
         (b, h, g, _), k = self.q.shape, self.evicted[0]
         yield k.dtype in DTYPES, f"it takes keys in float32 or bfloat16, not {k.dtype}"
         yield h % SUBLANES == 0, f"h={h} KV heads are not a multiple of {SUBLANES}"
-        few = b <= LANES and b * g <= 2 * LANES
-        yield few, f"b={b} rows of g={g} queries are more than {LANES}, or {2 * LANES} in all"
+        fits = b <= LANES and b * g <= 2 * LANES
+        yield fits, f"b={b} rows of g={g} queries are more than {LANES}, or {2 * LANES} in all"
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
         (b, h, g, d), first, second = self.q.shape, self.of_phi["first"], self.of_phi["second"]

@@ -54,20 +54,20 @@ def psi(x: KeyFeatures, *, interpret: Any) -> Float[Array, "m t f"]:
 def less_remember(x: Remember, *, interpret: Any) -> Remembered:
     """See `api.remember`; the grid is (blocks of eight heads, heads), so each step has one head of all rows."""
     q, attended, of_phi, of_psi = x.q, x.attended, x.of_phi, x.of_psi
-    (b, h, g, d), (k, v, position), (held, total) = q.shape, x.evicted, x.memory
-    features, e = held.shape[2:]
+    (b, h, g, d), (k, v, position), (memory, total) = q.shape, x.evicted, x.memory
+    features, e = memory.shape[2:]
 
     def heads_of_rows(x: Float[Array, "b m w"], heads: int) -> Any:
         return input_block(x, pl.BlockSpec((b, heads, x.shape[2]), lambda eight, head: (0, eight, 0)))
 
-    def own(x: Array, heads: int = 1) -> Any:
+    def per_head(x: Array, heads: int = 1) -> Any:
         # Heads are the first axis, and rows, if any, the last.
         shape = heads, *x.shape[1:]
         return input_block(
             x, pl.BlockSpec(shape, lambda eight, head: (eight * SUBLANES + head, *(0,) * (len(shape) - 1)))
         )
 
-    whole = pl.BlockSpec((b, 1, features, e), lambda eight, head: (0, eight * SUBLANES + head, 0, 0))
+    memory_spec = pl.BlockSpec((b, 1, features, e), lambda eight, head: (0, eight * SUBLANES + head, 0, 0))
     scales = [of_psi[name] for name in ("outer_scale", "residual_scale") if of_psi.get(name) is not None]
 
     def of_all_heads(x: Float[Array, "h *f"]) -> Any:
@@ -82,20 +82,20 @@ def less_remember(x: Remember, *, interpret: Any) -> Remembered:
         "out": heads_of_rows(attended.out.reshape(b, h * g, e), SUBLANES * g),
         "lse": heads_of_rows(attended.lse.reshape(b, h * g, 1), SUBLANES * g),
         "position": heads_of_rows(position[..., None], SUBLANES),
-        "h": input_block(held, whole),
-        "z": own(total.transpose(1, 2, 0)),
-        "phi_first": own(of_phi["first"].reshape(h * g, d, -1), g),
-        "phi_second": own(_transposed(of_phi["second"].reshape(h * g, -1, features)), g),
-        "psi_first": own(of_psi["first"]),
-        "psi_second": own(_transposed(of_psi["second"])),
-        "psi_third": of_all_heads(of_psi["third"]) if features <= FEW else own(_transposed(of_psi["third"])),
+        "h": input_block(memory, memory_spec),
+        "z": per_head(total.transpose(1, 2, 0)),
+        "phi_first": per_head(of_phi["first"].reshape(h * g, d, -1), g),
+        "phi_second": per_head(_transposed(of_phi["second"].reshape(h * g, -1, features)), g),
+        "psi_first": per_head(of_psi["first"]),
+        "psi_second": per_head(_transposed(of_psi["second"])),
+        "psi_third": of_all_heads(of_psi["third"]) if features <= FEW else per_head(_transposed(of_psi["third"])),
         "psi_scales": [of_all_heads(scale) for scale in scales],
     }
     scratch = {name: inputs[name].spec.block_shape[1:] for name in ("q", "k", "v", "out", "lse", "position")}
     scratch["merged"] = scratch["out"]
     outputs = {name: alias_block(inputs[name]) for name in ("h", "z")}
     outputs["out"] = output_block(inputs["out"].array.shape, inputs["out"].spec, q.dtype)
-    found = run(
+    results = run(
         functools.partial(_remember, groups=g),
         (inputs,),
         outputs,
@@ -105,7 +105,7 @@ def less_remember(x: Remember, *, interpret: Any) -> Remembered:
         interpret=interpret,
         name="less_remember",
     )
-    return Remembered(found["h"], found["z"].transpose(2, 0, 1), found["out"].reshape(b, h, g, e))
+    return Remembered(results["h"], results["z"].transpose(2, 0, 1), results["out"].reshape(b, h, g, e))
 
 
 def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
@@ -121,8 +121,8 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
         return scratch[name][pl.ds(which, rows, stride=heads), :]
 
     def weight(x: Float[Array, "*f h"]) -> Float[Array, "*f 1"]:
-        here = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == eight * SUBLANES + head
-        return jnp.where(here, x, 0.0).sum(-1, keepdims=True)
+        is_head = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == eight * SUBLANES + head
+        return jnp.where(is_head, x, 0.0).sum(-1, keepdims=True)
 
     def mix(outer: Float[Array, "f b"]) -> Float[Array, "f b"]:
         if len(outer) > FEW:
@@ -132,7 +132,7 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
 
     scales = [weight(ref[...]) for ref in refs["psi_scales"]]
     features = _psi(of_head("k", head, SUBLANES), refs["psi_first"][0], refs["psi_second"][0], mix, *scales)
-    features = jnp.where(_turned(of_head("position", head, SUBLANES)) >= 0, features, 0.0)
+    features = jnp.where(_transposed_vector(of_head("position", head, SUBLANES)) >= 0, features, 0.0)
     z = refs["z"][0] + features
     outputs["z"][0] = z
     shares = []
@@ -140,15 +140,18 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
         at = head * groups + i
         phi = jnp.abs(_two_layers(of_head("q", at, SUBLANES * groups), refs["phi_first"][i], refs["phi_second"][i]))
         mass = (phi * z).sum(0, keepdims=True)
-        some = mass > 0
-        mass = jnp.where(some, mass, 1.0)
+        nonempty = mass > 0
+        mass = jnp.where(nonempty, mass, 1.0)
         # Both are relative to the larger one; an empty part adds nothing.
-        ours = jnp.where(some, jnp.log(mass), LOWEST)
-        theirs = jnp.maximum(_turned(of_head("lse", at, SUBLANES * groups)), LOWEST)
-        top = jnp.maximum(ours, theirs)
-        ours, theirs = jnp.where(some, jnp.exp(ours - top), 0.0), jnp.exp(theirs - top)
-        share = 1 / (ours + theirs)
-        shares.append((phi * (ours * share / mass), theirs * share))
+        memory_weight = jnp.where(nonempty, jnp.log(mass), LOWEST)
+        slots_weight = jnp.maximum(_transposed_vector(of_head("lse", at, SUBLANES * groups)), LOWEST)
+        top = jnp.maximum(memory_weight, slots_weight)
+        memory_weight, slots_weight = (
+            jnp.where(nonempty, jnp.exp(memory_weight - top), 0.0),
+            jnp.exp(slots_weight - top),
+        )
+        share = 1 / (memory_weight + slots_weight)
+        shares.append((phi * (memory_weight * share / mass), slots_weight * share))
     v = of_head("v", head, SUBLANES)
     low: list[list[Array]] = [[] for _ in shares]
     for first in range(0, rows, SUBLANES):
@@ -157,19 +160,19 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
             one = slice(row, row + 1)
             h = refs["h"][row, 0] + features[:, one] * v[one]
             outputs["h"][row, 0] = h
-            for own, (phi, _) in zip(parts, shares, strict=True):
-                own.append(phi[:, one] * h)
-        for found, own in zip(low, parts, strict=True):
-            found.append(_sums(own))
-    for i, (found, (_, theirs)) in enumerate(zip(low, shares, strict=True)):
+            for part, (phi, _) in zip(parts, shares, strict=True):
+                part.append(phi[:, one] * h)
+        for sums, part in zip(low, parts, strict=True):
+            sums.append(_sums(part))
+    for i, (sums, (_, slots_weight)) in enumerate(zip(low, shares, strict=True)):
         at = head * groups + i
-        merged = of_head("out", at, SUBLANES * groups) * _turned(theirs) + jnp.concatenate(found)
+        merged = of_head("out", at, SUBLANES * groups) * _transposed_vector(slots_weight) + jnp.concatenate(sums)
         scratch["merged"][pl.ds(at, rows, stride=SUBLANES * groups), :] = merged
 
     @pl.when(head == SUBLANES - 1)
     def _() -> None:
-        every = outputs["out"]
-        every[...] = scratch["merged"][...].reshape(every.shape).astype(every.dtype)
+        out = outputs["out"]
+        out[...] = scratch["merged"][...].reshape(out.shape).astype(out.dtype)
 
 
 def _sums(parts: Sequence[Float[Array, "f e"]]) -> Float[Array, "n e"]:
@@ -177,23 +180,23 @@ def _sums(parts: Sequence[Float[Array, "f e"]]) -> Float[Array, "n e"]:
     features, rows = len(parts[0]), len(parts)
     if rows < SUBLANES or features % SUBLANES:
         return jnp.concatenate([part.sum(0, keepdims=True) for part in parts])
-    held = [_total(part[i : i + SUBLANES] for i in range(0, features, SUBLANES)) for part in parts]
-    sublane = jax.lax.broadcasted_iota(jnp.int32, held[0].shape, 0)
-    for apart in (4, 2, 1):
+    sums = [_total(part[i : i + SUBLANES] for i in range(0, features, SUBLANES)) for part in parts]
+    sublane = jax.lax.broadcasted_iota(jnp.int32, sums[0].shape, 0)
+    for distance in (4, 2, 1):
         # Merges pairs of arrays: each sublane of the result is the sum of two sublanes of one row.
-        first = sublane & apart == 0
-        held = [
-            jnp.where(first, a, b) + jnp.where(first, pltpu.roll(a, SUBLANES - apart, 0), pltpu.roll(b, apart, 0))
-            for a, b in zip(held[:apart], held[apart:], strict=True)
+        first = sublane & distance == 0
+        sums = [
+            jnp.where(first, a, b) + jnp.where(first, pltpu.roll(a, SUBLANES - distance, 0), pltpu.roll(b, distance, 0))
+            for a, b in zip(sums[:distance], sums[distance:], strict=True)
         ]
-    return held[0]
+    return sums[0]
 
 
 def _total(parts: Iterable[Array]) -> Array:
     return functools.reduce(operator.add, parts)
 
 
-def _turned(x: Array) -> Array:
+def _transposed_vector(x: Array) -> Array:
     """Transpose a row [1 n] to a column [n 1], or the other way, by a sum along its longer axis."""
     n, axis = x.size, 0 if x.shape[1] == 1 else 1
     places = [jax.lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1)]
@@ -207,10 +210,12 @@ def _call(
     # Few tokens, as in a decode step, form one block of whole rows, which need not fill the lanes.
     size = padded(t, SUBLANES) if t < LANES else min(BLOCK, padded(t, LANES))
     tokens = padded(t, size)
-    whole = [input_block(weight, pl.BlockSpec((1, *weight.shape[1:]), lambda m, i: (m, 0, 0))) for weight in weights]
+    weight_blocks = [
+        input_block(weight, pl.BlockSpec((1, *weight.shape[1:]), lambda m, i: (m, 0, 0))) for weight in weights
+    ]
     out = run(
         kernel,
-        (input_block(pad_to(x, 1, tokens), pl.BlockSpec((1, size, d), lambda m, i: (m, i, 0))), whole),
+        (input_block(pad_to(x, 1, tokens), pl.BlockSpec((1, size, d), lambda m, i: (m, i, 0))), weight_blocks),
         output_block((m, features, tokens), pl.BlockSpec((1, features, size), lambda m, i: (m, 0, i))),
         grid=(m, tokens // size),
         compiler_params=tpu_params(2),
@@ -229,8 +234,8 @@ def _two_layers(x: Float[Array, "t d"], first: Float[Array, "d r"], second: Floa
 
 
 def _gelu(x: Array) -> Array:
-    known = chip()
-    if known is not None and known.generation >= 6:  # it has an instruction for erf
+    tpu = chip()
+    if tpu is not None and tpu.generation >= 6:  # it has an instruction for erf
         return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
     # Abramowitz and Stegun, 7.1.26, for erfc: its error is 3e-7 here, and it takes fewer operations than `erf`.
     size = jnp.abs(x)

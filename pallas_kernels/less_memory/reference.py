@@ -40,5 +40,5 @@ def less_remember(x: Remember, options: Options) -> Remembered:
     features = jnp.where(position[..., None] >= 0, features, 0.0)
     h, z = h + jnp.einsum("bhr,bhe->bhre", features, v.astype(h.dtype)), z + features
     share = share_of_evicted(LowRank(api.phi(x.q[:, :, :, None], **x.of_phi, **how), h, z))
-    whole = merge(jax.tree.map(lambda y: y[:, :, :, None], x.attended), share)
-    return Remembered(h, z, whole.out[:, :, :, 0].astype(x.q.dtype))
+    merged = merge(jax.tree.map(lambda y: y[:, :, :, None], x.attended), share)
+    return Remembered(h, z, merged.out[:, :, :, 0].astype(x.q.dtype))

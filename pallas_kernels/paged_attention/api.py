@@ -105,14 +105,14 @@ class PagedAttention(Op[PagedResult]):
         yield from width_limits(self.k, self.v, backend)
         if backend == "pallas_tpu":
             four = [x for x in (self.k, self.v) if isinstance(x, Quantised) and x.bits == 4]
-            whole = all(x.codes.shape[-1] % LANES == 0 for x in four)
-            yield whole, "pages of four bits would be copied at every step, unless d and e are 256"
+            aligned = all(x.codes.shape[-1] % LANES == 0 for x in four)
+            yield aligned, "pages of four bits would be copied at every step, unless d and e are 256"
             (b, h), (pages, size) = self.q.shape[:2], self.k.shape[:2]
             yield size <= 1024, f"s={size} slots in a page are more than 1024"
             kernel = self.module(backend)
-            numbers = kernel.told(b, b * h, pages, kernel.tile(b * h, self.layers, pages, size))
-            text = f"its steps take {numbers} scalars for rows, heads and pages, more than {kernel.MOST_TOLD}"
-            yield numbers <= kernel.MOST_TOLD, text
+            numbers = kernel.scalar_count(b, b * h, pages, kernel.tile(b * h, self.layers, pages, size))
+            text = f"its steps take {numbers} scalars for rows, heads and pages, more than {kernel.MAX_SCALARS}"
+            yield numbers <= kernel.MAX_SCALARS, text
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
         settings = operand_settings(self.q, self.k, self.v, self.spec)
@@ -123,5 +123,5 @@ def ranges(owner: Int[Array, " P"], pages: Int[Array, "2"], owners: int) -> tupl
     """Return each owner's first page in a layer, and the one after its last."""
     page = jnp.arange(owner.shape[0])
     rising = jnp.where(page < pages[0], -1, jnp.where(page < pages[1], owner, owners))
-    found = jnp.searchsorted(rising, jnp.arange(owners + 1)).astype(jnp.int32)
-    return found[:-1], found[1:]
+    first_pages = jnp.searchsorted(rising, jnp.arange(owners + 1)).astype(jnp.int32)
+    return first_pages[:-1], first_pages[1:]

@@ -23,7 +23,7 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
     count, size = x.position.shape
     splits = min(max(1, PROGRAMS // (b * h)), MOST_SPLITS, count)
 
-    def whole(*shape: int) -> pl.BlockSpec:
+    def whole_array(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec(shape, lambda s, h, b: (0,) * len(shape))
 
     def flat(operand: Any) -> Any:  # the slots of all pages, one after another
@@ -31,10 +31,10 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
 
     pool = DecodeAttention(x.q, flat(x.k), flat(x.v), flat(x.position), x.query_position, x.spec)
     span = Span(*(input_block((page * size).reshape(b, h, 1), of_head(1)) for page in ranges(x.owner, x.pages, b * h)))
-    logits = output_block((count, g, size), whole(count, g, size))
-    of_slots, step = functools.partial(whole, count * size), slots_per_step(max(d, e) * x.q.dtype.itemsize)
-    found = attend_parts(
+    logits = output_block((count, g, size), whole_array(count, g, size))
+    of_slots, step = functools.partial(whole_array, count * size), slots_per_step(max(d, e) * x.q.dtype.itemsize)
+    parts = attend_parts(
         pool, of_slots, span, logits, size=step, splits=splits, interpret=interpret, name="paged_attention"
     )
-    out, lse = merge_attention(found, g)
-    return PagedResult(out, lse, found.logits)
+    out, lse = merge_attention(parts, g)
+    return PagedResult(out, lse, parts.logits)

@@ -35,7 +35,7 @@ from pallas_kernels.paged_attention.api import PagedAttention, PagedResult, rang
 SLOTS = (128, 512)
 """Approximate minimum and maximum slots of one grid step; each head's last step reads some that it does not use."""
 
-MOST_TOLD = 240_000
+MAX_SCALARS = 240_000
 """Maximum scalars of the steps, which must fit in a TPU's scalar memory of one mebibyte."""
 
 
@@ -58,7 +58,7 @@ class Scratch(NamedTuple):
     running: RunningAttention
     logits: Any
     """A block of pages that belongs to other steps, and one that is copied out."""
-    written: Any
+    semaphore: Any
 
 
 def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
@@ -67,10 +67,10 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
     pages, rows = tile(b * h, x.layers, count, size), padded(g, SUBLANES)
     begin, end = ranges(x.owner, x.pages, b * h)
     # A head without pages takes a step as well, which writes zeros.
-    each = jnp.maximum(1, pl.cdiv(end - begin, pages))
-    last = jnp.cumsum(each)
-    owner = jnp.repeat(jnp.arange(b * h), each, total_repeat_length=most_steps(b * h, count, pages))
-    steps = jax.tree.map(lambda y: y.astype(jnp.int32), Steps(owner, last - each, begin, end, x.query_position))
+    step_counts = jnp.maximum(1, pl.cdiv(end - begin, pages))
+    last = jnp.cumsum(step_counts)
+    owner = jnp.repeat(jnp.arange(b * h), step_counts, total_repeat_length=most_steps(b * h, count, pages))
+    steps = jax.tree.map(lambda y: y.astype(jnp.int32), Steps(owner, last - step_counts, begin, end, x.query_position))
 
     def of_head(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *tail), lambda i, steps: (steps.owner[i],) + (0,) * len(tail))
@@ -79,7 +79,7 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
         sizes = tuple(pl.Element(y) for y in (pages, *tail))
         return pl.BlockSpec(sizes, lambda i, steps: (_place(i, steps, pages, count)[1], 0, 0))
 
-    def placed(numbers: Array) -> Any:
+    def page_block(numbers: Array) -> Any:
         return input_block(numbers, of_pages(*numbers.shape[1:]))
 
     slopes: Any = x.spec.slopes
@@ -88,9 +88,9 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
         slopes = input_block(pad_to(slopes.astype(jnp.float32)[..., None], 1, rows), of_group)
     inputs = DecodeAttention(
         q=input_block(pad_to(x.q, 2, rows).reshape(b * h, rows, d), of_head(rows, d)),
-        k=jax.tree.map(placed, _in_lanes(x.k)),
-        v=jax.tree.map(placed, _in_lanes(x.v)),
-        position=placed(x.position[:, None]),
+        k=jax.tree.map(page_block, _in_lanes(x.k)),
+        v=jax.tree.map(page_block, _in_lanes(x.v)),
+        position=page_block(x.position[:, None]),
         query_position=None,  # type: ignore[arg-type]  # with the scalars
         spec=dataclasses.replace(x.spec, slopes=slopes),
     )
@@ -105,7 +105,7 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
         pltpu.VMEM((2 * pages, g, size), jnp.float32),
         pltpu.SemaphoreType.DMA(()),
     )
-    found = run(
+    results = run(
         functools.partial(_kernel, heads=h, pool=count, integers=multiplies_integers(interpret)),
         (inputs,),
         outputs,
@@ -116,8 +116,8 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
         interpret=interpret,
         name="paged_attention",
     )
-    out, lse = (y.reshape(b, h, rows, -1)[:, :, :g] for y in (found.out, found.lse))
-    logits = found.logits
+    out, lse = (y.reshape(b, h, rows, -1)[:, :, :g] for y in (results.out, results.lse))
+    logits = results.logits
     if g == 1:
         # Readers need pages along lanes: on v6e, transposing two dimensions takes an eighth of the cycles of three.
         logits = jax.lax.optimization_barrier(logits[:, 0])[:, None]
@@ -127,11 +127,13 @@ def paged_attention(x: PagedAttention, *, interpret: Any) -> PagedResult:
 def tile(owners: int, layers: int, count: int, size: int) -> int:
     """Return the pages of one grid step, about as many as an owner has on average.
 
-    The pool has `count` pages of `size` slots. Steps take more pages if their scalars would exceed `MOST_TOLD`.
+    The pool has `count` pages of `size` slots. Steps take more pages if their scalars would exceed `MAX_SCALARS`.
     """
     mean = count * size * 16 // 17 // (owners * layers)  # a pool is up to a sixteenth larger than its contents
-    slots, most = SLOTS
-    while slots < most and (slots < mean or told(owners, owners, count, _pages(slots, count, size)) > MOST_TOLD):
+    slots, max_slots = SLOTS
+    while slots < max_slots and (
+        slots < mean or scalar_count(owners, owners, count, _pages(slots, count, size)) > MAX_SCALARS
+    ):
         slots *= 2
     return _pages(slots, count, size)
 
@@ -145,7 +147,7 @@ def most_steps(owners: int, count: int, block: int) -> int:
     return owners + count // block
 
 
-def told(rows: int, owners: int, count: int, block: int) -> int:
+def scalar_count(rows: int, owners: int, count: int, block: int) -> int:
     """Return the number of scalars of a TPU's steps: each step's owner, three per owner and one per row."""
     return most_steps(owners, count, block) + 3 * owners + rows
 
@@ -178,16 +180,16 @@ def _kernel(
     pages, size = x.position.shape[::2]
     groups = outputs.logits.shape[1]
     page, at = _place(i, steps, pages, pool)
-    mine = jnp.clip(steps.end[owner] - page, 0, pages)
+    owned_pages = jnp.clip(steps.end[owner] - page, 0, pages)
     pl.when(page == steps.begin[owner])(state.begin)
 
     def row(ref: Any) -> Array:  # numbers of all slots, side by side
         return jnp.concatenate([ref[page] for page in range(pages)], axis=1)
 
-    def real(shape: tuple[int, ...], axis: int, each: int = 1) -> Array:
+    def real(shape: tuple[int, ...], axis: int, per_page: int = 1) -> Array:
         # A block may begin before these pages and end after them.
-        which = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + (at - page) * each
-        return (which >= 0) & (which < mine * each)
+        which = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + (at - page) * per_page
+        return (which >= 0) & (which < owned_pages * per_page)
 
     position, query = row(x.position), steps.query_position[owner // heads]
     visible = visible_slots(position, query, x.spec.window) & real(position.shape, 1, size)
@@ -210,12 +212,12 @@ def _kernel(
     # A whole block is copied out, and later steps overwrite what follows these pages. A block that begins earlier
     # copies only its own pages.
     sent = scratch.logits.at[pl.ds(pages, pages)]
-    leaving = pltpu.make_async_copy(sent, outputs.logits.at[pl.ds(page, pages)], scratch.written)
-    pl.when(i > 0)(leaving.wait)  # awaits the copy of the step before, which is as large
-    for each in range(pages):
-        scratch.logits[pages + each - (page - at)] = logits[:groups, each * size : (each + 1) * size]
-    leaving.start()
-    pl.when(i == pl.num_programs(0) - 1)(leaving.wait)
+    copy = pltpu.make_async_copy(sent, outputs.logits.at[pl.ds(page, pages)], scratch.semaphore)
+    pl.when(i > 0)(copy.wait)  # awaits the copy of the step before, which is as large
+    for index in range(pages):
+        scratch.logits[pages + index - (page - at)] = logits[:groups, index * size : (index + 1) * size]
+    copy.start()
+    pl.when(i == pl.num_programs(0) - 1)(copy.wait)
 
     @pl.when(page + pages >= steps.end[owner])
     def _() -> None:

@@ -21,7 +21,7 @@ ROWS = 16
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Own:
+class QueryTokens:
     """Tokens of the queries, if they are only some of the tokens that are being read."""
 
     token: Int[Array, " n"]
@@ -54,7 +54,7 @@ def prefill_attention(
     noise: Float[Array, "b h c"] | None = None,
     tau: float = 1.0,
     places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None,
-    own: Own | None = None,
+    query_tokens: QueryTokens | None = None,
     **how: Unpack[How],
 ) -> PromptAttention:
     r"""Attend in blocks, in memory linear in the prompt, and sum each key's probabilities over the queries.
@@ -88,13 +88,14 @@ def prefill_attention(
             noise.
         tau: temperature of the scores, above 0.
         places: model positions of queries and keys for ALiBi, if they differ; the mask uses the positions.
-        own: tokens of the queries, if other devices have the rest of the text; None for the tokens of the last n keys.
+        query_tokens: tokens of the queries, if other devices have the rest of the text; None for the tokens of the last
+            n keys.
         how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
 
     Raises:
         ValueError: shapes do not match, or a setting is out of range.
     """
-    n, c = q.shape[3] if own is None else own.of, k.shape[2]
+    n, c = q.shape[3] if query_tokens is None else query_tokens.of, k.shape[2]
     if c < n:
         raise ValueError(f"{c} keys are fewer than the {n} queries' own; append the queries' keys to the cached ones.")
     if _joints(k) != _joints(v):
@@ -107,7 +108,9 @@ def prefill_attention(
         raise ValueError(f"window={spec.window} is not a number of tokens from 1.")
     if weights is not None and weights.ndim == 3:
         weights = weights[:, :, None]
-    op = PrefillAttention(q, k, v, query_position, key_position, spec, scores, weights, noise, tau, places, own)
+    op = PrefillAttention(
+        q, k, v, query_position, key_position, spec, scores, weights, noise, tau, places, query_tokens
+    )
     options = options_of(**how)
     chosen = op.choose(options)
 
@@ -139,7 +142,7 @@ class PrefillAttention(Op[PromptAttention]):
     noise: Float[Array, "b h c"] | None = None
     tau: float = static(1.0)
     places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None
-    own: Own | None = None
+    query_tokens: QueryTokens | None = None
 
     name = "prefill_attention"
     backends = ("pallas_tpu", "pallas_gpu")
@@ -147,7 +150,7 @@ class PrefillAttention(Op[PromptAttention]):
     @property
     def tokens(self) -> int:
         """Number of tokens that are being read."""
-        return self.q.shape[3] if self.own is None else self.own.of
+        return self.q.shape[3] if self.query_tokens is None else self.query_tokens.of
 
     def limits(self, backend: str) -> Iterator[Limit]:
         q, k, v = self.q, self.k, self.v
@@ -157,26 +160,26 @@ class PrefillAttention(Op[PromptAttention]):
         same = len({*dtypes}) == 1 and q.dtype in (jnp.float32, jnp.bfloat16)
         yield same, f"q, k, v of {', '.join(map(str, dtypes))} are not all float32 or all bfloat16"
         d, e = q.shape[-1], v.shape[-1]
-        for width, told in ((d, f"d={d} is"), (e, f"values of e={e} are")):
+        for width, text in ((d, f"d={d} is"), (e, f"values of e={e} are")):
             if backend == "pallas_gpu":
                 within = 16 <= width <= 256 and width & (width - 1) == 0
-                yield within, f"{told} not a power of two from 16 to 256"
+                yield within, f"{text} not a power of two from 16 to 256"
             else:
-                yield 8 <= width <= 256 and width % 8 == 0, f"{told} not a multiple of 8 up to 256"
+                yield 8 <= width <= 256 and width % 8 == 0, f"{text} not a multiple of 8 up to 256"
         rows = self._rows()
         yield rows <= ROWS, f"{rows} rows of weights are more than {ROWS}"
-        placed = self.places is not None and self.spec.slopes is not None
-        yield not placed, "ALiBi at places other than the positions is not in it"
+        elsewhere = self.places is not None and self.spec.slopes is not None
+        yield not elsewhere, "ALiBi at places other than the positions is not in it"
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]] | None:
         b, h, g, n, d = self.q.shape
         c, e = self.k.shape[2], self.v.shape[-1]
-        if self.own is not None and self.own.of < c:
+        if self.query_tokens is not None and self.query_tokens.of < c:
             return None  # there are no random inputs for a chunk that several readers share
         settings = dict(h=h, g=g, d=d, e=e, dtype=self.q.dtype.name)
         settings |= dict(keys=numbers_of(self.k), values=numbers_of(self.v), scores=self.scores)
         settings |= dict(rows=None if self.weights is None else self._rows(), noise=self.noise is not None)
-        settings |= dict(tau=None if self.tau == 1 else self.tau, readers=self.own is not None)
+        settings |= dict(tau=None if self.tau == 1 else self.tau, readers=self.query_tokens is not None)
         return dict(b=b, n=n, c=c), settings | self.spec.described()
 
     def _rows(self) -> int:

@@ -35,8 +35,8 @@ def prefill_attention(x: PrefillAttention, *, interpret: Any) -> PromptAttention
         blocks["noise"] = row(x.noise.astype(jnp.float32), tiles.keys * tiles.width, 0)
     if x.spec.slopes is not None:
         blocks["slope"] = x.spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
-    if x.own is not None:
-        blocks["bounds"] = tiles.bounds_of(x.own)
+    if x.query_tokens is not None:
+        blocks["ranges"] = tiles.ranges_of(x.query_tokens)
     numbers: dict[str, Any] = dict(tiles=tiles, spec=x.spec, tau=x.tau, noisy=noisy, interpret=interpret)
     out, lse, noisy_lse = _attend(blocks, **numbers)
     sums = None
@@ -56,13 +56,13 @@ def _attend(
     multiply = multiplication(interpret)
 
     def kernel(refs: Any, outputs: Any) -> None:
-        i, known = pl.program_id(0), tiles.bound(refs)
-        own = pl.ds(0, tiles.size)
+        i, division = pl.program_id(0), tiles.with_refs(refs)
+        queries = pl.ds(0, tiles.size)
 
-        def look(j: Any, carry: Any) -> Any:
+        def add_block(j: Any, carry: Any) -> Any:
             acc, running = carry
             keys = pl.ds(j * tiles.width, tiles.width)
-            x, tempered = _logits(refs, own, keys, spec, tau, noisy, multiply)
+            x, tempered = _logits(refs, queries, keys, spec, tau, noisy, multiply)
             p, shrink, *first = add_logits(running[0], running[1], x)
             v = refs["v"][keys]
             acc = acc * shrink[:, None] + multiply(p.astype(v.dtype), v)
@@ -71,7 +71,7 @@ def _attend(
         nothing = jnp.zeros(tiles.size, jnp.float32)
         running = (jnp.full(tiles.size, LOWEST / 2, jnp.float32), nothing) * (2 if noisy else 1)
         start = (jnp.zeros((tiles.size, e), jnp.float32), running)
-        acc, running = jax.lax.fori_loop(known.first(i), known.last(i) + 1, look, start)
+        acc, running = jax.lax.fori_loop(division.first(i), division.last(i) + 1, add_block, start)
         outputs["out"][...] = acc / positive(running[1])[:, None]
         for name, highest, total in zip(("lse", "noisy_lse"), running[::2], running[1::2], strict=False):
             outputs[name][...] = log_sum(highest, total)
@@ -80,16 +80,16 @@ def _attend(
     of_queries = pl.BlockSpec((None, None, tiles.size, e), lambda i, m, r: (r, m, i, 0))
     names = ("lse", "noisy_lse")[: 1 + noisy]
     outputs = {"out": output_block((b, heads, n, e), of_queries)}
-    found = run(
+    results = run(
         kernel,
-        (tiles.placed(blocks, lambda _, i, m, r: (r, m, i, i), whole="keys"),),
+        (tiles.inputs(blocks, lambda _, i, m, r: (r, m, i, i), looped="keys"),),
         outputs | {name: output_block((b, heads, 1, n), of_rows) for name in names},
         grid=(tiles.queries, heads, b),
         compiler_params=PARAMS,
         interpret=interpret,
         name="prefill_attend",
     )
-    return found["out"], found["lse"], found[names[-1]]
+    return results["out"], results["lse"], results[names[-1]]
 
 
 def _collect(
@@ -100,29 +100,29 @@ def _collect(
     multiply, several = multiplication(interpret), rows > 1
     if several:  # a product sums them, which has at least 16 rows
         blocks = blocks | {"weight": pad_to(blocks["weight"], 2, padded(rows, ROWS))}
-    wanted = blocks["weight"].shape[2]
+    weight_rows = blocks["weight"].shape[2]
 
     def kernel(refs: Any, out_ref: Any) -> None:
         j = pl.program_id(0)
 
-        def look(i: Any, sums: Array) -> Array:
+        def add_block(i: Any, sums: Array) -> Array:
             queries = pl.ds(i * tiles.size, tiles.size)
-            lse, own = refs["lse"][0, queries], pl.ds(0, tiles.width)
-            x = _logits(refs, queries, own, spec, tau, noisy, multiply)[1]
+            lse, keys = refs["lse"][0, queries], pl.ds(0, tiles.width)
+            x = _logits(refs, queries, keys, spec, tau, noisy, multiply)[1]
             p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse)[:, None])
             if several:
                 return sums + multiply(refs["weight"][:, queries], p)
             return sums + (p * refs["weight"][0, queries][:, None]).sum(0)
 
-        start = jnp.zeros((wanted, tiles.width) if several else tiles.width, jnp.float32)
-        sums = jax.lax.fori_loop(tiles.bound(refs).first_queries(j), tiles.queries, look, start)
+        start = jnp.zeros((weight_rows, tiles.width) if several else tiles.width, jnp.float32)
+        sums = jax.lax.fori_loop(tiles.with_refs(refs).first_queries(j), tiles.queries, add_block, start)
         out_ref[...] = sums if several else sums[None, :]
 
-    of_keys = pl.BlockSpec((None, None, wanted, tiles.width), lambda j, m, r: (r, m, 0, j))
+    of_keys = pl.BlockSpec((None, None, weight_rows, tiles.width), lambda j, m, r: (r, m, 0, j))
     return run(
         kernel,
-        (tiles.placed(blocks, lambda _, j, m, r: (r, m, j, j), whole="queries"),),
-        output_block((b, heads, wanted, c), of_keys),
+        (tiles.inputs(blocks, lambda _, j, m, r: (r, m, j, j), looped="queries"),),
+        output_block((b, heads, weight_rows, c), of_keys),
         grid=(tiles.keys, heads, b),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -150,12 +150,12 @@ def _logits(
     query, key = refs["query"][0, queries], refs["key"][0, keys][None, :]
     visible = visible_slots(key, query[:, None], spec.window)
     pieces = channels(refs["q"].shape[-1], refs["q"].dtype)
-    products = (multiply(refs["q"][queries, some], refs["k"][keys, some].T) for some in pieces)
+    products = (multiply(refs["q"][queries, piece], refs["k"][keys, piece].T) for piece in pieces)
     x = spec.capped(functools.reduce(jnp.add, products))
     if "slope" in refs:
         x += refs["slope"][0, 0] * (key - query[:, None]).astype(jnp.float32)
     x = jnp.where(visible, x, LOWEST)
     if not noisy:
         return x, x
-    drawn = x + refs["noise"][0, keys][None, :] if "noise" in refs else x
-    return x, jnp.where(visible, drawn / tau, LOWEST)
+    with_noise = x + refs["noise"][0, keys][None, :] if "noise" in refs else x
+    return x, jnp.where(visible, with_noise / tau, LOWEST)

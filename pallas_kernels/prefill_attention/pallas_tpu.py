@@ -41,7 +41,7 @@ LOG2E = math.log2(math.e)
 
 class _Common(NamedTuple):
     # Settings of both passes; the logits of `part` keys are computed together.
-    bounds: dict[str, Int[Array, "3 m"]] | None
+    ranges: dict[str, Int[Array, "3 m"]] | None
     tiles: Tiles
     spec: AttentionSpec
     tau: float
@@ -77,30 +77,30 @@ def prefill_attention(x: PrefillAttention, *, interpret: Any) -> PromptAttention
     if spec.slopes is not None:
         slopes = LOG2E * spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
         blocks["slope"] = jnp.broadcast_to(slopes, (1, h * g, 1, LANES))
-    bounds = None if x.own is None else {"bounds": tiles.bounds_of(x.own)}
-    common = _Common(bounds, tiles, spec, tau, part, interpret)
+    ranges = None if x.query_tokens is None else {"ranges": tiles.ranges_of(x.query_tokens)}
+    common = _Common(ranges, tiles, spec, tau, part, interpret)
     if fitting:
         if weights is not None:
             blocks["weight"] = tiles.weights(weights, b)
         # At most twice the estimate: XLA keeps no arrays in VMEM that a kernel may take.
-        found = _attend(blocks, common, min(2 * needs[size, width], capacity))
-        lse, sums = found["rows"][:, :, :g], found["rows"][:, :, g:]
+        results = _attend(blocks, common, min(2 * needs[size, width], capacity))
+        lse, sums = results["rows"][:, :, :g], results["rows"][:, :, g:]
     else:
-        found = _attend(blocks, common)
-        lse, sums = found["lse"].reshape(b, h, g, -1), None
+        results = _attend(blocks, common)
+        lse, sums = results["lse"].reshape(b, h, g, -1), None
         if scores:
             again = {name: y for name, y in blocks.items() if name not in ("v", "factor")}
-            again |= {"lse": found.get("tempered_lse", found["lse"]), "weight": tiles.weights(weights, b)}
+            again |= {"lse": results.get("tempered_lse", results["lse"]), "weight": tiles.weights(weights, b)}
             sums = _collect(again, common)
     if sums is not None:
         sums = sums[..., :c] if factor is None else sums[..., :c] * factor[:, :, None]
-    return PromptAttention(found["out"].reshape(b, h, g, -1, e)[..., :n, :], lse[..., :n] / LOG2E, sums)
+    return PromptAttention(results["out"].reshape(b, h, g, -1, e)[..., :n, :], lse[..., :n] / LOG2E, sums)
 
 
 def chip_memory(interpret: Any) -> tuple[int, int]:
     """Return the columns of the target's matrix unit, and the bytes of VMEM that a kernel may take."""
-    known = chip() if interpret is False else None
-    columns, capacity = (LANES, 16 << 20) if known is None else (known.mxu_column_size, known.vmem_capacity_bytes)
+    tpu = chip() if interpret is False else None
+    columns, capacity = (LANES, 16 << 20) if tpu is None else (tpu.mxu_column_size, tpu.vmem_capacity_bytes)
     # With 7/8 of VMEM, v4 would need smaller steps with sums than without them.
     return columns, capacity // 32 * 31
 
@@ -113,11 +113,11 @@ def _held_bytes(size: int, width: int, c: int, q: Array, v: Array, *, rows: int)
     return -(-c // width) * width * size * q.dtype.itemsize + 2 * blocks + 4 * size * (width + e) + SPILLS
 
 
-def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) -> dict[str, Array]:
+def _attend(blocks: dict[str, Array], common: _Common, vmem_bytes: int | None = None) -> dict[str, Array]:
     """Return the output `out` [b, query heads, n, e] and binary log-sum-exps.
 
-    If exponentials may be held in `held` bytes of VMEM, the log-sum-exps are above the column sums in one array,
-    `rows` [b, heads, g + rows of weights, n or c]. If `held` is None, `lse` is [b, query heads, 1, n], and so is
+    If exponentials may be held in `vmem_bytes` bytes of VMEM, the log-sum-exps are above the column sums in one array,
+    `rows` [b, heads, g + rows of weights, n or c]. If `vmem_bytes` is None, `lse` is [b, query heads, 1, n], and so is
     `tempered_lse`, that of the softmax that is to be summed, if it is a different one.
     """
     tiles = common.tiles
@@ -134,7 +134,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
     scratch["x"] = pltpu.VMEM((tiles.width, tiles.size), jnp.float32)
     spec = pl.BlockSpec((1, 1, tiles.size, e), lambda r, m, member, i, j, *_: (r, m * g + member, i, 0))
     outputs = {"out": output_block((b, heads, n, e), spec)}
-    if held is None:
+    if vmem_bytes is None:
         spec = pl.BlockSpec((1, 1, *one), lambda r, m, member, i, j, *_: (r, m * g + member, 0, i))
         outputs |= {name: output_block((b, heads, 1, n), spec) for name in ("lse", "tempered_lse")[: len(totals)]}
     else:
@@ -148,7 +148,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
 
     def kernel(*records: dict[str, Any]) -> None:
         ref = functools.reduce(operator.or_, records)
-        known = tiles.bound(ref)
+        division = tiles.with_refs(ref)
         member, i, j = (pl.program_id(axis) for axis in (2, 3, 4))
 
         @pl.when(j == 0)
@@ -158,13 +158,13 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
             ref["highest"][...] = jnp.full(one, LOWEST / 2, jnp.float32)
             for total in totals:
                 ref[total][...] = jnp.zeros(one, jnp.float32)
-            if held is not None:
+            if vmem_bytes is not None:
 
                 @pl.when((member == 0) & (i == 0))
                 def _() -> None:
                     ref["rows"][...] = jnp.zeros(ref["rows"].shape, jnp.float32)
 
-        @pl.when(known.seen(i, j))
+        @pl.when(division.visible(i, j))
         def _() -> None:
             _see(ref, common, j)
 
@@ -172,13 +172,13 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
         def _() -> None:
             ref["out"][0, 0] = (ref["sum"][...] / positive(ref["total"][...])).T
             highest = ref["highest"][...]
-            found = [_logarithm(highest * (1 / tau), ref[total][...]) for total, tau in totals.items()]
-            if held is None:
-                for name, lse in zip(("lse", "tempered_lse"), found, strict=False):
+            lses = [_logarithm(highest * (1 / tau), ref[total][...]) for total, tau in totals.items()]
+            if vmem_bytes is None:
+                for name, lse in zip(("lse", "tempered_lse"), lses, strict=False):
                     ref[name][0, 0] = lse
                 return
-            ref["rows"][0, 0, pl.ds(member, 1), _block(i, tiles.size)] = found[0]
-            share, first, end = 1 / positive(ref[[*totals][-1]][...]), known.first(i), known.last(i) + 1
+            ref["rows"][0, 0, pl.ds(member, 1), _block(i, tiles.size)] = lses[0]
+            share, first, end = 1 / positive(ref[[*totals][-1]][...]), division.first(i), division.last(i) + 1
             if "weight" in ref:
                 share *= ref["weight"][0, 0]
                 end = jnp.where(jnp.max(jnp.abs(ref["weight"][0, 0])) > 0, end, first)
@@ -191,20 +191,21 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
 
             jax.lax.fori_loop(first, end, add, None)
 
-    def wanted(known: Tiles, r: Any, m: Any, member: Any, i: Any, j: Any) -> tuple[Any, ...]:
-        return r, m * g + member, i, known.of_keys(i, j)
+    def block_at(division: Tiles, r: Any, m: Any, member: Any, i: Any, j: Any) -> tuple[Any, ...]:
+        return r, m * g + member, i, division.of_keys(i, j)
 
     return run(
         kernel,
-        (tiles.placed(blocks, wanted),),
+        (tiles.inputs(blocks, block_at),),
         outputs,
         grid=(b, h, g, tiles.queries, tiles.keys),
         scratch_shapes=[OrderedDict(scratch)],
-        scalars=common.bounds,
-        compiler_params=tpu_params(4, 1) if held is None else tpu_params(2, 3, held),
+        scalars=common.ranges,
+        compiler_params=tpu_params(4, 1) if vmem_bytes is None else tpu_params(2, 3, vmem_bytes),
         interpret=common.interpret,
         name="prefill_attend",
-        metadata=None if held is None else {"turns": str(tiles.keys)},  # of the loop at a row's end, to estimate cost
+        # Turns of the loop at a row's end, to estimate cost.
+        metadata=None if vmem_bytes is None else {"turns": str(tiles.keys)},
     )
 
 
@@ -255,9 +256,9 @@ def _collect(blocks: dict[str, Array], common: _Common) -> Array:
     g, rows = blocks["q"].shape[1] // h, blocks["weight"].shape[2]
 
     def kernel(*records: Any) -> None:
-        *given, out_ref, sum_ref = records
-        ref = functools.reduce(operator.or_, given)
-        known = tiles.bound(ref)
+        *inputs, out_ref, sum_ref = records
+        ref = functools.reduce(operator.or_, inputs)
+        division = tiles.with_refs(ref)
         j, member, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
         @pl.when((member == 0) & (i == 0))
@@ -266,7 +267,7 @@ def _collect(blocks: dict[str, Array], common: _Common) -> Array:
 
         weight = ref["weight"][0, 0]
 
-        @pl.when(known.seen(i, j) & (jnp.max(jnp.abs(weight)) > 0))
+        @pl.when(division.visible(i, j) & (jnp.max(jnp.abs(weight)) > 0))
         def _() -> None:
             lse, all_ = ref["lse"][0, 0], slice(0, tiles.width)
             x = _logits(ref, spec, _column(ref["key"][0, 0]), all_)
@@ -281,16 +282,16 @@ def _collect(blocks: dict[str, Array], common: _Common) -> Array:
             for m in range(rows):
                 out_ref[0, 0, m : m + 1] = jnp.sum(sum_ref[m].T, axis=0, keepdims=True)
 
-    def wanted(known: Tiles, r: Any, m: Any, j: Any, member: Any, i: Any) -> tuple[Any, ...]:
-        return r, m * g + member, known.of_queries(i, j), j
+    def block_at(division: Tiles, r: Any, m: Any, j: Any, member: Any, i: Any) -> tuple[Any, ...]:
+        return r, m * g + member, division.of_queries(i, j), j
 
     return run(
         kernel,
-        (tiles.placed(blocks, wanted),),
+        (tiles.inputs(blocks, block_at),),
         output_block((b, h, rows, c), pl.BlockSpec((1, 1, rows, tiles.width), lambda r, m, j, *_: (r, m, 0, j))),
         grid=(b, h, tiles.keys, g, tiles.queries),
         scratch_shapes=[pltpu.VMEM((rows, tiles.width, LANES), jnp.float32)],
-        scalars=common.bounds,
+        scalars=common.ranges,
         compiler_params=tpu_params(3, 2),
         interpret=common.interpret,
         name="prefill_column_sums",

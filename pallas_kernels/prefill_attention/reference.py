@@ -79,7 +79,7 @@ class _Part(NamedTuple):
         # The last block may begin early and overlap the one before it, so whole blocks need no padded copy.
         return jnp.minimum(j * self.width, self.slots - self.width)
 
-    def seen(self, begin: Any, end: Any, before: int, window: int | None) -> tuple[Any, Any]:
+    def visible_blocks(self, begin: Any, end: Any, before: int, window: int | None) -> tuple[Any, Any]:
         # Queries of tokens from `begin` up to `end` attend to no key after their own or before their window. The first
         # `before` slots are in no order.
         ahead = self.start - before
@@ -90,9 +90,9 @@ class _Part(NamedTuple):
 
     def ages(self, key_position: Int[Array, "b #h c"]) -> tuple[Array, Array]:
         # The oldest and the newest position of each block that overlaps no other.
-        whole = self.slots // self.width
-        blocks = key_position[:, :, self.start : self.start + whole * self.width]
-        blocks = blocks.reshape(*blocks.shape[:2], whole, self.width)
+        count = self.slots // self.width
+        blocks = key_position[:, :, self.start : self.start + count * self.width]
+        blocks = blocks.reshape(*blocks.shape[:2], count, self.width)
         return blocks.min((0, 1, 3)), blocks.max((0, 1, 3))
 
 
@@ -108,11 +108,11 @@ def _hiding(ages: tuple[Array, Array], query_position: Int[Array, "b t"], window
 
 def prefill_attention(x: PrefillAttention, options: Options) -> PromptAttention:
     (b, h, g, n, _), c, dtype = x.q.shape, x.k.shape[2], wide(x.q.dtype)
-    most = ACCELERATOR if options.platform != "cpu" else CPU if x.scores or n < CPU_LONG.queries else CPU_LONG
+    sizes = ACCELERATOR if options.platform != "cpu" else CPU if x.scores or n < CPU_LONG.queries else CPU_LONG
     heads = b * h * g, h * g
     shortest = 1 << (n - 1).bit_length()  # a power of two
-    size, alone = (min(power_below(max(32, most.rows // some)), most.queries, shortest) for some in heads)
-    if options.platform == "cpu" and size < alone:
+    size, row_size = (min(power_below(max(32, sizes.rows // count)), sizes.queries, shortest) for count in heads)
+    if options.platform == "cpu" and size < row_size:
         # Row by row, blocks of queries are larger, so cores read the keys less often than in small blocks of all rows.
         names = "q", "k", "v", "query_position", "key_position", "weights", "noise", "places"
 
@@ -127,13 +127,13 @@ def prefill_attention(x: PrefillAttention, options: Options) -> PromptAttention:
     (q, k, v, spec), (query_position, key_position) = (x.q, x.k, x.v, x.spec), (x.query_position, x.key_position)
     weights, noise, tau, scores = x.weights, x.noise, x.tau, x.scores
     pad, of = -n % size, x.tokens
-    tokens = None if x.own is None else jnp.pad(x.own.token, (0, pad), mode="edge")
+    tokens = None if x.query_tokens is None else jnp.pad(x.query_tokens.token, (0, pad), mode="edge")
     query_place, key_place = (query_position[:, None], key_position) if x.places is None else x.places
     if pad:
         q, query_position = pad_to(q, 3, n + pad), pad_to(query_position, 1, n + pad, -1)
         query_place = pad_to(query_place, 2, n + pad)
         weights = None if weights is None else pad_to(weights, 3, n + pad)
-    parts, lowest = _parts(k, v, most.keys), jnp.finfo(dtype).min
+    parts, lowest = _parts(k, v, sizes.keys), jnp.finfo(dtype).min
     ages = [part.ages(key_position) for part in parts]
     if math.frexp(spec.scale)[0] == 0.5:
         # A power of two rounds nothing, so one pass over queries replaces one over every block of products.
@@ -148,15 +148,15 @@ def prefill_attention(x: PrefillAttention, options: Options) -> PromptAttention:
     rows, shape, m = (b, h, g, size), (b, h, g, n + pad), 1 if weights is None else weights.shape[2]
 
     def read(i: Any, carry: Any) -> Any:
-        out, lse, sums, held = carry
+        out, lse, sums, exponentials = carry
         of_queries = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=i * size, slice_size=size)
         queries, position = of_queries(q, axis=3), of_queries(query_position, axis=1)
         weight = (position >= 0)[:, None, None].astype(dtype)
         weight = weight if weights is None else weight * of_queries(weights, axis=3).astype(dtype)
         counted = (weight != 0).any()
 
-        def look(part: _Part, masked: bool, j: Any, carry: Any) -> Any:
-            seen, held = carry
+        def add_keys(part: _Part, masked: bool, j: Any, carry: Any) -> Any:
+            state, exponentials = carry
             at = part.begin(j)
             take = functools.partial(
                 jax.lax.dynamic_slice_in_dim, start_index=part.start + at, slice_size=part.width, axis=2
@@ -168,60 +168,67 @@ def prefill_attention(x: PrefillAttention, options: Options) -> PromptAttention:
                 visible &= at + jnp.arange(part.width) >= j * part.width
             bias = spec.bias(of_queries(query_place, axis=2), take(key_place))
             x = jnp.where(visible, x if bias is None else x + bias, lowest)
-            p, shrink, highest, total = add_logits(seen.highest, seen.total, x)
+            p, shrink, highest, total = add_logits(state.highest, state.total, x)
             share = jnp.einsum("bhgts,bhse->bhgte", p.astype(q.dtype), block_v, preferred_element_type=dtype)
-            after = seen._replace(highest=highest, total=total, out=seen.out * shrink[..., None] + share)
+            after = state._replace(highest=highest, total=total, out=state.out * shrink[..., None] + share)
             if factor is not None:
                 mass = jnp.einsum("bhgts,bhs->bhgt", p, take(factor))
-                after = after._replace(noisy_total=seen.noisy_total * shrink + mass)
+                after = after._replace(noisy_total=state.noisy_total * shrink + mass)
             if second:
-                drawn = 0.0 if noise is None else take(noise).astype(dtype)[:, :, None, None]
-                y = jnp.where(visible, (x + drawn) / tau, lowest)
-                p, _, highest, total = add_logits(seen.noisy_highest, seen.noisy_total, y)
+                zeta = 0.0 if noise is None else take(noise).astype(dtype)[:, :, None, None]
+                y = jnp.where(visible, (x + zeta) / tau, lowest)
+                p, _, highest, total = add_logits(state.noisy_highest, state.noisy_total, y)
                 after = after._replace(noisy_highest=highest, noisy_total=total)
             if scores:
                 hold = functools.partial(jax.lax.dynamic_update_index_in_dim, index=j, axis=0)
-                held = jax.lax.cond(counted, lambda: tuple(map(hold, held, (p, highest))), lambda: held)
-            return after, held
+                exponentials = jax.lax.cond(
+                    counted, lambda: tuple(map(hold, exponentials, (p, highest))), lambda: exponentials
+                )
+            return after, exponentials
 
         # Half of the lowest number: exp(lowest - highest) is 0 also before any key is visible.
         start, nothing = jnp.full(rows, lowest / 2, dtype), jnp.zeros(rows, dtype)
-        seen = _Running(start, nothing, jnp.zeros((*rows, v.shape[3]), dtype), start, nothing)
+        state = _Running(start, nothing, jnp.zeros((*rows, v.shape[3]), dtype), start, nothing)
         begin, end = i * size, (i + 1) * size
         if tokens is not None:
             begin, end = tokens[begin], tokens[end - 1] + 1
         ranges = []
         for at, part in enumerate(parts):
-            first, last = part.seen(begin, end, c - of, spec.window)
+            first, last = part.visible_blocks(begin, end, c - of, spec.window)
             last = jnp.where((position >= 0).any(), last, 0)
             # Most blocks mask nothing, and a mask takes another pass over the products.
             hiding = jnp.clip(_hiding(ages[at], position, spec.window, first), first, last)
-            found = jax.lax.fori_loop(first, hiding, functools.partial(look, part, False), (seen, held[at]))
-            seen, part_held = jax.lax.fori_loop(hiding, last, functools.partial(look, part, True), found)
-            held, ranges = (*held[:at], part_held, *held[at + 1 :]), [*ranges, (first, last)]
+            unmasked = jax.lax.fori_loop(
+                first, hiding, functools.partial(add_keys, part, False), (state, exponentials[at])
+            )
+            state, part_exponentials = jax.lax.fori_loop(
+                hiding, last, functools.partial(add_keys, part, True), unmasked
+            )
+            exponentials = (*exponentials[:at], part_exponentials, *exponentials[at + 1 :])
+            ranges.append((first, last))
 
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * size, axis=3)
-        out = put(out, seen.out / positive(seen.total)[..., None])
-        lse = put(lse, log_sum(seen.highest, seen.total))
+        out = put(out, state.out / positive(state.total)[..., None])
+        lse = put(lse, log_sum(state.highest, state.total))
         if not scores:
-            return out, lse, sums, held
-        highest = seen.noisy_highest if second else seen.highest
-        total = seen.noisy_total if second or factor is not None else seen.total
+            return out, lse, sums, exponentials
+        highest = state.noisy_highest if second else state.highest
+        total = state.noisy_total if second or factor is not None else state.total
         share = weight[:, :, :, None] / positive(total)[:, :, None]
 
-        def add(part: _Part, held: tuple[Array, Array], j: Any, sums: Array) -> Array:
+        def add(part: _Part, exponentials: tuple[Array, Array], j: Any, sums: Array) -> Array:
             # Held exponentials are relative to the maximum at their time.
-            p, highest_then = (x[j] for x in held)
+            p, highest_then = (x[j] for x in exponentials)
             shares = share * jnp.exp(highest_then - highest)[:, :, None]
             added = jnp.einsum("bhmgt,bhgts->bhms", shares, p)
             at = part.start + part.begin(j)
             old = jax.lax.dynamic_slice_in_dim(sums, at, part.width, axis=3)
             return jax.lax.dynamic_update_slice_in_dim(sums, old + added, at, axis=3)
 
-        for part, part_held, (first, last) in zip(parts, held, ranges, strict=True):
+        for part, part_exponentials, (first, last) in zip(parts, exponentials, ranges, strict=True):
             last = jnp.where(counted, last, first)
-            sums = jax.lax.fori_loop(first, last, functools.partial(add, part, part_held), sums)
-        return out, lse, sums, held
+            sums = jax.lax.fori_loop(first, last, functools.partial(add, part, part_exponentials), sums)
+        return out, lse, sums, exponentials
 
     empty = (
         jnp.zeros((*shape, v.shape[3]), dtype),
@@ -240,13 +247,13 @@ def prefill_attention(x: PrefillAttention, options: Options) -> PromptAttention:
     return PromptAttention(out[..., :n, :], lse[..., :n], sums if scores else None)
 
 
-def _parts(k: Operand | Joined, v: Operand | Joined, most: int) -> list[_Part]:
+def _parts(k: Operand | Joined, v: Operand | Joined, max_width: int) -> list[_Part]:
     pairs = zip(*((x.old, x.new) if isinstance(x, Joined) else (x,) for x in (k, v)), strict=True)
     parts, start = [], 0
     for part_k, part_v in pairs:
         slots = part_k.shape[2]
         if slots:
-            parts.append(_Part(part_k, part_v, start, slots, min(most, slots)))
+            parts.append(_Part(part_k, part_v, start, slots, min(max_width, slots)))
         start += slots
     return parts
 
@@ -283,6 +290,6 @@ def differentiable(x: PrefillAttention) -> PromptAttention:
     # Padding of the last block attends to nothing.
     blocks[1] = jnp.where((jnp.arange(blocks[1].shape[0] * size) < n).reshape(-1, 1, size), blocks[1], -1)
     blocks[3] = jnp.where((blocks[1] >= 0)[:, :, None, None], blocks[3], 0)
-    found = jax.lax.map(read, tuple(blocks))
-    out, lse = (join_queries(y, 3)[:, :, :, :n] for y in found[:2])
-    return PromptAttention(out, lse, found.scores.sum(0) if x.scores else None)
+    attended = jax.lax.map(read, tuple(blocks))
+    out, lse = (join_queries(y, 3)[:, :, :, :n] for y in attended[:2])
+    return PromptAttention(out, lse, attended.scores.sum(0) if x.scores else None)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from pallas_kernels.attention import pad_to
 from pallas_kernels.blocks import input_block
 from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
-from pallas_kernels.prefill_attention.api import Own, PrefillAttention
+from pallas_kernels.prefill_attention.api import PrefillAttention, QueryTokens
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Tiles:
     window: int | None
     of: int
     """Number of tokens that are being read, whose keys are the last."""
-    bounds: Any = None
-    """Result of `bounds_of`, or a reference to it; None if the queries are of all of these tokens."""
+    ranges: Any = None
+    """Result of `ranges_of`, or a reference to it; None if the queries are of all of these tokens."""
 
     @property
     def queries(self) -> int:
@@ -43,25 +43,25 @@ class Tiles:
         """Blocks of keys."""
         return -(-self.c // self.width)
 
-    def bounds_of(self, own: Own) -> Int[Array, "3 m"]:
+    def ranges_of(self, query_tokens: QueryTokens) -> Int[Array, "3 m"]:
         """Return each query block's first token and the one after its last, and each key block's `first_queries`."""
-        tokens = jnp.pad(own.token, (0, self.queries * self.size - self.n), mode="edge").reshape(-1, self.size)
+        tokens = jnp.pad(query_tokens.token, (0, self.queries * self.size - self.n), mode="edge").reshape(-1, self.size)
         begin, end = tokens[:, 0], tokens[:, -1] + 1
-        seen = end <= jnp.arange(self.keys)[:, None] * self.width - (self.c - self.of)
-        rows = begin, end, seen.sum(1)
+        earlier = end <= jnp.arange(self.keys)[:, None] * self.width - (self.c - self.of)
+        rows = begin, end, earlier.sum(1)
         return jnp.stack([jnp.pad(row, (0, max(self.queries, self.keys) - len(row))) for row in rows]).astype(jnp.int32)
 
-    def bound(self, refs: Mapping[str, Any] | None = None) -> Tiles:
-        """Return the division for a kernel's references, of which `bounds` are those of this one's."""
-        return replace(self, bounds=(refs or {}).get("bounds"))
+    def with_refs(self, refs: Mapping[str, Any] | None = None) -> Tiles:
+        """Return the division for a kernel's references, of which `ranges` are those of this one's."""
+        return replace(self, ranges=(refs or {}).get("ranges"))
 
     def begin(self, i: Any) -> Any:
         """Return the first token of block i of the queries."""
-        return i * self.size if self.bounds is None else self.bounds[0, i]
+        return i * self.size if self.ranges is None else self.ranges[0, i]
 
     def end(self, i: Any) -> Any:
         """Return the token after the last one of block i of the queries."""
-        return (i + 1) * self.size if self.bounds is None else self.bounds[1, i]
+        return (i + 1) * self.size if self.ranges is None else self.ranges[1, i]
 
     def first(self, i: Any) -> Any:
         """Return the first block of keys that block i of the queries attends to.
@@ -75,7 +75,7 @@ class Tiles:
         """Return the last block of keys that block i of the queries attends to."""
         return jnp.minimum((self.c - self.of + self.end(i) - 1) // self.width, self.keys - 1)
 
-    def seen(self, i: Any, j: Any) -> Any:
+    def visible(self, i: Any, j: Any) -> Any:
         """Return whether block i of the queries attends to block j of the keys."""
         return (j >= self.first(i)) & (j <= self.last(i))
 
@@ -90,8 +90,8 @@ class Tiles:
 
     def first_queries(self, j: Any) -> Any:
         """Return the first block of queries that attends to block j of the keys."""
-        if self.bounds is not None:
-            return self.bounds[2, j]
+        if self.ranges is not None:
+            return self.ranges[2, j]
         return jnp.maximum(j * self.width - (self.c - self.of), 0) // self.size
 
     def padded(self, x: PrefillAttention) -> dict[str, Array]:
@@ -103,34 +103,34 @@ class Tiles:
         query, key = row(x.query_position[:, None], queries, -1), row(x.key_position, keys, -1)
         return {"q": q, "k": k, "v": v, "query": query, "key": key}
 
-    def placed(self, blocks: dict[str, Array], at: Callable[..., Any], whole: str = "") -> OrderedDict[str, Any]:
+    def inputs(self, blocks: dict[str, Array], at: Callable[..., Any], looped: str = "") -> OrderedDict[str, Any]:
         """Return arrays in whole blocks as inputs of a kernel.
 
         Args:
             blocks: arrays by name, as `padded` lays them out.
             at: function from this division and a grid step to its row, query head, block of queries and of keys.
-            whole: `queries` or `keys` if programs loop over all of them; their blocks have no axes of rows and heads.
+            looped: `queries` or `keys` if programs loop over all of them; their blocks have no axes of rows and heads.
         """
-        heads, lead = blocks["q"].shape[1], None if whole else 1
+        heads, lead = blocks["q"].shape[1], None if looped else 1
 
-        def placed(name: str, array: Array) -> Any:
-            if name == "bounds":
+        def input_of(name: str, array: Array) -> Any:
+            if name == "ranges":
                 return input_block(array, pl.BlockSpec(array.shape, lambda *_: (0, 0)))
             of_queries = name in ("q", "query", "lse", "weight")
-            cut, axis = name != "slope" and whole != ("queries" if of_queries else "keys"), int(name not in "qkv")
+            split, axis = name != "slope" and looped != ("queries" if of_queries else "keys"), int(name not in "qkv")
             sizes, share = [*array.shape[2:]], heads // array.shape[1]  # query heads per head of this array
-            if cut:
+            if split:
                 sizes[axis] = self.size if of_queries else self.width
 
             def index(*step: Any) -> tuple[Any, ...]:
-                r, m, i, j = at(self.bound(*step[5:]), *step[:5])
-                along = (i if of_queries else j) if cut else 0
+                r, m, i, j = at(self.with_refs(*step[5:]), *step[:5])
+                along = (i if of_queries else j) if split else 0
                 return 0 if name == "slope" else r, m // share, *((0, along) if axis else (along, 0))
 
             return input_block(array, pl.BlockSpec((lead, lead, *sizes), index))
 
         # JAX would sort a dict's names, and the compiler's schedules depend on the order.
-        return OrderedDict((name, placed(name, array)) for name, array in blocks.items())
+        return OrderedDict((name, input_of(name, array)) for name, array in blocks.items())
 
     def weights(self, weights: Array | None, b: int) -> Array:
         """Return the weight of each query, [b, heads or 1, m, n] in whole blocks."""

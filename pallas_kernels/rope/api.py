@@ -15,7 +15,7 @@ from pallas_kernels.op import How, Limit, Op
 
 
 def rope(
-    turned: Sequence[Float[Array, "b n d"]],
+    rotated: Sequence[Float[Array, "b n d"]],
     cos: Float[Array, "b w"],
     sin: Float[Array, "b w"],
     still: Sequence[Float[Array, "b n d"]] = (),
@@ -29,14 +29,14 @@ def rope(
     heads and swaps their halves separately; `pallas` does both in one pass.
 
     Args:
-        turned: queries and keys, if any.
+        rotated: queries and keys, if any.
         cos, sin: cosines and sines of the angles, as `whole_widths` returns them.
         still: values, whose heads are moved without rotation.
         interleaved: rotates pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes float32 and bfloat16, d
             = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16.
     """
-    return RotateHeads(tuple(turned), cos, sin, tuple(still), interleaved)(**how)
+    return RotateHeads(tuple(rotated), cos, sin, tuple(still), interleaved)(**how)
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +44,7 @@ def rope(
 class RotateHeads(Op[tuple[Float[Array, "b n d"], ...]]):
     """See `rope`."""
 
-    turned: tuple[Float[Array, "b n d"], ...]
+    rotated: tuple[Float[Array, "b n d"], ...]
     cos: Float[Array, "b w"]
     sin: Float[Array, "b w"]
     still: tuple[Float[Array, "b n d"], ...] = ()
@@ -56,11 +56,11 @@ class RotateHeads(Op[tuple[Float[Array, "b n d"], ...]]):
     @property
     def heads(self) -> list[Float[Array, "b n d"]]:
         """Queries, keys and values."""
-        return [*self.turned, *self.still]
+        return [*self.rotated, *self.still]
 
     def limits(self, backend: str) -> Iterator[Limit]:
-        given, b = self.heads, len(self.cos)
-        dtypes, heads, widths = ([x.dtype.name for x in given], *([x.shape[axis] for x in given] for axis in (1, 2)))
+        arrays, b = self.heads, len(self.cos)
+        dtypes, heads, widths = ([x.dtype.name for x in arrays], *([x.shape[axis] for x in arrays] for axis in (1, 2)))
         yield (
             len({*dtypes}) == 1 and dtypes[0] in ("float32", "bfloat16") and self.cos.dtype.name == "float32",
             f"it takes heads all in float32 or all in bfloat16, and angles in float32, not {_listed(dtypes)} and "
@@ -71,7 +71,7 @@ class RotateHeads(Op[tuple[Float[Array, "b n d"], ...]]):
         yield self.cos.shape[1] == LANES, f"w={self.cos.shape[1]} of {LANES} channels are not whole heads"
         yield all(n % SUBLANES == 0 for n in heads), f"n={_listed(heads)} heads are not multiples of {SUBLANES}"
         kernel = self.module(backend)
-        rows, needed = kernel.rows_of_block(given[0].dtype), kernel.block_bytes(given)
+        rows, needed = kernel.rows_of_block(arrays[0].dtype), kernel.block_bytes(arrays)
         yield b % rows == 0, f"b={b} rows are not a multiple of {rows}"
         yield needed <= kernel.VMEM_BYTES, f"n={_listed(heads)} heads of {rows} rows are too many at once"
 

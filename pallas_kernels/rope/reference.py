@@ -10,4 +10,4 @@ from pallas_kernels.rope.api import RotateHeads
 
 
 def rope(x: RotateHeads, _: Options) -> tuple[Float[Array, "b n d"], ...]:
-    return (*(turn(heads, x.cos[:, None], x.sin[:, None], x.interleaved) for heads in x.turned), *x.still)
+    return (*(turn(heads, x.cos[:, None], x.sin[:, None], x.interleaved) for heads in x.rotated), *x.still)

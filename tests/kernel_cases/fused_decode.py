@@ -87,7 +87,7 @@ def run(
         held["codes"] = done.codes
     leaves = {f"buffer{i}": leaf for i, leaf in enumerate(jax.tree.leaves(held))}
     gone = {} if done.pair is None else left(done.pair, inputs["new_position"])
-    return {"slot": done.slot, "left": done.left, "position": position} | leaves | attended | gone
+    return {"slot": done.slot, "left": done.evicted_position, "position": position} | leaves | attended | gone
 
 
 def case(

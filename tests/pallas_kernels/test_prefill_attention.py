@@ -21,7 +21,7 @@ from kvjax.types import Heads, New, Parts
 from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
-from pallas_kernels.prefill_attention import Joined, Own, prefill_attention
+from pallas_kernels.prefill_attention import Joined, QueryTokens, prefill_attention
 from tests.cases import in_turns
 from tests.kernel_cases.prefill_attention import case, inputs, operand
 from tests.kernels import GPU_WAYS, XLA, Way, check
@@ -155,9 +155,9 @@ def test_a_prompt_may_be_read_in_shares(cached, window, way):
     sums = jnp.zeros_like(whole.scores)
     for reader in range(3):
         token = np.flatnonzero(np.arange(700) // 32 % 3 == reader)
-        own = Own(jnp.asarray(token), 700)
+        own = QueryTokens(jnp.asarray(token), 700)
         share = made | {"q": made["q"][:, :, :, token], "query_position": made["query_position"][:, token]}
-        found = prefill_attention(**share, noise=noise, own=own, **settings)
+        found = prefill_attention(**share, noise=noise, query_tokens=own, **settings)
         assert found.scores is not None
         sums += found.scores
         for part, all_ in ((found.out, whole.out[:, :, :, token]), (found.lse, whole.lse[:, :, :, token])):

@@ -250,12 +250,12 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     kernels = Kernels(survey, False, "tpu")
     state = state_shapes(load("tiny"), "h2o", 1, 3, 16, max_new_tokens=40, implementation=kernels)
     step_shapes(state.decoder, state.cache)
-    ops = [(bucket.split()[0], each.candidates) for bucket, each in survey.asked.items()]
+    ops = [(bucket.split()[0], each.candidates) for bucket, each in survey.requests.items()]
     both = ("xla", "pallas")
     first, turning, *others = ops
     assert turning == ("rope", ("xla",))  # heads of 32 channels
     assert [first, *others] == [(op, both) for op in ("prefill_attention", "fused_decode", "evict", "decode_attention")]
-    asked = survey.asked[next(bucket for bucket in survey.asked if bucket.startswith("fused_decode"))]
+    asked = survey.requests[next(bucket for bucket in survey.requests if bucket.startswith("fused_decode"))]
     slots = asked.task.call.slots
     fits = functools.partial(one_pass, asked.task.call.query, slots.k, slots.v, platform="tpu")
     lost = Tuned(DEVICE, {asked.task.bucket: ("xla",)})
@@ -269,8 +269,8 @@ def test_the_calls_that_a_step_over_codes_stands_for_run():
     survey = Survey()
     step = next(some for some in CASES if some.label == "2x2x2x32x128-none-bits8")
     jax.eval_shape(functools.partial(step.run, implementation=survey, platform="tpu"), *step.arrays)
-    assert [bucket.split()[0] for bucket in survey.asked] == ["fused_decode", "evict", "decode_attention"]
-    for each in survey.asked.values():
+    assert [bucket.split()[0] for bucket in survey.requests] == ["fused_decode", "evict", "decode_attention"]
+    for each in survey.requests.values():
         verdict = benchmark.benchmark_task(each._replace(candidates=("xla",)))
         assert verdict is not None and verdict.order == ("xla",)
 
@@ -279,7 +279,7 @@ def test_random_inputs_tell_right_from_wrong(monkeypatch):
     program = decode_workload("tiny", Setup(1, 2, 2, 32, 16, jnp.float32, scores="sum"))
     survey = Survey()
     jax.eval_shape(lambda arrays: program.run(**arrays, implementation=survey, platform="gpu"), program.shapes)
-    (each,) = survey.asked.values()
+    (each,) = survey.requests.values()
 
     class ForgetsABlock(DecodeAttention):
         def __call__(self, implementation="auto", interpret=False, platform=None):
@@ -297,13 +297,13 @@ def test_a_survey_shares_no_program_with_what_runs():
     one, other = Survey(), Survey()
     assert one == one and one != other and one != "xla" and one not in {"xla", other}
     assert choose("op", one, {"pallas": None}, platform="gpu", task=TuningTask("op", None)) == "xla"
-    assert one.asked["op"].candidates == ("xla", "pallas") and not other.asked
+    assert one.requests["op"].candidates == ("xla", "pallas") and not other.requests
     choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=TuningTask("op", None))
-    assert one.asked["op"].candidates == ("xla", "pallas")
+    assert one.requests["op"].candidates == ("xla", "pallas")
     choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=TuningTask("other", None))
-    assert one.asked["other"].candidates == ("xla",)
+    assert one.requests["other"].candidates == ("xla",)
     choose("op", one, {"pallas": None}, platform="gpu", task=TuningTask("other", None))
-    assert one.asked["other"].candidates == ("xla", "pallas")
+    assert one.requests["other"].candidates == ("xla", "pallas")
 
 
 def test_buckets_round_what_grows_and_tell_the_rest_exactly():
