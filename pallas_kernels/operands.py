@@ -99,7 +99,7 @@ class Encoded:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Turned:
+class LazyRope:
     """Unrotated keys that attention rotates (RoPE) by their rank in the cache.
 
     Args:
@@ -127,13 +127,13 @@ class Turned:
         return turn(self.keys, cos, sin, self.interleaved).astype(dtype)
 
 
-Operand = Array | Quantised | Encoded | Turned
+Operand = Array | Quantised | Encoded | LazyRope
 """Keys or values [... c d] of attention."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Joined:
+class SplitKV:
     """Keys or values in two arrays: the slots of `old`, then those of `new`; blocks are read without joining them."""
 
     old: Operand
@@ -158,7 +158,7 @@ def unpack_codes(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
     return (jnp.concatenate([low, high], axis=-1).astype(jnp.int8)) - jnp.int8(8)
 
 
-def values(operand: Operand | Joined, dtype: Any) -> Float[Array, "*b c d"]:
+def values(operand: Operand | SplitKV, dtype: Any) -> Float[Array, "*b c d"]:
     """Return an operand decoded to an array; code that reads a cache passes one block at a time."""
     return operand.astype(dtype) if isinstance(operand, jax.Array) else operand.values(dtype)
 
@@ -169,7 +169,7 @@ def cut(operand: Operand, at: Any, size: int, axis: int) -> Operand:
     def part(leaf: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(leaf, at, size, axis)
 
-    if isinstance(operand, Turned):
+    if isinstance(operand, LazyRope):
         return dataclasses.replace(operand, keys=part(operand.keys), order=part(operand.order))
     return jax.tree.map(part, operand)
 
@@ -187,7 +187,7 @@ def whole_widths(
 def turn(
     x: Float[Array, "*b d"], cos: Float[Array, "*#b w"], sin: Float[Array, "*#b w"], interleaved: bool
 ) -> Float[Array, "*b d"]:
-    """Rotate the first channels in pairs, with factors from `whole_widths`; `interleaved` is as in `Turned`."""
+    """Rotate the first channels in pairs, with factors from `whole_widths`; `interleaved` is as in `LazyRope`."""
     width = cos.shape[-1]
     pairs, unrotated = x[..., :width], x[..., width:]
     swapped = jax.lax.platform_dependent(

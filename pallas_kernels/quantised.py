@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import wide
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
+from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised
 
 LOW = 254
 """Units of the low digit in one unit of the high digit, which is off by half a unit at most."""
@@ -49,7 +49,7 @@ def halves(codes: Int[Array, "*b s w"]) -> tuple[Int[Array, "*b s w"], ...]:
 def query_products(q: Float[Array, "*b g d"], k: Operand, platform: str) -> Float[Array, "*b g s"]:
     """Return q k^T of keys [*b s d], at least float32; `platform` is as in `common.platform_of`."""
     kind, contraction = wide(q.dtype), "...gd,...sd->...gs"
-    if isinstance(k, Turned | Encoded) or (isinstance(k, Quantised) and kind == jnp.float64):
+    if isinstance(k, LazyRope | Encoded) or (isinstance(k, Quantised) and kind == jnp.float64):
         k = k.values(q.dtype)
     if not isinstance(k, Quantised):
         return jnp.einsum(contraction, q, k, preferred_element_type=kind)
@@ -68,7 +68,7 @@ def weighted_values(
 ) -> Float[Array, "*b g e"]:
     """Return weighted sums of values [*b s e], at least float32; `dtype` is that of the queries."""
     kind, contraction = weights.dtype, "...gs,...sd->...gd"
-    if isinstance(v, Turned | Encoded) or (isinstance(v, Quantised) and kind == jnp.float64):
+    if isinstance(v, LazyRope | Encoded) or (isinstance(v, Quantised) and kind == jnp.float64):
         v = v.values(dtype)
     if not isinstance(v, Quantised):
         return jnp.einsum(contraction, weights.astype(v.dtype), v, preferred_element_type=kind)

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.benchmark import Program
-from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
+from pallas_kernels.decode_attention import LowRank, ScoreNoise, Sinks, decode_attention
 from pallas_kernels.evict import evict
 from pallas_kernels.evict.api import Evict
 from pallas_kernels.fused_decode import Hashed, Query, Ranking, Slots, Token, fused_decode
@@ -93,7 +93,7 @@ class Setup(NamedTuple):
             "v": operand((b, h, c, self.width), dtype, self.bits),
             "position": Shape((b, h, c), jnp.int32),
             "spec": AttentionSpec(d**-0.5, self.soft_cap, self.window, slopes),
-        } | ({"scores": Gumbel(*noise)} if self.noisy else {})
+        } | ({"scores": ScoreNoise(*noise)} if self.noisy else {})
 
 
 def decode_workload(label: str, sizes: Setup, *, rank: int = 0) -> Workload:

@@ -16,7 +16,7 @@ from pallas_kernels.attention import AttentionSpec, Partial, merge, share_of_evi
 from pallas_kernels.attention import LowRank as LowRank
 from pallas_kernels.common import LANES, numbers_of
 from pallas_kernels.op import How, Limit, Op, Options
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
+from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised, cut
 
 Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
@@ -44,7 +44,7 @@ class Sinks:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Gumbel:
+class ScoreNoise:
     """Noise and temperature of Keyformer's score increments (equation 9)."""
 
     seed: UInt32[Array, " b"]
@@ -52,7 +52,7 @@ class Gumbel:
     tau: Float[Array, " b"]
     """Temperature of each row, above 0."""
     layer: int = static(0)
-    noise: str = static("gumbel")
+    kind: str = static("gumbel")
     """`gumbel`, `gaussian` with the same mean and deviation, or `none`."""
     first: Int[Array, " b"] | None = None
     """Number of the first KV head here among the layer's; None for the layer's first."""
@@ -66,7 +66,7 @@ class Decoded(NamedTuple):
     lse: Float[Array, "b h g"]
     """Logarithm of the sum of exponentials over both."""
     scores: Array | None
-    """Probabilities over the slots alone, [b h g c] for `each`, [b h c] for `sum` and a `Gumbel`; 0 in empty slots."""
+    """Probabilities over the slots alone, [b h g c] for `each`, [b h c] for the others; 0 in empty slots."""
 
     @property
     def partial(self) -> Partial:
@@ -85,7 +85,7 @@ def decode_attention(
     places: Places | None = None,
     low_rank: LowRank | None = None,
     sinks: Sinks | None = None,
-    scores: str | Gumbel | None = None,
+    scores: str | ScoreNoise | None = None,
     **how: Unpack[How],
 ) -> Decoded:
     """Compute softmax attention over slots in one pass over keys and values, with the scores that policies request.
@@ -103,7 +103,7 @@ def decode_attention(
             them.
         low_rank: low-rank attention to evicted tokens (LESS, equation 3), or None.
         sinks: first tokens that use another query than the rest, or that slopes place nearer, or None.
-        scores: probabilities to return: of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer,
+        scores: probabilities to return: of `each` query head, their `sum` over the group, or a `ScoreNoise` (Keyformer,
             equation 9, summed over the group); None for none.
         how: see `pallas_kernels.op.How`. `xla` takes everything. The others take queries of float32 and bfloat16 and
             arrays of the same dtype, g up to 16, c up to 65536 and R up to 128. They take no rotated keys, no stored
@@ -114,14 +114,14 @@ def decode_attention(
             nor codes of four bits.
 
     Raises:
-        ValueError: `scores` is unknown, or values are `Turned`.
+        ValueError: `scores` is unknown, or values are `LazyRope`.
     """
-    if isinstance(scores, Gumbel):
-        if scores.noise not in noise.KINDS:
-            raise ValueError(f"noise={scores.noise!r} is not one of {', '.join(noise.KINDS)}.")
+    if isinstance(scores, ScoreNoise):
+        if scores.kind not in noise.KINDS:
+            raise ValueError(f"noise={scores.kind!r} is not one of {', '.join(noise.KINDS)}.")
     elif scores not in (None, "each", "sum"):
-        raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel.")
-    refuse_turned(v)
+        raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a ScoreNoise.")
+    refuse_lazy_rope(v)
     op = DecodeAttention(q, k, v, position, query_position, spec, places, low_rank, sinks, scores)
     return op(**how)
 
@@ -140,15 +140,15 @@ class DecodeAttention(Op[Decoded]):
     places: Places | None = None
     low_rank: LowRank | None = None
     sinks: Sinks | None = None
-    scores: str | Gumbel | None = None
+    scores: str | ScoreNoise | None = None
 
     name = "decode_attention"
     backends = ("pallas_tpu", "pallas_gpu", "triton")
 
     @property
-    def gumbel(self) -> Gumbel | None:
+    def score_noise(self) -> ScoreNoise | None:
         """The requested noise; None for scores without any."""
-        return self.scores if isinstance(self.scores, Gumbel) else None
+        return self.scores if isinstance(self.scores, ScoreNoise) else None
 
     def with_evicted(self, attended: Partial) -> Partial:
         """Merge attention over the slots with that to evicted tokens, if there is one."""
@@ -205,10 +205,10 @@ class DecodeAttention(Op[Decoded]):
         return dict(b=self.q.shape[0], c=self.k.shape[2]), settings
 
 
-def refuse_turned(v: Operand) -> None:
-    """Raise an error if values are `Turned`, which only keys can be."""
-    if isinstance(v, Turned):
-        raise ValueError("v is Turned, but only keys are rotated; give an array or Quantised.")
+def refuse_lazy_rope(v: Operand) -> None:
+    """Raise an error if values are `LazyRope`, which only keys can be."""
+    if isinstance(v, LazyRope):
+        raise ValueError("v is LazyRope, but only keys are rotated; give an array or Quantised.")
 
 
 def operand_settings(q: Array, k: Operand, v: Operand, spec: AttentionSpec) -> dict[str, Any]:
@@ -218,18 +218,18 @@ def operand_settings(q: Array, k: Operand, v: Operand, spec: AttentionSpec) -> d
     return dict(h=h, g=g, d=d, e=v.shape[-1], **numbers, **spec.described())
 
 
-def kind_of(scores: str | Gumbel | None) -> str | None:
-    """Return the name of the requested scores: of a `Gumbel`, its noise."""
-    return scores.noise if isinstance(scores, Gumbel) else scores
+def kind_of(scores: str | ScoreNoise | None) -> str | None:
+    """Return the name of the requested scores: of a `ScoreNoise`, its noise."""
+    return scores.kind if isinstance(scores, ScoreNoise) else scores
 
 
 def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Iterator[Limit]:
     """Yield the limits that all kernels share, for slots or for pages."""
     forms = {type(x.decoder).__name__ for x in (k, v) if isinstance(x, Encoded)}
     yield not forms, f"keys and values are stored by {', '.join(sorted(forms))}, which xla alone decodes"
-    yield not isinstance(k, Turned), "keys are rotated when they are read (Turned)"
+    yield not isinstance(k, LazyRope), "keys are rotated when they are read (LazyRope)"
     yield spec.slopes is None or places is None, "places that are not positions, together with slopes"
-    arrays = [x for x in (q, k, v) if not isinstance(x, Quantised | Encoded | Turned)]
+    arrays = [x for x in (q, k, v) if not isinstance(x, Quantised | Encoded | LazyRope)]
     same = q.dtype in (jnp.float32, jnp.bfloat16) and all(x.dtype == q.dtype for x in arrays)
     dtypes = ", ".join(str(x.codes.dtype if isinstance(x, Quantised) else x.dtype) for x in (q, *arrays[1:]))
     yield same, f"{'q, k, v'[: 3 * len(arrays) - 2]} of {dtypes} are not all float32 or all bfloat16"

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import noise
 from pallas_kernels.common import LANES, SUBLANES, chip, slots_lie_along_lanes
-from pallas_kernels.decode_attention.api import Gumbel
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
+from pallas_kernels.decode_attention.api import ScoreNoise
+from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised
 from pallas_kernels.quantised import digits, halves, join_digits
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -24,7 +24,7 @@ def array_and_scale(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]
     """Return stored keys or values: an array and None, or codes and the scale of each slot."""
     if isinstance(operand, Quantised):
         return operand.codes, operand.scale
-    assert not isinstance(operand, Encoded | Turned)  # limits of every kernel
+    assert not isinstance(operand, Encoded | LazyRope)  # limits of every kernel
     return operand, None
 
 
@@ -45,7 +45,7 @@ def visible_slots(position: Int[Array, "*b"], query: Int[Array, "*#b"], window: 
 def noisy_logits(
     logits: Float[Array, "*b g s"],
     visible: Bool[Array, "*b g s"],
-    gumbel: Gumbel,
+    score_noise: ScoreNoise,
     seed: UInt32[Array, "*b #s"],
     tau: Float[Array, ""],
     head: UInt32[Array, "*b #s"],
@@ -53,9 +53,9 @@ def noisy_logits(
     lay: Callable[[Array], Array] = lambda noise: jnp.expand_dims(noise, -2),
 ) -> Float[Array, "*b g s"]:
     """Return the logits of Keyformer's equation 9, with noise and divided by tau; `lay` aligns noise with them."""
-    if gumbel.noise != "none":
-        bits = noise.hashed_bits(seed, gumbel.layer, head, position.astype(jnp.uint32))
-        logits += lay(noise.KINDS[gumbel.noise](noise.uniform(bits)))
+    if score_noise.kind != "none":
+        bits = noise.hashed_bits(seed, score_noise.layer, head, position.astype(jnp.uint32))
+        logits += lay(noise.KINDS[score_noise.kind](noise.uniform(bits)))
     return jnp.where(visible, logits / tau, LOWEST)
 
 

@@ -128,7 +128,13 @@ class BlockLayout(NamedTuple):
 
         Queries keep the projections' layout, since XLA would copy them into padded rows.
         """
-        (b, h, g, _), sinks, gumbel, low_rank, slopes = x.q.shape, x.sinks, x.gumbel, x.low_rank, x.spec.slopes
+        (b, h, g, _), sinks, score_noise, low_rank, slopes = (
+            x.q.shape,
+            x.sinks,
+            x.score_noise,
+            x.low_rank,
+            x.spec.slopes,
+        )
 
         def queries(y: Array) -> Any:
             return input_block(y.reshape(b, h * g, -1), self.of_queries(y.shape[-1]))
@@ -149,10 +155,10 @@ class BlockLayout(NamedTuple):
             low_rank = LowRank(queries(phi), *(input_block(y, self.of_heads(*y.shape[2:])) for y in (memory, z)))
         if sinks is not None:
             sinks = Sinks(queries(sinks.q), sinks.count, scalars(sinks.gap))
-        if gumbel is not None:
-            seed, tau = jax.lax.bitcast_convert_type(gumbel.seed, jnp.int32), gumbel.tau.astype(jnp.float32)
-            numbers = dict(seed=scalars(seed), tau=scalars(tau), first=scalars(gumbel.first))
-            gumbel = dataclasses.replace(gumbel, **numbers)
+        if score_noise is not None:
+            seed, tau = jax.lax.bitcast_convert_type(score_noise.seed, jnp.int32), score_noise.tau.astype(jnp.float32)
+            numbers = dict(seed=scalars(seed), tau=scalars(tau), first=scalars(score_noise.first))
+            score_noise = dataclasses.replace(score_noise, **numbers)
         return DecodeAttention(
             q=queries(x.q),
             k=self.pairs(x.k),
@@ -162,7 +168,7 @@ class BlockLayout(NamedTuple):
             spec=dataclasses.replace(x.spec, slopes=slopes),
             low_rank=low_rank,
             sinks=sinks,
-            scores=gumbel,
+            scores=score_noise,
         )
 
 
@@ -212,19 +218,21 @@ def logits_of(
 
 
 def add_noise(
-    gumbel: Any,
+    score_noise: Any,
     logits: Float[Array, "n rows s"],
     visible: Bool[Array, "n rows s"],
     position: Int[Array, "h s"],
     row: Any,
     head: Any,
 ) -> Float[Array, "n rows s"]:
-    """Return logits with the noise of a `Gumbel` at its temperature; `head` is the first head of the block."""
-    seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, gumbel.seed[row], jnp.int32), jnp.uint32)
+    """Return logits with the noise of a `ScoreNoise` at its temperature; `head` is the first head of the block."""
+    seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, score_noise.seed[row], jnp.int32), jnp.uint32)
     heads = head + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
-    heads += 0 if gumbel.first is None else gumbel.first[row]
+    heads += 0 if score_noise.first is None else score_noise.first[row]
     lay = functools.partial(per_query_row, blocks=len(logits))
-    return noisy_logits(logits, visible, gumbel, seed, gumbel.tau[row], heads.astype(jnp.uint32), position, lay)
+    return noisy_logits(
+        logits, visible, score_noise, seed, score_noise.tau[row], heads.astype(jnp.uint32), position, lay
+    )
 
 
 def rows_and_blocks(heads: int, groups: int) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     # With heads that share registers, scores are as large as logits and are held twice.
     score_bytes = 4 * (blocks * rows + (2 * heads if share_registers else 0)) * splits * slots
     keep = x.scores is not None and score_bytes <= HELD_BYTES
-    requested = "sum" if x.gumbel is not None else x.scores
+    requested = "sum" if x.score_noise is not None else x.scores
 
     parts = online_softmax.BlockLayout(heads, g, slots, lambda b, h, s: (b, h, s))
     inputs = parts.inputs(x, parts.of_slots())
@@ -80,7 +80,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
         grid=(b, pl.cdiv(h, heads), splits),
         scratch_shapes=[
             RunningAttention.scratch(
-                blocks, rows, e=e, noisy=x.gumbel is not None, slots=splits * slots if keep else None
+                blocks, rows, e=e, noisy=x.score_noise is not None, slots=splits * slots if keep else None
             )
         ],
         compiler_params=tpu_params(2, 1, VMEM_BYTES * block_factor()),

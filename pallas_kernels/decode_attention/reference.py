@@ -20,9 +20,9 @@ from pallas_kernels.attention import (
     slot_block,
     wide,
 )
-from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, Gumbel, Sinks
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, ScoreNoise, Sinks
 from pallas_kernels.op import Options
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
+from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised, cut
 from pallas_kernels.quantised import query_products, weighted_values
 
 PACKED_BYTES = 4 << 20
@@ -39,8 +39,8 @@ def decode_attention(x: DecodeAttention, options: Options) -> Decoded:
     if isinstance(k, Quantised | Encoded) or isinstance(v, Quantised | Encoded):
         partial, probs = attend_codes(q, k, v, mask, x.spec, bias, replacements, platform)
     else:
-        assert not isinstance(v, Turned)  # refused before
-        keys = k.values(q.dtype) if isinstance(k, Turned) else k
+        assert not isinstance(v, LazyRope)  # refused before
+        keys = k.values(q.dtype) if isinstance(k, LazyRope) else k
         # With one row, XLA on CPU copies bfloat16 keys and values to float32; with two rows it does not.
         g = q.shape[2]
         rows = 2 if platform == "cpu" and q.dtype == jnp.bfloat16 and g == 1 else g
@@ -52,7 +52,7 @@ def decode_attention(x: DecodeAttention, options: Options) -> Decoded:
         partial, probs = attend(repeated(q)[:, :, :, None], keys, v, mask, x.spec, biases, replacements)
         partial, probs = jax.tree.map(lambda y: y[:, :, :g], (partial, probs))
     partial, probs = x.with_evicted(partial), probs[:, :, :, 0]
-    if isinstance(x.scores, Gumbel):
+    if isinstance(x.scores, ScoreNoise):
         scores = increments(probs, position, x.scores)
     else:
         # Sums over two axes: with one of them alone, XLA takes four times as long on a CPU.
@@ -105,7 +105,7 @@ def attend_codes(
             limit = max(1, PACKED_BYTES // (b * h * s * e)) if packed_anew and platform == "cpu" else n
         return max(m for m in range(1, n + 1) if n % m == 0 and m <= limit)
 
-    k, v = blocks(k.values(q.dtype) if isinstance(k, Turned) else k), blocks(v)
+    k, v = blocks(k.values(q.dtype) if isinstance(k, LazyRope) else k), blocks(v)
     together = at_once(k, packed_anew=False)
 
     def logits_of(i: Int[Array, ""]) -> Float[Array, "b h m g s"]:
@@ -127,11 +127,17 @@ def attend_codes(
     return attend_blocks(logits, weigh, mask, spec, bias, replacements)
 
 
-def increments(probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], gumbel: Gumbel) -> Float[Array, "b h c"]:
+def increments(
+    probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], score_noise: ScoreNoise
+) -> Float[Array, "b h c"]:
     """Return equation 9 of Keyformer, summed over the group."""
-    head = None if gumbel.first is None else gumbel.first[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)
-    uniform = noise.uniform_at(gumbel.seed, gumbel.layer, position, head=head).astype(probs.dtype)
-    zeta = noise.KINDS[gumbel.noise](uniform)[:, :, None]
-    shares = noisy_numerators(probs, zeta, gumbel.tau.astype(probs.dtype)[:, None, None, None])
+    head = (
+        None
+        if score_noise.first is None
+        else score_noise.first[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)
+    )
+    uniform = noise.uniform_at(score_noise.seed, score_noise.layer, position, head=head).astype(probs.dtype)
+    zeta = noise.KINDS[score_noise.kind](uniform)[:, :, None]
+    shares = noisy_numerators(probs, zeta, score_noise.tau.astype(probs.dtype)[:, None, None, None])
     total = shares.sum(-1)
     return jnp.einsum("bhgc,bhg->bhc", shares, jnp.where(total > 0, 1.0, 0.0) / jnp.where(total > 0, total, 1.0))

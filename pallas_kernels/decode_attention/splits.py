@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.attention import log_sum
-from pallas_kernels.decode_attention.api import Decoded, Gumbel
+from pallas_kernels.decode_attention.api import Decoded, ScoreNoise
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
 
 ROWS = 16
@@ -62,7 +62,7 @@ class SplitOutputs(NamedTuple):
     """`lse` of the logits with noise at a temperature, if those are requested."""
 
 
-def merge_splits(parts: SplitOutputs, g: int, splits: int, scores: str | Gumbel | None) -> Decoded:
+def merge_splits(parts: SplitOutputs, g: int, splits: int, scores: str | ScoreNoise | None) -> Decoded:
     """Merge all parts of a kernel's results, of which the first `splits` are splits, into one result."""
     out, lse = merge_attention(parts, g)
     if scores is None:

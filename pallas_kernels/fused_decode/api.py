@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.common import Survey, Unsupported
-from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, Gumbel, Sinks, kind_of, refuse_turned
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, ScoreNoise, Sinks, kind_of, refuse_lazy_rope
 from pallas_kernels.decode_attention.kernel_parts import array_and_scale
 from pallas_kernels.hamming.api import words_limits
 from pallas_kernels.hamming.hashing import Hashing
@@ -84,7 +84,7 @@ class Query(NamedTuple):
     q: Float[Array, "b h g d"]
     spec: AttentionSpec
     sinks: Sinks | None = None
-    scores: str | Gumbel | None = None
+    scores: str | ScoreNoise | None = None
 
 
 class FusedResult(NamedTuple):
@@ -128,19 +128,19 @@ def fused_decode(
             it replaces take, c a multiple of 16 (of 128 where XLA stores slots innermost), and blocks that fit in VMEM.
 
     Raises:
-        ValueError: `scores` is unknown, values are `Turned`, or `adds` is set without sums or
+        ValueError: `scores` is unknown, values are `LazyRope`, or `adds` is set without sums or
             without numbers of float32 in `importance`.
     """
     scores, importance = query.scores, ranking.importance
-    if kind_of(scores) not in (noise.KINDS if isinstance(scores, Gumbel) else ("sum", "each", None)):
-        raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
+    if kind_of(scores) not in (noise.KINDS if isinstance(scores, ScoreNoise) else ("sum", "each", None)):
+        raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a ScoreNoise with a noise of `noise.KINDS`.")
     numbers = None if isinstance(importance, Hashed) else importance
     if adds and (scores in (None, "each") or numbers is None or numbers.dtype != jnp.float32):
         onto = type(importance).__name__ if numbers is None else numbers.dtype.name
         raise ValueError(
             f"adds=True adds sums to importance in float32, not scores={scores!r} to {onto}; leave it out."
         )
-    refuse_turned(slots.v)
+    refuse_lazy_rope(slots.v)
     return FusedDecode(slots, token, ranking, query, pairs, adds, rounds)(**how)
 
 

@@ -20,7 +20,7 @@ from jaxtyping import Array
 from pallas_kernels import operands
 from pallas_kernels.blocks import alias_block, arrays, input_block, output_block, run
 from pallas_kernels.common import LANES, SUBLANES, over_cores, padded, row_and_block, slots_lie_along_lanes, tpu_params
-from pallas_kernels.decode_attention import Gumbel, online_softmax
+from pallas_kernels.decode_attention import ScoreNoise, online_softmax
 from pallas_kernels.decode_attention.api import Decoded
 from pallas_kernels.decode_attention.kernel_parts import array_and_scale, channels_of, multiplies_integers
 from pallas_kernels.decode_attention.pallas_tpu import VMEM_BYTES, block_factor, tile
@@ -43,8 +43,8 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
     sets, rows = online_softmax.rows_and_blocks(heads, g)
     parts = _StepLayout(heads, g, slots, lambda core, step, split: (*row_and_block(core, step, units, blocks), split))
     attention = parts.inputs(x.attention(x.slots), parts.of_heads(c))
-    gumbel = attention.gumbel
-    requested = "sum" if isinstance(query.scores, Gumbel) else query.scores
+    score_noise = attention.score_noise
+    requested = "sum" if isinstance(query.scores, ScoreNoise) else query.scores
     entries = [parts.entry(*arguments) for arguments in zip((k, v), (new_k, new_v), channels, strict=True)]
     inputs = Inputs(attention, parts.ranking(x.ranking, c), *entries)
     importance = inputs.ranking.importance
@@ -79,7 +79,7 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
     scored = requested is not None
     scratch = Scratch(
         running=online_softmax.RunningAttention.scratch(
-            sets, rows, e=e, noisy=gumbel is not None, slots=c if scored else None
+            sets, rows, e=e, noisy=score_noise is not None, slots=c if scored else None
         ),
         slot=pltpu.VMEM((heads, 1), jnp.int32),
         slots=pltpu.SMEM((heads,), jnp.int32),
@@ -224,7 +224,7 @@ def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:
     )
 
 
-def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, bits: int = 0) -> int:
+def block_bytes(q: Array, k: Operand, v: Operand, scores: str | ScoreNoise | None, bits: int = 0) -> int:
     """Estimate a step's bytes of VMEM: double-buffered blocks, and scratch memory.
 
     If slots rank by hash codes, `bits` is their length, and the estimate includes codes and hyperplanes.

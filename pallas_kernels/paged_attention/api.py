@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec, Partial, static
 from pallas_kernels.common import LANES
-from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
+from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_lazy_rope, width_limits
 from pallas_kernels.op import How, Limit, Op
 from pallas_kernels.operands import Operand, Quantised
 
@@ -73,9 +73,9 @@ def paged_attention(
             the pool.
 
     Raises:
-        ValueError: values are `Turned`.
+        ValueError: values are `LazyRope`.
     """
-    refuse_turned(v)
+    refuse_lazy_rope(v)
     op = PagedAttention(q, k, v, position, owner, pages, query_position, spec, places, logits, layers)
     return op(**how)
 

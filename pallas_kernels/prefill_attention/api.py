@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.common import numbers_of
 from pallas_kernels.op import How, Limit, Op, options_of
-from pallas_kernels.operands import Joined, Operand, Turned
+from pallas_kernels.operands import LazyRope, Operand, SplitKV
 
 ROWS = 16
 """Maximum rows of weights that the Pallas kernels sum in one pass."""
@@ -43,8 +43,8 @@ class PromptAttention(NamedTuple):
 
 def prefill_attention(
     q: Float[Array, "b h g n d"],
-    k: Operand | Joined,
-    v: Operand | Joined,
+    k: Operand | SplitKV,
+    v: Operand | SplitKV,
     query_position: Int[Array, "b n"],
     key_position: Int[Array, "b #h c"],
     spec: AttentionSpec,
@@ -76,8 +76,8 @@ def prefill_attention(
     Args:
         q: queries of tokens in the order of the text.
         k: keys [b h c d]; the last n belong to the queries' tokens in the same order, after c - n cached keys in any
-            order. Cached keys in a separate array are the old part of a `Joined`.
-        v: values [b h c e], in any form but `Turned`; joined at the same slot as the keys, if keys are joined.
+            order. Cached keys in a separate array are the old part of a `SplitKV`.
+        v: values [b h c e], in any form but `LazyRope`; joined at the same slot as the keys, if keys are joined.
         query_position: increasing positions; -1 marks padding, which attends to nothing.
         key_position: position of each key, for all heads or each; -1 marks an empty slot or padding, which is masked.
         spec: scale, soft cap, window and slopes.
@@ -100,8 +100,8 @@ def prefill_attention(
         raise ValueError(f"{c} keys are fewer than the {n} queries' own; append the queries' keys to the cached ones.")
     if _joints(k) != _joints(v):
         raise ValueError(f"Keys are joined at slots {_joints(k)}, values at {_joints(v)}; join both at the same slot.")
-    if isinstance(v, Turned):
-        raise ValueError("Values are Turned, but only keys are rotated; pass an array or Quantised.")
+    if isinstance(v, LazyRope):
+        raise ValueError("Values are LazyRope, but only keys are rotated; pass an array or Quantised.")
     if tau <= 0:
         raise ValueError(f"tau={tau} is not a temperature above 0.")
     if spec.window is not None and spec.window < 1:
@@ -132,8 +132,8 @@ class PrefillAttention(Op[PromptAttention]):
     """See `prefill_attention`. Kernels read no places: the limits exclude those that matter."""
 
     q: Float[Array, "b h g n d"]
-    k: Operand | Joined
-    v: Operand | Joined
+    k: Operand | SplitKV
+    v: Operand | SplitKV
     query_position: Int[Array, "b n"]
     key_position: Int[Array, "b #h c"]
     spec: AttentionSpec
@@ -186,5 +186,5 @@ class PrefillAttention(Op[PromptAttention]):
         return 1 if self.weights is None else self.weights.shape[2]
 
 
-def _joints(x: Operand | Joined) -> tuple[int, ...]:
-    return (x.old.shape[2],) if isinstance(x, Joined) else ()
+def _joints(x: Operand | SplitKV) -> tuple[int, ...]:
+    return (x.old.shape[2],) if isinstance(x, SplitKV) else ()

@@ -25,7 +25,7 @@ from pallas_kernels.attention import (
 )
 from pallas_kernels.common import padded
 from pallas_kernels.op import Options
-from pallas_kernels.operands import Joined, Operand, cut, values
+from pallas_kernels.operands import Operand, SplitKV, cut, values
 from pallas_kernels.prefill_attention.api import PrefillAttention, PromptAttention
 
 
@@ -117,7 +117,7 @@ def prefill_attention(x: PrefillAttention, options: Options) -> PromptAttention:
         names = "q", "k", "v", "query_position", "key_position", "weights", "noise", "places"
 
         def of_row(i: Any, y: Any) -> Any:
-            return Joined(of_row(i, y.old), of_row(i, y.new)) if isinstance(y, Joined) else cut(y, i, 1, 0)
+            return SplitKV(of_row(i, y.old), of_row(i, y.new)) if isinstance(y, SplitKV) else cut(y, i, 1, 0)
 
         def read_row(i: Any) -> PromptAttention:
             row: dict[str, Any] = {name: of_row(i, getattr(x, name)) for name in names}
@@ -247,8 +247,8 @@ def prefill_attention(x: PrefillAttention, options: Options) -> PromptAttention:
     return PromptAttention(out[..., :n, :], lse[..., :n], sums if scores else None)
 
 
-def _parts(k: Operand | Joined, v: Operand | Joined, max_width: int) -> list[_Part]:
-    pairs = zip(*((x.old, x.new) if isinstance(x, Joined) else (x,) for x in (k, v)), strict=True)
+def _parts(k: Operand | SplitKV, v: Operand | SplitKV, max_width: int) -> list[_Part]:
+    pairs = zip(*((x.old, x.new) if isinstance(x, SplitKV) else (x,) for x in (k, v)), strict=True)
     parts, start = [], 0
     for part_k, part_v in pairs:
         slots = part_k.shape[2]

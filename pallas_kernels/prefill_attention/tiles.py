@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.attention import pad_to
 from pallas_kernels.blocks import input_block
-from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
+from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised, SplitKV
 from pallas_kernels.prefill_attention.api import PrefillAttention, QueryTokens
 
 
@@ -138,9 +138,9 @@ class Tiles:
         return pad_to(weights.astype(jnp.float32), 3, self.queries * self.size)
 
 
-def array_of(operand: Operand | Joined) -> Array:
+def array_of(operand: Operand | SplitKV) -> Array:
     """Return keys or values, which the kernels' limits restrict to arrays."""
-    assert not isinstance(operand, Quantised | Encoded | Turned | Joined)
+    assert not isinstance(operand, Quantised | Encoded | LazyRope | SplitKV)
     return operand
 
 

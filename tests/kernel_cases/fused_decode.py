@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention import Gumbel, Sinks
+from pallas_kernels.decode_attention import ScoreNoise, Sinks
 from pallas_kernels.fused_decode import Hashed, Query, Ranking, Slots, Token, fused_decode
 from pallas_kernels.hamming import Hashing
 from pallas_kernels.operands import Quantised
@@ -70,7 +70,7 @@ def run(
     spec = AttentionSpec(scale, soft_cap, window, inputs.pop("slopes", None))
     if "seed" in inputs:
         noise = decode_attention.LAYER, scores, inputs.pop("first", None)
-        scores = Gumbel(inputs.pop("seed"), inputs.pop("tau"), *noise)
+        scores = ScoreNoise(inputs.pop("seed"), inputs.pop("tau"), *noise)
     done = fused_decode(
         Slots(*(inputs[name] for name in ("position", "k", "v", "buffers"))),
         Token(inputs["new_position"], *inputs["added"]),

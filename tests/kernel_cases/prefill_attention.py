@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.operands import Quantised, Turned
-from pallas_kernels.prefill_attention import Joined, prefill_attention
+from pallas_kernels.operands import LazyRope, Quantised
+from pallas_kernels.prefill_attention import SplitKV, prefill_attention
 from tests.kernel_cases.decode_attention import softmax
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, normal
 
@@ -51,9 +51,9 @@ def oracle(
 
 def numbers(x: Any) -> Any:
     """What an operand means."""
-    if isinstance(x, Joined):
+    if isinstance(x, SplitKV):
         return np.concatenate([numbers(x.old), numbers(x.new)], 2)
-    if isinstance(x, Turned):
+    if isinstance(x, LazyRope):
         keys, half = x.keys, x.cos.shape[1]
         cos, sin = x.cos[np.maximum(x.order, 0)], x.sin[np.maximum(x.order, 0)]
         first, second = keys[..., :half], keys[..., half : 2 * half]
@@ -75,7 +75,7 @@ def operand(kind: str, x: Any) -> Any:
     if kind == "turned":
         order = np.broadcast_to(rng.permutation(c) - 1, (b, h, c)).astype(np.int32)
         angle = np.arange(c)[:, None] * 10000.0 ** -np.linspace(0, 1, d // 4)
-        return Turned(x, order, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
+        return LazyRope(x, order, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
     scale = rng.random((b, h, c)).astype(np.float32) * (0.02 if kind == "int8" else 0.3)
     if kind == "int8":
         codes = rng.integers(-127, 128, (b, h, c, d), np.int8)
@@ -162,7 +162,7 @@ def case(
     for name, kind in zip("kv", kinds or ("array", "array"), strict=True):
         old = made[name][:, :, :cached]
         old = old if kind == "array" else operand(kind, old)
-        made[name] = Joined(old, made[name][:, :, cached:]) if joined else old
+        made[name] = SplitKV(old, made[name][:, :, cached:]) if joined else old
     dtype = options.get("dtype", "float32")
     return Case(
         "prefill_attention",

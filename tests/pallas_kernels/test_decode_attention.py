@@ -19,7 +19,7 @@ from kvjax.types import Heads, New, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
 from pallas_kernels.decode_attention import (
-    Gumbel,
+    ScoreNoise,
     decode_attention,
     kernel_parts,
     online_softmax,
@@ -27,7 +27,7 @@ from pallas_kernels.decode_attention import (
     pallas_tpu,
     splits,
 )
-from pallas_kernels.operands import Quantised, Turned
+from pallas_kernels.operands import LazyRope, Quantised
 from tests.cases import slow
 from tests.kernel_cases.decode_attention import CASES, arguments, case
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, check
@@ -170,7 +170,7 @@ def test_increments_are_those_of_keyformer():
     probs = jnp.asarray(decode_attention(**asked, scores="each").scores)
     ask = GumbelSoftmax(tau_init=1.5, tau_end=1.5).asks(Heads(jnp.full((2, 2), 40), Parts()), new)
     expected = stats.reduced(ask, probs[:, :, :, None], some["v"], some["position"], new)
-    gumbel = Gumbel(some["seed"], jnp.full(2, 1.5), layer=3)
+    gumbel = ScoreNoise(some["seed"], jnp.full(2, 1.5), layer=3)
     for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
         found = decode_attention(**asked, scores=gumbel, **way.options)
         np.testing.assert_allclose(np.asarray(found.scores), expected, rtol=1e-5, atol=1e-5)
@@ -238,13 +238,13 @@ def test_keys_are_rotated_by_their_place(bits, interleaved):
     inputs = arguments(case(2, 2, 2, 40, 64, bits=(0, bits), live="full"))
     order = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 2, 40)), jnp.int32)
     angles = jnp.arange(40)[:, None] * 0.8 ** jnp.arange(16)
-    turned = Turned(jnp.asarray(inputs.pop("k")), order, jnp.cos(angles), jnp.sin(angles), interleaved)
+    turned = LazyRope(jnp.asarray(inputs.pop("k")), order, jnp.cos(angles), jnp.sin(angles), interleaved)
     found = decode_attention(k=turned, **inputs)
     expected = decode_attention(k=turned.values(jnp.float32), **inputs)
     np.testing.assert_allclose(found.out, expected.out, rtol=1e-6, atol=1e-6)
     assert np.abs(np.asarray(found.out - decode_attention(k=turned.keys, **inputs).out)).max() > 0.1
     inputs.pop("v")
-    with pytest.raises(ValueError, match="v is Turned, but only keys are rotated"):
+    with pytest.raises(ValueError, match="v is LazyRope, but only keys are rotated"):
         decode_attention(k=turned, v=turned, **inputs)
 
 
@@ -265,8 +265,8 @@ def test_what_kernels_leave_to_xla_is_named(platform):
     with pytest.raises(Unsupported, match="places that are not positions, together with slopes"):
         decode_attention(**inputs, **options)
     angles = jnp.zeros((24, 32))
-    turned = Turned(jnp.asarray(inputs["k"]), jnp.zeros((1, 2, 24), jnp.int32), angles, angles)
-    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(Turned\)"):
+    turned = LazyRope(jnp.asarray(inputs["k"]), jnp.zeros((1, 2, 24), jnp.int32), angles, angles)
+    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(LazyRope\)"):
         decode_attention(**inputs | {"k": turned, "places": None}, **options)
     narrow = arguments(case(1, 1, 1, 16, 24, bits=(8, 4)))
     reason = "e=24 is not a multiple of 16 up to 256" if platform == "tpu" else "d=24 is not a power of two from 16 to"
@@ -296,7 +296,7 @@ def test_limits_are_named_before_compilation(change, reason):
 
 def test_unknown_scores_are_refused():
     arrays = arguments(case(1, 1, 1, 16, 64))
-    with pytest.raises(ValueError, match="scores='most' is not None, 'each', 'sum' or a Gumbel"):
+    with pytest.raises(ValueError, match="scores='most' is not None, 'each', 'sum' or a ScoreNoise"):
         decode_attention(**arrays, scores="most")
     with pytest.raises(ValueError, match="noise='pink' is not one of gumbel, gaussian, none"):
-        decode_attention(**arrays, scores=Gumbel(jnp.zeros(1, jnp.uint32), jnp.ones(1), noise="pink"))
+        decode_attention(**arrays, scores=ScoreNoise(jnp.zeros(1, jnp.uint32), jnp.ones(1), kind="pink"))

@@ -22,7 +22,7 @@ from kvjax.models import Rope
 from kvjax.types import Kernels, New
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
-from pallas_kernels.operands import Quantised, Turned
+from pallas_kernels.operands import LazyRope, Quantised
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.api import ranges
 from pallas_kernels.paged_attention.pallas_tpu import MAX_SCALARS, scalar_count, tile
@@ -185,13 +185,13 @@ def test_keys_in_pages_are_rotated_by_their_place(interleaved):
     inputs |= {"spec": AttentionSpec(0.125)}
     order = jnp.asarray(np.random.default_rng(0).integers(0, 40, inputs["position"].shape), jnp.int32)
     angles = jnp.arange(40)[:, None] * 0.8 ** jnp.arange(16)
-    turned = Turned(inputs["k"], order, jnp.cos(angles), jnp.sin(angles), interleaved)
+    turned = LazyRope(inputs["k"], order, jnp.cos(angles), jnp.sin(angles), interleaved)
     keys = inputs.pop("k")
     found = paged_attention(k=turned, **inputs)
     expected = paged_attention(k=turned.values(jnp.float32), **inputs)
     np.testing.assert_allclose(found.out, expected.out, rtol=1e-6, atol=1e-6)
     assert np.abs(np.asarray(found.out - paged_attention(k=keys, **inputs).out)).max() > 0.1
-    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(Turned\)"):
+    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(LazyRope\)"):
         paged_attention(k=turned, **inputs, **TPU_WAYS[0].options)
 
 

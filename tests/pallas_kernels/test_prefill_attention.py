@@ -21,7 +21,7 @@ from kvjax.types import Heads, New, Parts
 from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
-from pallas_kernels.prefill_attention import Joined, QueryTokens, prefill_attention
+from pallas_kernels.prefill_attention import QueryTokens, SplitKV, prefill_attention
 from tests.cases import in_turns
 from tests.kernel_cases.prefill_attention import case, inputs, operand
 from tests.kernels import GPU_WAYS, XLA, Way, check
@@ -125,7 +125,7 @@ def test_no_decoded_copy_of_a_cache_exists(kinds, scores):
     alone = temporary(made | {name: made[name][:, :, cached:] for name in ("k", "v", "key_position")}, scores=scores)
     held = 4 * 16 * cached * 4 if scores else 0
     joined = {
-        name: Joined(made[name][:, :, :cached] if kind == "array" else operand(kind, made[name][:, :, :cached]),
+        name: SplitKV(made[name][:, :, :cached] if kind == "array" else operand(kind, made[name][:, :, :cached]),
                      made[name][:, :, cached:])
         for name, kind in zip("kv", kinds, strict=True)
     }  # fmt: skip
@@ -265,9 +265,9 @@ def test_what_cannot_run_is_refused_before_compilation(changes, options, reason,
     ("change", "reason"),
     [
         (lambda k, v: {"k": operand("int8", k)}, "keys are Quantised"),
-        (lambda k, v: {"k": operand("turned", k)}, "keys are Turned"),
+        (lambda k, v: {"k": operand("turned", k)}, "keys are LazyRope"),
         (lambda k, v: {"v": operand("int4", v)}, "values are Quantised"),
-        (lambda k, v: {"k": Joined(k, k), "v": Joined(v, v)}, "keys are Joined"),
+        (lambda k, v: {"k": SplitKV(k, k), "v": SplitKV(v, v)}, "keys are SplitKV"),
     ],
 )
 def test_kernels_refuse_what_is_not_an_array(change, reason):
@@ -297,12 +297,12 @@ def test_fewer_keys_than_queries_are_refused():
 
 def test_keys_and_values_joined_at_different_slots_are_refused():
     made = inputs(1, 1, 1, 4, 8, cached=3)
-    made["k"] = Joined(made["k"][:, :, :3], made["k"][:, :, 3:])
+    made["k"] = SplitKV(made["k"][:, :, :3], made["k"][:, :, 3:])
     with pytest.raises(ValueError, match=r"Keys are joined at slots \(3,\), values at \(\)"):
         prefill_attention(**made, spec=SPEC)
 
 
 def test_rotated_values_are_refused():
     made = inputs(1, 1, 1, 4, 8)
-    with pytest.raises(ValueError, match="Values are Turned, but only keys are rotated"):
+    with pytest.raises(ValueError, match="Values are LazyRope, but only keys are rotated"):
         prefill_attention(**made | {"v": operand("turned", made["v"])}, spec=SPEC)
