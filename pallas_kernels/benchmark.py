@@ -185,7 +185,7 @@ def difference(results: Any, expected: Any) -> float:
     return max(map(of_leaves, jax.tree.leaves(results), jax.tree.leaves(expected)))
 
 
-def compare(runners: list[Runner], tolerance: float) -> TuningResult | None:
+def benchmark_runners(runners: list[Runner], tolerance: float) -> TuningResult | None:
     """Benchmark one operation's implementations on the same inputs, and warn about those that differ from XLA.
 
     `xla` is the first runner, and all are `compared`. Return None if XLA itself fails and there is no reference.
@@ -211,13 +211,13 @@ def compare(runners: list[Runner], tolerance: float) -> TuningResult | None:
 
 
 def benchmark_task(request: TuningRequest) -> TuningResult | None:
-    """Benchmark the candidates for a task on random inputs of its shapes; see `compare`."""
+    """Benchmark the candidates for a task on random inputs of its shapes; see `benchmark_runners`."""
     program = program_of(request)
     floats = {x.dtype.name for x in jax.tree.leaves(program.shapes)} & TOLERANCES.keys()
     tolerance = max((TOLERANCES["bfloat16" if jax.default_backend() == "tpu" else name] for name in floats), default=0)
     try:
         arrays = program.arrays()
-        return compare([runner_of(program, name, arrays) for name in request.candidates], tolerance)
+        return benchmark_runners([runner_of(program, name, arrays) for name in request.candidates], tolerance)
     except jax.errors.JaxRuntimeError as error:  # most likely the inputs do not fit in memory
         print(f"{program} is not raced: {in_one_line(error)}", file=sys.stderr)
         return None

@@ -154,13 +154,13 @@ def choose(
     elif "auto" in names or not set(names) <= set(IMPLEMENTATIONS):
         where = f"implementation={implementation!r}" if argument == implementation else f"{VARIABLE}={implementation}"
         raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
-    obstacles = {}
+    reasons = {}
     for name in names:
-        obstacles[name] = _unsupported_reason(name, limits, platform, interpret)
-        if obstacles[name] is None:
+        reasons[name] = _unsupported_reason(name, limits, platform, interpret)
+        if reasons[name] is None:
             return name
-    reasons = "; nor as ".join(f"{name!r}: {obstacle}" for name, obstacle in obstacles.items())
-    raise Unsupported(f"{op} cannot run as {reasons}; use 'xla' or 'auto'.")
+    text = "; nor as ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
+    raise Unsupported(f"{op} cannot run as {text}; use 'xla' or 'auto'.")
 
 
 def or_xla(implementation: str) -> str:

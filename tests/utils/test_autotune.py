@@ -61,7 +61,7 @@ def contenders(each: TuningRequest) -> TuningResult | None:
         return right
 
     starts = {"xla": slow, "pallas": lambda: right + 0.5, "triton": lambda: right + 1e-3}
-    return benchmark.compare([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
+    return benchmark.benchmark_runners([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
 
 
 def test_the_fastest_that_is_right_wins_and_who_is_wrong_is_told(chip, capsys):
@@ -84,7 +84,7 @@ def test_results_that_are_no_numbers_are_wrong():
     starts = {"xla": lambda: np.zeros(2), "pallas": lambda: np.full(2, np.nan)}
     runners = [Runner("op", "b<=2", name, start) for name, start in starts.items()]
     with pytest.warns(UserWarning, match="'pallas' differs from 'xla' by nan"):
-        verdict = benchmark.compare(runners, 1e-2)
+        verdict = benchmark.benchmark_runners(runners, 1e-2)
     assert verdict is not None and verdict.order == ("xla",) and verdict.errors == {"xla": 0.0, "pallas": None}
 
 
@@ -94,7 +94,7 @@ def test_nothing_is_told_where_the_reference_fails(chip, capsys):
 
     def by(each: TuningRequest) -> TuningResult | None:
         starts = {"xla": fail, "pallas": lambda: np.zeros(2)}
-        return benchmark.compare([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
+        return benchmark.benchmark_runners([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
 
     tuner = Autotuner(DEVICE)
     assert tuner.settle([asked()], by=by) == {}
@@ -372,7 +372,6 @@ def test_the_command_shows_what_is_kept(chip, monkeypatch, capsys):
         "9.5",
         "3.0",
         "2.0",
-        "",
         "NaN",
         "triton",
     ]
