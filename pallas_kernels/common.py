@@ -138,10 +138,8 @@ def choose(
     platform = platform_of(platform)
     if isinstance(implementation, Survey):
         if task is not None:
-            names = IMPLEMENTATIONS[1:]
-            implementation.note(
-                task, tuple(x for x in names if _unsupported_reason(x, limits, platform, False) is None)
-            )
+            reasons = {name: _unsupported_reason(name, limits, platform, False) for name in IMPLEMENTATIONS[1:]}
+            implementation.note(task, tuple(name for name, reason in reasons.items() if reason is None))
         return "xla"
     argument = implementation
     if isinstance(argument, Tuned) or implementation == "auto":

@@ -168,14 +168,10 @@ class DecodeAttention(Op[Decoded]):
         slots = dataclasses.replace(self, position=without_sinks, sinks=None).kernel(backend, options)
         near_k, near_v = (cut(x, 0, first.shape[2], 2) for x in (self.k, self.v))
         sink_position = jnp.where(is_sink, first, -1)
-        places = (
-            jnp.broadcast_to(self.query_position[:, None], sink_position.shape[:2]),
-            sinks.slope_positions(sink_position),
-        )
-        sinks_alone = DecodeAttention(
-            sinks.q, near_k, near_v, sink_position, self.query_position, self.spec, places
-        ).reference(options)
-        merged = merge(slots.partial, sinks_alone.partial)
+        query_place = jnp.broadcast_to(self.query_position[:, None], sink_position.shape[:2])
+        places = query_place, sinks.slope_positions(sink_position)
+        near = DecodeAttention(sinks.q, near_k, near_v, sink_position, self.query_position, self.spec, places)
+        merged = merge(slots.partial, near.reference(options).partial)
         return Decoded(merged.out[:, :, :, 0], merged.lse[..., 0], None)
 
     def limits(self, backend: str) -> Iterator[Limit]:

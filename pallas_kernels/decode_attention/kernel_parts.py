@@ -136,7 +136,7 @@ def multiply_heads(multiply: Callable[[Array], Array], rows: Array, heads: int) 
     selected = [products[block * together] for block in range(blocks)]
     for i in range(1, together):
         selected = [
-            jnp.where(head_of_row == i, products[block * together + i], chosen) for block, chosen in enumerate(selected)
+            jnp.where(head_of_row == i, products[block * together + i], row) for block, row in enumerate(selected)
         ]
     return jnp.stack(selected)
 

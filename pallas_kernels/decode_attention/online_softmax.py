@@ -128,13 +128,8 @@ class BlockLayout(NamedTuple):
 
         Queries keep the projections' layout, since XLA would copy them into padded rows.
         """
-        (b, h, g, _), sinks, score_noise, low_rank, slopes = (
-            x.q.shape,
-            x.sinks,
-            x.score_noise,
-            x.low_rank,
-            x.spec.slopes,
-        )
+        (b, h, g, _), slopes = x.q.shape, x.spec.slopes
+        sinks, noise, low_rank = x.sinks, x.score_noise, x.low_rank
 
         def queries(y: Array) -> Any:
             return input_block(y.reshape(b, h * g, -1), self.of_queries(y.shape[-1]))
@@ -155,10 +150,10 @@ class BlockLayout(NamedTuple):
             low_rank = LowRank(queries(phi), *(input_block(y, self.of_heads(*y.shape[2:])) for y in (memory, z)))
         if sinks is not None:
             sinks = Sinks(queries(sinks.q), sinks.count, scalars(sinks.gap))
-        if score_noise is not None:
-            seed, tau = jax.lax.bitcast_convert_type(score_noise.seed, jnp.int32), score_noise.tau.astype(jnp.float32)
-            numbers = dict(seed=scalars(seed), tau=scalars(tau), first=scalars(score_noise.first))
-            score_noise = dataclasses.replace(score_noise, **numbers)
+        if noise is not None:
+            seed, tau = jax.lax.bitcast_convert_type(noise.seed, jnp.int32), noise.tau.astype(jnp.float32)
+            numbers = dict(seed=scalars(seed), tau=scalars(tau), first=scalars(noise.first))
+            noise = dataclasses.replace(noise, **numbers)
         return DecodeAttention(
             q=queries(x.q),
             k=self.pairs(x.k),
@@ -168,7 +163,7 @@ class BlockLayout(NamedTuple):
             spec=dataclasses.replace(x.spec, slopes=slopes),
             low_rank=low_rank,
             sinks=sinks,
-            scores=score_noise,
+            scores=noise,
         )
 
 
@@ -198,18 +193,16 @@ def logits_of(
         sink_slots = near if channels == 1 else min(padded(sinks, TILE), near)
         keys = k[:, :, :sink_slots] if channels == 1 else k[:, :sink_slots]
         scales = None if scale is None else scale[:, :sink_slots]
-        sink_products = block_products(
-            unpack_rows(x.sinks.q[0], heads), keys, scales, channels, integers, several_heads=len(q) < heads
-        )
+        queries = unpack_rows(x.sinks.q[0], heads)
+        sink_products = block_products(queries, keys, scales, channels, integers, several_heads=len(q) < heads)
         sink_products = jnp.pad(sink_products, ((0, 0), (0, 0), (0, near - sink_slots)))
         index = first + jax.lax.broadcasted_iota(jnp.int32, (heads, near), 1)
         is_sink = (per_query_row(position[:, :near], len(q)) < sinks) & (per_query_row(index, len(q)) < sinks)
         if x.sinks.gap is not None:  # slopes place sinks nearer
             nearer = jnp.where((position[:, :near] < sinks) & (index < sinks), x.sinks.gap[row], 0)
             distance = jnp.concatenate([distance[:, :near] + nearer, distance[:, near:]], axis=1)
-        products = jnp.concatenate(
-            [jnp.where(is_sink, sink_products, products[..., :near]), products[..., near:]], axis=-1
-        )
+        sink_products = jnp.where(is_sink, sink_products, products[..., :near])
+        products = jnp.concatenate([sink_products, products[..., near:]], axis=-1)
     logits = x.spec.capped(products)
     if x.spec.slopes is not None:
         logits += x.spec.slopes[...] * per_query_row(distance.astype(jnp.float32), len(q))
@@ -218,7 +211,7 @@ def logits_of(
 
 
 def add_noise(
-    score_noise: Any,
+    noise: Any,
     logits: Float[Array, "n rows s"],
     visible: Bool[Array, "n rows s"],
     position: Int[Array, "h s"],
@@ -226,13 +219,11 @@ def add_noise(
     head: Any,
 ) -> Float[Array, "n rows s"]:
     """Return logits with the noise of a `ScoreNoise` at its temperature; `head` is the first head of the block."""
-    seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, score_noise.seed[row], jnp.int32), jnp.uint32)
+    seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, noise.seed[row], jnp.int32), jnp.uint32)
     heads = head + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
-    heads += 0 if score_noise.first is None else score_noise.first[row]
+    heads += 0 if noise.first is None else noise.first[row]
     lay = functools.partial(per_query_row, blocks=len(logits))
-    return noisy_logits(
-        logits, visible, score_noise, seed, score_noise.tau[row], heads.astype(jnp.uint32), position, lay
-    )
+    return noisy_logits(logits, visible, noise, seed, noise.tau[row], heads.astype(jnp.uint32), position, lay)
 
 
 def rows_and_blocks(heads: int, groups: int) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def attend_parts(
     def slots(numbers: Array) -> Any:
         return input_block(numbers, of_slots(*numbers.shape[x.position.ndim :]))
 
-    slopes, low_rank, score_noise = x.spec.slopes, x.low_rank, x.score_noise
+    slopes, low_rank, noise = x.spec.slopes, x.low_rank, x.score_noise
     if slopes is not None:
         of_group = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
         slopes = input_block(pad_to(slopes.astype(jnp.float32), 1, ROWS), of_group)
@@ -89,9 +89,9 @@ def attend_parts(
         phi, memory, z = (y.astype(jnp.float32) for y in low_rank)
         phi = jnp.moveaxis(pad_to(phi, 2, ROWS), -1, 2)
         low_rank = LowRank(*(input_block(y, of_head(*y.shape[2:])) for y in (phi, memory, z)))
-    if score_noise is not None:
-        seed, tau, first = map(of_row, (score_noise.seed, score_noise.tau.astype(jnp.float32), score_noise.first))
-        score_noise = dataclasses.replace(score_noise, seed=seed, tau=tau, first=first)
+    if noise is not None:
+        seed, tau, first = map(of_row, (noise.seed, noise.tau.astype(jnp.float32), noise.first))
+        noise = dataclasses.replace(noise, seed=seed, tau=tau, first=first)
     inputs = DecodeAttention(
         q=input_block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
         k=jax.tree.map(slots, x.k),
@@ -100,13 +100,13 @@ def attend_parts(
         query_position=of_row(x.query_position),
         spec=dataclasses.replace(x.spec, slopes=slopes),
         low_rank=low_rank,
-        scores=score_noise,
+        scores=noise,
     )
     lse = of_part(ROWS)
     return run(
         functools.partial(_kernel, size=size, splits=splits, multiply=multiplication(interpret)),
         (inputs, span),
-        SplitOutputs(of_part(ROWS, x.v.shape[-1]), lse, logits, None if score_noise is None else lse),
+        SplitOutputs(of_part(ROWS, x.v.shape[-1]), lse, logits, None if noise is None else lse),
         grid=(parts, h, b),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -168,14 +168,11 @@ def _kernel(
             weights, correction, top, total = add_logits(top, total, logits)
             scaled = weights if v_scale is None else weights * read(v_scale)[None, :]
             scaled = scaled.astype(dtype)
-            acc = tuple(
-                correction[:, None] * out + multiply(scaled, y) for out, y in zip(acc, pieces_of(v), strict=True)
-            )
-            if x.score_noise is not None:
-                number = (head if x.score_noise.first is None else head + x.score_noise.first[0]).astype(jnp.uint32)
-                logits = noisy_logits(
-                    logits, visible, x.score_noise, x.score_noise.seed[0], x.score_noise.tau[0], number, at
-                )
+            parts = zip(acc, pieces_of(v), strict=True)
+            acc = tuple(correction[:, None] * out + multiply(scaled, y) for out, y in parts)
+            if (noise := x.score_noise) is not None:
+                number = (head if noise.first is None else head + noise.first[0]).astype(jnp.uint32)
+                logits = noisy_logits(logits, visible, noise, noise.seed[0], noise.tau[0], number, at)
                 *_, noisy_top, noisy_total = add_logits(noisy_top, noisy_total, logits)
             if outputs.logits is not None:
                 columns = jax.lax.broadcast_in_dim(slot, (ROWS, size), (1,))

@@ -18,7 +18,7 @@ from pallas_kernels.attention import log_sum, positive
 from pallas_kernels.blocks import output_block, run
 from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, tpu_params
 from pallas_kernels.decode_attention import kernel_parts, online_softmax
-from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank, ScoreNoise
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
 from pallas_kernels.decode_attention.online_softmax import RunningAttention
 
@@ -50,39 +50,30 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     share_registers = blocks < heads
     # With heads that share registers, scores are as large as logits and are held twice.
     score_bytes = 4 * (blocks * rows + (2 * heads if share_registers else 0)) * splits * slots
-    keep = x.scores is not None and score_bytes <= HELD_BYTES
-    requested = "sum" if x.score_noise is not None else x.scores
+    kept_slots = splits * slots if x.scores is not None and score_bytes <= HELD_BYTES else None
+    requested = "sum" if isinstance(x.scores, ScoreNoise) else x.scores
 
     parts = online_softmax.BlockLayout(heads, g, slots, lambda b, h, s: (b, h, s))
     inputs = parts.inputs(x, parts.of_slots())
     lse_rows = 1 if share_registers else rows
-    outputs = AttentionOutputs(
-        output_block((b, h * g, e), parts.of_queries(e)), output_block((b, h, lse_rows), parts.of_heads(lse_rows))
-    )
-    if keep:
+    lse = output_block((b, h, lse_rows), parts.of_heads(lse_rows))
+    outputs = AttentionOutputs(output_block((b, h * g, e), parts.of_queries(e)), lse)
+    if kept_slots is not None:
         shape = (g, c) if requested == "each" and not share_registers else (c,)
         outputs = outputs._replace(scores=output_block((b, h, *shape), parts.of_heads(*shape)))
     elif requested is not None:
         several = parts.of_heads(rows, slots, along=1)
-        logits = (
-            output_block((b, h, c), parts.of_slots()) if share_registers else output_block((b, h, rows, c), several)
-        )
-        outputs = outputs._replace(logits=logits, scores_lse=output_block((b, h, lse_rows), parts.of_heads(lse_rows)))
+        shape, spec = ((c,), parts.of_slots()) if share_registers else ((rows, c), several)
+        outputs = outputs._replace(logits=output_block((b, h, *shape), spec), scores_lse=lse)
 
     channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)
-    settings = dict(
-        capacity=c, channels=channels, requested=requested, integers=kernel_parts.multiplies_integers(interpret)
-    )
+    integers = kernel_parts.multiplies_integers(interpret)
     results = run(
-        functools.partial(_kernel, **settings),
+        functools.partial(_kernel, capacity=c, channels=channels, requested=requested, integers=integers),
         (inputs,),
         outputs,
         grid=(b, pl.cdiv(h, heads), splits),
-        scratch_shapes=[
-            RunningAttention.scratch(
-                blocks, rows, e=e, noisy=x.score_noise is not None, slots=splits * slots if keep else None
-            )
-        ],
+        scratch_shapes=[RunningAttention.scratch(blocks, rows, e=e, noisy=x.score_noise is not None, slots=kept_slots)],
         compiler_params=tpu_params(2, 1, VMEM_BYTES * block_factor()),
         interpret=interpret,
         name="decode_attention",
@@ -164,10 +155,8 @@ def _kernel(
     def _() -> None:
         top, total = (ref[...] for ref in (scratch.noisy or scratch.softmax))  # of slots alone
         out, lse = _finish(x.low_rank, scratch)
-        outputs.out[0], outputs.lse[0] = (
-            online_softmax.pack_rows(out, heads, groups),
-            online_softmax.along_lanes(lse, heads),
-        )
+        out, lse = online_softmax.pack_rows(out, heads, groups), online_softmax.along_lanes(lse, heads)
+        outputs.out[0], outputs.lse[0] = out, lse
         if requested is None:
             return
         if outputs.scores_lse is not None:
@@ -176,9 +165,8 @@ def _kernel(
         used = slice(groups if len(q) == heads else None)
         share = jnp.exp(scratch.logits[:, used, :capacity] - top[:, used])
         share /= positive(total)[:, used]
-        outputs.scores[0] = (
-            share if requested == "each" and len(q) == heads else online_softmax.sum_groups(share, heads)
-        )
+        single = requested == "each" and len(q) == heads
+        outputs.scores[0] = share if single else online_softmax.sum_groups(share, heads)
 
 
 def _finish(low_rank: LowRank | None, scratch: RunningAttention) -> tuple[Array, Array]:

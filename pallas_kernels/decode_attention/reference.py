@@ -131,11 +131,9 @@ def increments(
     probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], score_noise: ScoreNoise
 ) -> Float[Array, "b h c"]:
     """Return equation 9 of Keyformer, summed over the group."""
-    head = (
-        None
-        if score_noise.first is None
-        else score_noise.first[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)
-    )
+    head = score_noise.first
+    if head is not None:
+        head = head[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)
     uniform = noise.uniform_at(score_noise.seed, score_noise.layer, position, head=head).astype(probs.dtype)
     zeta = noise.KINDS[score_noise.kind](uniform)[:, :, None]
     shares = noisy_numerators(probs, zeta, score_noise.tau.astype(probs.dtype)[:, None, None, None])

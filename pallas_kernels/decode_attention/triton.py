@@ -61,7 +61,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
     """See `api.decode_attention`; `call` goes to `jax_triton.triton_call`, which has no interpreter."""
     import jax_triton  # cannot be imported if jax is not built for GPU
 
-    (b, h, g, _), e, score_noise = x.q.shape, x.v.shape[-1], x.score_noise
+    (b, h, g, _), e, noise = x.q.shape, x.v.shape[-1], x.score_noise
     constants = constants_of(x)
     absent = jnp.zeros(1, jnp.float32)  # placeholder for absent arrays, never read
     low = LowRank(absent, absent, absent) if x.low_rank is None else x.low_rank
@@ -76,12 +76,12 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
         x.query_position,
         absent if x.spec.slopes is None else x.spec.slopes.astype(jnp.float32),
         *(y.astype(jnp.float32) for y in low),
-        jnp.zeros(1, jnp.uint32) if score_noise is None else score_noise.seed,
-        absent if score_noise is None else score_noise.tau.astype(jnp.float32),
-        jnp.zeros(b, jnp.int32) if score_noise is None or score_noise.first is None else score_noise.first,
+        jnp.zeros(1, jnp.uint32) if noise is None else noise.seed,
+        absent if noise is None else noise.tau.astype(jnp.float32),
+        jnp.zeros(b, jnp.int32) if noise is None or noise.first is None else noise.first,
     ]
     lse = (b, h, constants.parts, ROWS)
-    logits, noisy_lse = (b, h, g, constants.slots) if constants.scores else (1,), (1,) if score_noise is None else lse
+    logits, noisy_lse = (b, h, g, constants.slots) if constants.scores else (1,), (1,) if noise is None else lse
     outputs = jax_triton.triton_call(
         *arrays,
         kernel=kernel,
@@ -93,13 +93,13 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
     )
     outputs = SplitOutputs(*outputs)
     return merge_splits(
-        outputs if score_noise is not None else outputs._replace(noisy_lse=None), g, constants.splits, x.scores
+        outputs if noise is not None else outputs._replace(noisy_lse=None), g, constants.splits, x.scores
     )
 
 
 def constants_of(x: DecodeAttention) -> Constants:
     """Return the constants for these arguments."""
-    (b, h, g, d), (c, e), score_noise = x.q.shape, x.v.shape[2:], x.score_noise
+    (b, h, g, d), (c, e), noise = x.q.shape, x.v.shape[2:], x.score_noise
     block, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
     pieces = channels(max(16, triton.next_power_of_2(d)), x.q.dtype)
     return Constants(
@@ -115,13 +115,13 @@ def constants_of(x: DecodeAttention) -> Constants:
         scale=x.spec.scale,
         cap=0.0 if x.spec.soft_cap is None else x.spec.soft_cap,
         window=-1 if x.spec.window is None else x.spec.window,
-        layer=0 if score_noise is None else score_noise.layer * 0x9E3779B9 & 0xFFFFFFFF,
+        layer=0 if noise is None else noise.layer * 0x9E3779B9 & 0xFFFFFFFF,
         slopes=x.spec.slopes is not None,
         k_codes=array_and_scale(x.k)[1] is not None,
         v_codes=array_and_scale(x.v)[1] is not None,
         scores=x.scores is not None,
-        tempered=score_noise is not None,
-        noisy=score_noise is not None and score_noise.kind == "gumbel",
+        tempered=noise is not None,
+        noisy=noise is not None and noise.kind == "gumbel",
         block=block,
         rows=ROWS,
         k_width=pieces[0].stop,

@@ -76,17 +76,13 @@ def evict(x: Evict, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
                 leaf, value = leaf.astype(jnp.int32), value.astype(jnp.int32)
             before, after = input_block(leaf, part(c)), input_block(value[..., None], part(1))
         elif kind == "planes":  # in the stored order, so XLA makes no copy
-            before, after = (
-                input_block(leaf.swapaxes(2, 3), part(width, c)),
-                input_block(value[..., None], part(width, 1)),
-            )
+            before = input_block(leaf.swapaxes(2, 3), part(width, c))
+            after = input_block(value[..., None], part(width, 1))
         else:
             # A block of eight heads does not fill a tile of 8-bit numbers.
             value = value.astype(jnp.int32) if value.dtype.itemsize == 1 else value
-            before, after = (
-                input_block(leaf, pl.BlockSpec(memory_space=pl.ANY)),
-                input_block(value, part(width, delay=1)),
-            )
+            before = input_block(leaf, pl.BlockSpec(memory_space=pl.ANY))
+            after = input_block(value, part(width, delay=1))
         buffers.append(before)
         added.append(after)
         tiles.append(pltpu.VMEM((2, heads, slots_per_copy(leaf), width), leaf.dtype) if kind == "wide" else None)
@@ -118,13 +114,8 @@ def evict(x: Evict, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
         old_contents.append((before if kind == "wide" else before[..., 0]).astype(leaf.dtype))
         new_buffers.append((after.swapaxes(2, 3) if kind == "planes" else after).astype(leaf.dtype))
     pair = jax.tree.unflatten(tree, old_contents) if x.pairs else None
-    return (
-        results.slot[..., 0],
-        results.evicted_position[..., 0],
-        pair,
-        results.position,
-        jax.tree.unflatten(tree, new_buffers),
-    )
+    updated = jax.tree.unflatten(tree, new_buffers)
+    return results.slot[..., 0], results.evicted_position[..., 0], pair, results.position, updated
 
 
 def kind_of(leaf: Array) -> str:
@@ -211,9 +202,8 @@ def _choose(x: Evict, outputs: EvictOutputs, slots: Any, newest: Any, kinds: lis
     evicted_position = jnp.where(is_victim, position, 0).sum(-1, keepdims=True)
     outputs.evicted_position[0] = jnp.where(writes, evicted_position, -1)
     outputs.position[0] = jnp.where(is_victim & writes, newest, position)
-    for kind, leaf, new, evicted, after in zip(
-        kinds, x.buffers, x.added, outputs.evicted, outputs.buffers, strict=True
-    ):
+    leaves = zip(kinds, x.buffers, x.added, outputs.evicted, outputs.buffers, strict=True)
+    for kind, leaf, new, evicted, after in leaves:
         if kind == "narrow":
             values = leaf[0]
             evicted[0] = _chosen(values, is_victim)

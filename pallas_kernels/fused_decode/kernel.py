@@ -126,7 +126,7 @@ def kernel(
     """
     step, split, splits = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     row, block = row_and_block(pl.program_id(0), step, units, blocks)
-    attention, score_noise = x.attention, x.attention.score_noise
+    attention, noise = x.attention, x.attention.score_noise
     heads, capacity = attention.position.shape[1:]
     groups = attention.q.shape[1] // heads
     several, first = slots < capacity, split * slots
@@ -200,9 +200,7 @@ def kernel(
         state.acc[...] = jnp.where(writes, value, 0.0)
         if state.noisy is not None:
             real = jnp.full(logits.shape, writes)
-            logits = online_softmax.add_noise(
-                score_noise, logits, real, jnp.full((heads, 1), newest), row, block * heads
-            )
+            logits = online_softmax.add_noise(noise, logits, real, jnp.full((heads, 1), newest), row, block * heads)
             state.noisy.top[...] = jnp.maximum(logits, LOWEST / 2)
             state.noisy.total[...] = state.softmax.total[...]
         if requested is not None:
@@ -233,7 +231,7 @@ def kernel(
         lambda weights: block_weighted_sum(weights, values.cache[0], v_scale, values.channels, integers),
     )
     if state.noisy is not None:
-        logits = online_softmax.add_noise(score_noise, logits, visible, position, row, block * heads)
+        logits = online_softmax.add_noise(noise, logits, visible, position, row, block * heads)
         state.noisy.advance(logits)
     if requested is not None:
         state.logits[:, :, at] = logits

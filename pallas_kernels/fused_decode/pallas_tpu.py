@@ -43,7 +43,7 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
     sets, rows = online_softmax.rows_and_blocks(heads, g)
     parts = _StepLayout(heads, g, slots, lambda core, step, split: (*row_and_block(core, step, units, blocks), split))
     attention = parts.inputs(x.attention(x.slots), parts.of_heads(c))
-    score_noise = attention.score_noise
+    noise = attention.score_noise
     requested = "sum" if isinstance(query.scores, ScoreNoise) else query.scores
     entries = [parts.entry(*arguments) for arguments in zip((k, v), (new_k, new_v), channels, strict=True)]
     inputs = Inputs(attention, parts.ranking(x.ranking, c), *entries)
@@ -79,7 +79,7 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
     scored = requested is not None
     scratch = Scratch(
         running=online_softmax.RunningAttention.scratch(
-            sets, rows, e=e, noisy=score_noise is not None, slots=c if scored else None
+            sets, rows, e=e, noisy=noise is not None, slots=c if scored else None
         ),
         slot=pltpu.VMEM((heads, 1), jnp.int32),
         slots=pltpu.SMEM((heads,), jnp.int32),
@@ -169,9 +169,8 @@ class _StepLayout(online_softmax.BlockLayout):
         else:
             stored = input_block(in_registers(entry, self.heads), self.of_heads(width))
         separate = turns or width < d  # attention needs its numbers in another layout
-        return NewEntry(
-            stored, scale, input_block(operands.values(coded, jnp.float32), self.of_heads(d)) if separate else None
-        )
+        numbers = input_block(operands.values(coded, jnp.float32), self.of_heads(d)) if separate else None
+        return NewEntry(stored, scale, numbers)
 
     def ranking(self, ranking: Ranking, c: int) -> Ranking:
         """Place what the token's slot is chosen by, for c slots."""
@@ -219,9 +218,8 @@ def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:
     """
     (_, h, c, d), e = k.shape, v.shape[3]
     heads, max_slots = tile(h, c, max(d, e), min(array_and_scale(x)[0].dtype.itemsize for x in (k, v)))
-    return heads, next(
-        (slots for slots in range(max_slots // LANES * LANES, max_slots // 4, -LANES) if c % slots == 0), c
-    )
+    sizes = range(max_slots // LANES * LANES, max_slots // 4, -LANES)
+    return heads, next((slots for slots in sizes if c % slots == 0), c)
 
 
 def block_bytes(q: Array, k: Operand, v: Operand, scores: str | ScoreNoise | None, bits: int = 0) -> int:

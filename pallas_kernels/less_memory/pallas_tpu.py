@@ -146,10 +146,8 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
         memory_weight = jnp.where(nonempty, jnp.log(mass), LOWEST)
         slots_weight = jnp.maximum(_transposed_vector(of_head("lse", at, SUBLANES * groups)), LOWEST)
         top = jnp.maximum(memory_weight, slots_weight)
-        memory_weight, slots_weight = (
-            jnp.where(nonempty, jnp.exp(memory_weight - top), 0.0),
-            jnp.exp(slots_weight - top),
-        )
+        memory_weight = jnp.where(nonempty, jnp.exp(memory_weight - top), 0.0)
+        slots_weight = jnp.exp(slots_weight - top)
         share = 1 / (memory_weight + slots_weight)
         shares.append((phi * (memory_weight * share / mass), slots_weight * share))
     v = of_head("v", head, SUBLANES)
