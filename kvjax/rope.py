@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import or_xla
 from pallas_kernels.operands import turn, whole_widths
-from pallas_kernels.rotate import rotate as rotate_token
+from pallas_kernels.rope import rope as rotate_token
 
 STRETCH = 4096
 """Positions per stretch, whose angles are one product; most texts fit into the first stretch."""
@@ -207,7 +207,7 @@ def rotate_heads(
 ) -> tuple[Float[Array, "b *h t d"], ...]:
     """Rotate queries and keys, `qk`, and return values, `still`, unchanged.
 
-    Single tokens use the operation `rotate`, which on a TPU also moves the heads of values to separate rows. XLA
+    Single tokens use the operation `rope`, which on a TPU also moves the heads of values to separate rows. XLA
     replaces an implementation that does not support the inputs.
     """
     # Put all heads in one axis: with more axes, XLA on TPU copies the halves.

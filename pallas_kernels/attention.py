@@ -99,7 +99,7 @@ def attend(
     mask: Bool[Array, "b #h t c"],
     spec: AttentionSpec,
     bias: Float[Array, "b h g t c"] | None = None,
-    others: tuple[Bool[Array, "b h g t c"], Float[Array, "b h g t c"]] | None = None,
+    replacements: tuple[Bool[Array, "b h g t c"], Float[Array, "b h g t c"]] | None = None,
 ) -> tuple[Partial, Float[Array, "b h g t c"]]:
     """Compute softmax attention, its log-sum-exp and its probabilities.
 
@@ -108,7 +108,7 @@ def attend(
         mask: True where a query may attend to a key; a query without such keys returns zeros.
         spec: scale and soft cap; its window and slopes are in `mask` and `bias`.
         bias: added to the logits (ALiBi), or None.
-        others: mask of query-key products to replace, and their replacements; None to replace none.
+        replacements: mask of query-key products to replace, and their replacements; None to replace none.
 
     Returns:
         The unmerged attention, and the probabilities (free if unused).
@@ -116,8 +116,8 @@ def attend(
     b, h, _, t, d = q.shape
     c = k.shape[-2]
     # A decode step reads the slots in blocks, which XLA runs in parallel on all cores.
-    most = 2 * SLOT_BLOCK if c > 4 * SLOT_BLOCK else SLOT_BLOCK
-    n = c // slot_block(c, SLOT_BLOCK, most) if t == 1 else 1
+    max_block = 2 * SLOT_BLOCK if c > 4 * SLOT_BLOCK else SLOT_BLOCK
+    n = c // slot_block(c, SLOT_BLOCK, max_block) if t == 1 else 1
     blocks_k, blocks_v = k.reshape(b, h, n, c // n, d), v.reshape(b, h, n, c // n, v.shape[-1])
     float_type = wide(q.dtype)
     products = jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type)
@@ -126,7 +126,7 @@ def attend(
         weights = weights.astype(v.dtype)
         return jnp.einsum("bhngts,bhnsd->bhngtd", weights, blocks_v, preferred_element_type=float_type).sum(2)
 
-    return attend_blocks(products, weigh, mask, spec, bias, others)
+    return attend_blocks(products, weigh, mask, spec, bias, replacements)
 
 
 def attend_blocks(
@@ -135,7 +135,7 @@ def attend_blocks(
     mask: Bool[Array, "b #h t c"],
     spec: AttentionSpec,
     bias: Float[Array, "b h g t c"] | None,
-    others: tuple[Bool[Array, "b h g t c"], Float[Array, "b h g t c"]] | None,
+    replacements: tuple[Bool[Array, "b h g t c"], Float[Array, "b h g t c"]] | None,
 ) -> tuple[Partial, Float[Array, "b h g t c"]]:
     """Run `attend` from the products of queries and n blocks of keys; `weigh` sums the values with weights."""
     b, h, n, g, t, s = products.shape
@@ -143,9 +143,9 @@ def attend_blocks(
     def blocks(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(*x.shape[:-1], n, s), -2, 2)
 
-    if others is not None:
-        elsewhere, found = others
-        products = jnp.where(blocks(elsewhere), blocks(found), products)
+    if replacements is not None:
+        replaced, substitutes = replacements
+        products = jnp.where(blocks(replaced), blocks(substitutes), products)
     logits = spec.capped(products)
     if bias is not None:
         logits += blocks(bias).astype(logits.dtype)
@@ -165,8 +165,8 @@ def attend_blocks(
 
 def log_sum(top: Float[Array, "*b"], total: Float[Array, "*b"], empty: float = -jnp.inf) -> Float[Array, "*b"]:
     """Return the logarithm of a sum of exponentials that are relative to `top`; `empty` if it is over no tokens."""
-    some = total > 0
-    return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), empty)
+    nonempty = total > 0
+    return jnp.where(nonempty, top + jnp.log(jnp.where(nonempty, total, 1.0)), empty)
 
 
 def add_logits(
@@ -178,8 +178,8 @@ def add_logits(
         The block's exponentials, the factor of earlier ones, and the new maximum and sum.
     """
     highest = jnp.maximum(top, logits.max(-1))
-    weights, kept = jnp.exp(logits - highest[..., None]), jnp.exp(top - highest)
-    return weights, kept, highest, kept * total + weights.sum(-1)
+    weights, correction = jnp.exp(logits - highest[..., None]), jnp.exp(top - highest)
+    return weights, correction, highest, correction * total + weights.sum(-1)
 
 
 def positive(total: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -187,9 +187,9 @@ def positive(total: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jnp.maximum(total, jnp.finfo(total.dtype).tiny)
 
 
-def slot_block(slots: int, least: int, most: int) -> int:
-    """Return the largest block from `least` to `most`, a multiple of 16, that divides the slots; else all slots."""
-    sizes = range(most, least - 1, -16)
+def slot_block(slots: int, smallest: int, largest: int) -> int:
+    """Return the largest block between two sizes, a multiple of 16, that divides the slots; else all slots."""
+    sizes = range(largest, smallest - 1, -16)
     return next((size for size in sizes if slots % size == 0), slots)
 
 
@@ -229,15 +229,15 @@ def share_of_evicted(memory: LowRank | Partial) -> Partial:
     return Partial(jnp.where(nothing[..., None], 0.0, out), jnp.where(nothing, -jnp.inf, jnp.log(mass)))
 
 
-def tempered(
+def noisy_numerators(
     probs: Float[Array, "b h g *t c"], zeta: Float[Array, "b h #g *t c"] | None, tau: Array | float
 ) -> Float[Array, "b h g *t c"]:
     """Return the numerators of Keyformer's equation 9 from probabilities, with noise zeta and temperature tau.
 
     They rely on softmax((log p + zeta)/tau) = softmax((x + zeta)/tau).
     """
-    some = probs > 0
-    x = jnp.where(some, jnp.log(jnp.where(some, probs, 1)), -jnp.inf)  # a derivative of log(0) would be NaN
+    nonzero = probs > 0
+    x = jnp.where(nonzero, jnp.log(jnp.where(nonzero, probs, 1)), -jnp.inf)  # a derivative of log(0) would be NaN
     return jnp.exp((x if zeta is None else x + zeta) / tau)
 
 
@@ -253,8 +253,8 @@ def alibi_slopes(heads: int, exponent: float = 8.0) -> Float[np.ndarray, " heads
 
 def query_block(tokens: int, rows: int) -> int:
     """Return how many queries attend together, so that a block's probabilities stay linear in the prompt."""
-    most = max(16, QUERY_BLOCK // max(1, rows // 4))
-    return math.gcd(tokens, power_below(most))  # a power of two: 12 rows give 85, which shares no factor with 1024
+    limit = max(16, QUERY_BLOCK // max(1, rows // 4))
+    return math.gcd(tokens, power_below(limit))  # a power of two: 12 rows give 85, which shares no factor with 1024
 
 
 def power_below(x: int) -> int:
@@ -278,5 +278,5 @@ def split_queries(x: Array, axis: int, block: int) -> Array:
 def join_queries(blocks: Array, axis: int) -> Array:
     """Invert `split_queries`; `axis` counts in the joined array."""
     axis %= blocks.ndim - 1
-    moved = jnp.moveaxis(blocks, 0, axis)
-    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+    x = jnp.moveaxis(blocks, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])

@@ -10,31 +10,31 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 
-class Block(NamedTuple):
+class BlockedArray(NamedTuple):
     """An input or a result of a kernel."""
 
     array: Any
     """Array, or the shape of a result."""
     spec: pl.BlockSpec
     """Part that each grid step gets."""
-    over: Any = None
+    alias: Any = None
     """Input whose memory a result takes."""
 
 
-def block(array: Any, spec: pl.BlockSpec) -> Any:
+def input_block(array: Any, spec: pl.BlockSpec) -> Any:
     """Return an input, for the place of an array in a record."""
-    return Block(array, spec)
+    return BlockedArray(array, spec)
 
 
-def made(shape: tuple[int, ...], spec: pl.BlockSpec, dtype: Any = jnp.float32) -> Any:
+def output_block(shape: tuple[int, ...], spec: pl.BlockSpec, dtype: Any = jnp.float32) -> Any:
     """Return a result, for the place of an array in a record."""
-    return Block(jax.ShapeDtypeStruct(shape, dtype), spec)
+    return BlockedArray(jax.ShapeDtypeStruct(shape, dtype), spec)
 
 
-def over(given: Any, spec: pl.BlockSpec | None = None, dtype: Any = None) -> Any:
+def alias_block(source: Any, spec: pl.BlockSpec | None = None, dtype: Any = None) -> Any:
     """Return a result in the memory of an input, with the input's parts and dtype unless others are given."""
-    shape = jax.ShapeDtypeStruct(given.array.shape, dtype or given.array.dtype)
-    return Block(shape, given.spec if spec is None else spec, given)
+    shape = jax.ShapeDtypeStruct(source.array.shape, dtype or source.array.dtype)
+    return BlockedArray(shape, source.spec if spec is None else spec, source)
 
 
 def arrays(tree: Any) -> Any:
@@ -61,8 +61,8 @@ def run(
 
     Args:
         kernel: function of these references.
-        inputs: records of `block`s.
-        outputs: record of results, from `made` and `over`; the same record of arrays is returned.
+        inputs: records of `input_block`s.
+        outputs: record of results, from `output_block` and `alias_block`; the same record of arrays is returned.
         scalars: record of arrays that a TPU reads before its steps; the kernel and the specs' index maps get its
             references, the kernel first of all, the maps after the step. None for none.
         call: other arguments of `pallas_call`.
@@ -74,17 +74,17 @@ def run(
         from jax.experimental.pallas import tpu as pltpu
 
         where = dict(grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, **where))
-    given, results = (jax.tree.leaves(tree, is_leaf=_is_block) for tree in (inputs, outputs))
-    place = {id(x): i for i, x in enumerate(given)}
-    (found,) = pl.pallas_call(
+    sources, results = (jax.tree.leaves(tree, is_leaf=_is_block) for tree in (inputs, outputs))
+    place = {id(x): i for i, x in enumerate(sources)}
+    (record,) = pl.pallas_call(
         kernel,
         out_shape=[arrays(outputs)],
-        input_output_aliases={place[id(x.over)]: i for i, x in enumerate(results) if x.over is not None},
+        input_output_aliases={place[id(x.alias)]: i for i, x in enumerate(results) if x.alias is not None},
         **where,
         **call,
     )(*(() if scalars is None else (scalars,)), *arrays(inputs))
-    return found
+    return record
 
 
 def _is_block(x: object) -> bool:
-    return isinstance(x, Block)
+    return isinstance(x, BlockedArray)

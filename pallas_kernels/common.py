@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels.operands import Encoded, Quantised
 
-IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton", "mosaic")
+IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton")
 VARIABLE = "KVJAX_KERNELS"
 """Environment variable that replaces `implementation="auto"`."""
 
@@ -25,11 +25,8 @@ they must win a benchmark (`kvjax tune`) or be requested."""
 LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 """Device kinds whose kernel schedules are known from the compiler: `auto` uses `AUTO` there without timing."""
 
-HOPPER = 90
-"""Compute capability, in tenths, of the GPUs whose instructions `mosaic` uses."""
-
-CAPABILITIES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": HOPPER}
-"""Compute capability of device kinds that programs are compiled for without the device, which cannot be asked."""
+CAPABILITIES = {"NVIDIA A100-SXM4-80GB": 80, "NVIDIA H100 80GB HBM3": 90}
+"""Compute capability, in tenths, of device kinds that programs are compiled for without the device."""
 
 
 LANES, SUBLANES = 128, 8
@@ -43,35 +40,35 @@ class Unsupported(ValueError):
     """Error of an implementation that cannot run here or with these arguments; the message names the limit."""
 
 
-class Task(NamedTuple):
+class TuningTask(NamedTuple):
     """One call of an operation, which a benchmark can repeat with other inputs."""
 
     bucket: str
-    """Name from `bucket`; tasks of one bucket share a verdict."""
+    """Name from `bucket_name`; tasks of one bucket share a result."""
     call: Any
     """The call, a `pallas_kernels.op.Op`."""
 
 
-class Asked(NamedTuple):
+class TuningRequest(NamedTuple):
     """A task whose call has shapes for arrays, and the implementations that can run it."""
 
-    task: Task
+    task: TuningTask
     candidates: tuple[str, ...]
 
 
-class _Itself(str):
+class _Unique(str):
     # An `implementation` that equals only itself, so that it shares no traced program with others.
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def __eq__(self, value: object) -> bool:
+        return self is value
 
-    def __ne__(self, other: object) -> bool:
-        return self is not other
+    def __ne__(self, value: object) -> bool:
+        return self is not value
 
     def __hash__(self) -> int:
         return id(self)
 
 
-class Tuned(_Itself):
+class Tuned(_Unique):
     """An `implementation` that stands for `auto` with benchmark winners; it shares no traced program with others.
 
     Args:
@@ -84,34 +81,34 @@ class Tuned(_Itself):
     orders: dict[str, tuple[str, ...]]
 
     def __new__(cls, device: str, orders: Mapping[str, tuple[str, ...]]) -> Self:
-        made = super().__new__(cls, "auto")
-        made.device, made.orders = device, dict(orders)
-        return made
+        instance = super().__new__(cls, "auto")
+        instance.device, instance.orders = device, dict(orders)
+        return instance
 
 
-class Survey(_Itself):
+class Survey(_Unique):
     """An `implementation` that runs as `xla` and records each operation's tasks while programs are traced.
 
     It shares no traced program with real runs.
     """
 
-    asked: dict[str, Asked]
+    requests: dict[str, TuningRequest]
     """Recorded tasks by bucket."""
 
     def __new__(cls) -> Survey:
-        made = super().__new__(cls, "xla")
-        made.asked = {}
-        return made
+        instance = super().__new__(cls, "xla")
+        instance.requests = {}
+        return instance
 
-    def note(self, task: Task, candidates: tuple[str, ...]) -> None:
+    def note(self, task: TuningTask, candidates: tuple[str, ...]) -> None:
         """Record a task, unless its bucket has one with at least as many candidates."""
-        held = self.asked.get(task.bucket)
-        if held is None or len(held.candidates) < len(candidates):
+        request = self.requests.get(task.bucket)
+        if request is None or len(request.candidates) < len(candidates):
 
             def shape(x: Any) -> Any:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
-            self.asked[task.bucket] = Asked(task._replace(call=jax.tree.map(shape, task.call)), candidates)
+            self.requests[task.bucket] = TuningRequest(task._replace(call=jax.tree.map(shape, task.call)), candidates)
 
 
 def choose(
@@ -121,17 +118,17 @@ def choose(
     *,
     platform: str | None = None,
     interpret: Any = False,
-    task: Task | None = None,
+    task: TuningTask | None = None,
 ) -> str:
-    """Return the implementation to run: `xla`, `pallas`, `triton` or `mosaic`.
+    """Return the implementation to run: `xla`, `pallas` or `triton`.
 
     Args:
-        implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`; several names except `auto`, separated by commas,
+        implementation: `auto`, `xla`, `pallas` or `triton`; several names except `auto`, separated by commas,
             for the first that can run; a `Survey`, or a `Tuned`. `auto` reads the environment variable KVJAX_KERNELS.
             If that is not set, it tries the winners of a `Tuned` on its kind of device, then `AUTO`.
         limits: for each existing implementation except `xla`, the limit that these arguments exceed, or None.
         platform: `cpu`, `gpu` or `tpu`, the target of compilation; None as in `platform_of`.
-        interpret: as for `pallas_call`; any value but False lets `pallas` and `mosaic` run on every backend.
+        interpret: as for `pallas_call`; any value but False lets `pallas` run on every backend.
         task: the call, for the lookup of tuning results; None if no benchmark covers it.
 
     Raises:
@@ -141,27 +138,27 @@ def choose(
     platform = platform_of(platform)
     if isinstance(implementation, Survey):
         if task is not None:
-            names = IMPLEMENTATIONS[1:]
-            implementation.note(task, tuple(x for x in names if _obstacle(x, limits, platform, False) is None))
+            reasons = {name: _unsupported_reason(name, limits, platform, False) for name in IMPLEMENTATIONS[1:]}
+            implementation.note(task, tuple(name for name, reason in reasons.items() if reason is None))
         return "xla"
-    asked = implementation
-    if isinstance(asked, Tuned) or implementation == "auto":
+    argument = implementation
+    if isinstance(argument, Tuned) or implementation == "auto":
         implementation = os.environ.get(VARIABLE) or "auto"
     names = implementation.split(",")
     if implementation == "auto":
         names = AUTO.get(platform, ("xla",))
-        if isinstance(asked, Tuned) and task is not None and asked.device == kind_of_device(platform):
-            names = (*asked.orders.get(task.bucket, ()), *names)
+        if isinstance(argument, Tuned) and task is not None and argument.device == kind_of_device(platform):
+            names = (*argument.orders.get(task.bucket, ()), *names)
     elif "auto" in names or not set(names) <= set(IMPLEMENTATIONS):
-        where = f"implementation={implementation!r}" if asked == implementation else f"{VARIABLE}={implementation}"
+        where = f"implementation={implementation!r}" if argument == implementation else f"{VARIABLE}={implementation}"
         raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
-    obstacles = {}
+    reasons = {}
     for name in names:
-        obstacles[name] = _obstacle(name, limits, platform, interpret)
-        if obstacles[name] is None:
+        reasons[name] = _unsupported_reason(name, limits, platform, interpret)
+        if reasons[name] is None:
             return name
-    reasons = "; nor as ".join(f"{name!r}: {obstacle}" for name, obstacle in obstacles.items())
-    raise Unsupported(f"{op} cannot run as {reasons}; use 'xla' or 'auto'.")
+    text = "; nor as ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
+    raise Unsupported(f"{op} cannot run as {text}; use 'xla' or 'auto'.")
 
 
 def or_xla(implementation: str) -> str:
@@ -169,8 +166,8 @@ def or_xla(implementation: str) -> str:
     if isinstance(implementation, Survey):
         return implementation
     automatic = isinstance(implementation, Tuned) or implementation == "auto"
-    named = os.environ.get(VARIABLE) if automatic else implementation
-    return f"{named},xla" if named and named != "auto" else implementation
+    name = os.environ.get(VARIABLE) if automatic else implementation
+    return f"{name},xla" if name and name != "auto" else implementation
 
 
 def platform_of(platform: str | None) -> str:
@@ -188,16 +185,16 @@ def kind_of_device(platform: str) -> str:
     return jax.local_devices()[0].device_kind if platform_of(jax.default_backend()) == platform else ""
 
 
-def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:
+def bucket_name(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:
     """Return the readable name of all tasks that share a tuning result.
 
     Numbers of rows, slots and tokens (`rounded`) are rounded up to the next power of two. Of the settings that change
     the computation (`exact`), True is written as its name alone, None and False are left out.
     """
-    most = (f"{name}<={1 << max(size - 1, 0).bit_length()}" for name, size in rounded.items())
-    said = ((name, value) for name, value in exact.items() if value is not None and value is not False)
-    told = (name if value is True else f"{name}={value}" for name, value in said)
-    return " ".join((op, *most, *told))
+    rounded_sizes = (f"{name}<={1 << max(size - 1, 0).bit_length()}" for name, size in rounded.items())
+    settings = ((name, value) for name, value in exact.items() if value is not None and value is not False)
+    words = (name if value is True else f"{name}={value}" for name, value in settings)
+    return " ".join((op, *rounded_sizes, *words))
 
 
 def numbers_of(x: Any) -> str:
@@ -256,7 +253,7 @@ def row_and_block(core: Any, step: Any, units: int, blocks: int) -> tuple[Any, A
     return jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks)
 
 
-def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interpret: Any) -> str | None:
+def _unsupported_reason(name: str, limits: Mapping[str, str | None], platform: str, interpret: Any) -> str | None:
     if name == "xla":
         return None
     if name not in limits:
@@ -268,15 +265,9 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
     if name == "triton" and importlib.util.find_spec("jax_triton") is None:
         return "it needs jax-triton, which pip install 'kvjax[gpu]' brings"
     if name == "triton" and jax.__version_info__ >= (0, 12):
-        found = importlib.metadata.version("jax-triton")
-        if tuple(map(int, found.split(".")[:3])) <= (0, 4, 1):  # jax 0.12 calls its rules with other arguments
-            return f"jax-triton {found} does not work with jax {jax.__version__}"
-    if name == "mosaic" and interpret is False:
-        if platform != "gpu":
-            return f"it compiles for gpu, not for {platform} (there only with interpret=True)"
-        if (found := _capability()) != HOPPER:
-            had = "there is none to ask here" if found is None else f"this one's is {found / 10}"
-            return f"it needs a GPU of compute capability {HOPPER / 10} (Hopper), and {had}"
+        installed = importlib.metadata.version("jax-triton")
+        if tuple(map(int, installed.split(".")[:3])) <= (0, 4, 1):  # jax 0.12 calls its rules with other arguments
+            return f"jax-triton {installed} does not work with jax {jax.__version__}"
     return limits[name]
 
 
@@ -284,12 +275,3 @@ def capability() -> int | None:
     """Return the compute capability of the GPU in `jax.set_mesh` if it is in `CAPABILITIES`, else None."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return CAPABILITIES.get(getattr(device, "device_kind", ""))
-
-
-def _capability() -> int | None:
-    """Return the compute capability, in tenths, of the target GPU; None if there is no GPU to ask."""
-    known = capability()
-    if known is None and platform_of(jax.default_backend()) == "gpu":
-        major, minor = jax.local_devices()[0].compute_capability.split(".")
-        return 10 * int(major) + int(minor)
-    return known

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
-from pallas_kernels.common import IMPLEMENTATIONS, Survey, Task, Tuned, bucket, choose, platform_of
+from pallas_kernels.common import IMPLEMENTATIONS, Survey, Tuned, TuningTask, bucket_name, choose, platform_of
 
 Result = TypeVar("Result")
 
@@ -26,10 +26,10 @@ class How(TypedDict, total=False):
     """
 
     implementation: str
-    """`auto`, `xla`, `pallas`, `triton` or `mosaic`, or several; see `pallas_kernels.common.choose`."""
+    """`auto`, `xla`, `pallas` or `triton`, or several; see `pallas_kernels.common.choose`."""
     interpret: Any
-    """To run `pallas` or `mosaic` without an accelerator: True, or the parameters of jax's interpreter for TPU
-    (`pltpu.InterpretParams()`) or Mosaic GPU."""
+    """To run `pallas` without an accelerator: True, or the parameters of jax's interpreter for TPU
+    (`pltpu.InterpretParams()`)."""
     platform: str | None
     """Target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`."""
 
@@ -60,7 +60,7 @@ class Op(abc.ABC, Generic[Result]):
 
     name: ClassVar[str]
     backends: ClassVar[tuple[str, ...]]
-    """Kernels, each a module beside the subclass's: `pallas_tpu`, `pallas_gpu`, `triton`, `mosaic_gpu`."""
+    """Kernels, each a module beside the subclass's: `pallas_tpu`, `pallas_gpu`, `triton`."""
     in_place: ClassVar[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({})
     """Arguments whose memory the result reuses if the caller donates them, and functions that find them in it."""
 
@@ -78,7 +78,7 @@ class Op(abc.ABC, Generic[Result]):
 
     @abc.abstractmethod
     def workload(self) -> tuple[Mapping[str, int], Mapping[str, Any]] | None:
-        """Return the sizes and settings that name a benchmark, as `bucket` takes them; None if there is none."""
+        """Return the sizes and settings that name a benchmark, as `bucket_name` takes them; None if there is none."""
 
     def __call__(self, implementation: str = "auto", interpret: Any = False, platform: str | None = None) -> Result:
         """Run the implementation that `choose` returns."""
@@ -86,11 +86,11 @@ class Op(abc.ABC, Generic[Result]):
         return self.run(self.choose(options), options)
 
     def choose(self, options: Options) -> str:
-        """Return the implementation to run: `xla`, `pallas`, `triton` or `mosaic`; see `common.choose`."""
+        """Return the implementation to run: `xla`, `pallas` or `triton`; see `common.choose`."""
         implementation, interpret, platform = options
         limits, task = _Limits(self, platform), None
         if isinstance(implementation, Survey | Tuned) and (workload := self.workload()) is not None:
-            task = Task(bucket(self.name, *workload), self)
+            task = TuningTask(bucket_name(self.name, *workload), self)
         return choose(self.name, implementation, limits, platform=platform, interpret=interpret, task=task)
 
     def run(self, implementation: str, options: Options) -> Result:
@@ -135,5 +135,6 @@ class _Limits(Mapping[str, str | None]):
 
 def backend_of(implementation: str, platform: str) -> str:
     """Return the backend of an implementation's kernel: the name of its file; interpreters run the one for TPU."""
-    pallas = "pallas_gpu" if platform == "gpu" else "pallas_tpu"
-    return {"pallas": pallas, "mosaic": "mosaic_gpu"}.get(implementation, implementation)
+    if implementation != "pallas":
+        return implementation
+    return "pallas_gpu" if platform == "gpu" else "pallas_tpu"

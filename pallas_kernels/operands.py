@@ -41,7 +41,7 @@ class Quantised:
 
     def values(self, dtype: Any) -> Float[Array, "*b c d"]:
         """Return the decoded array; code that reads a cache decodes one block at a time."""
-        return unpacked(self.codes).astype(dtype) * self.scale[..., None].astype(dtype)
+        return unpack_codes(self.codes).astype(dtype) * self.scale[..., None].astype(dtype)
 
 
 LEVELS = {8: 127, 4: 7}
@@ -71,7 +71,7 @@ def codes_and_scale(x: Float[Array, "*b d"], bits: int) -> tuple[Float[Array, "*
     return jnp.round(x / scale), scale
 
 
-class Decoder(Protocol):
+class SlotDecoder(Protocol):
     """Decoder of a storage format, static and hashable."""
 
     def decode(self, stored: Any, dtype: Any) -> Float[Array, "*b c d"]:
@@ -85,7 +85,7 @@ class Encoded:
     """Keys or values in a custom storage format. Only `xla` takes them: it decodes one block of slots at a time."""
 
     stored: Any
-    decoder: Decoder = dataclasses.field(metadata={"static": True})
+    decoder: SlotDecoder = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ class Encoded:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Turned:
+class LazyRope:
     """Unrotated keys that attention rotates (RoPE) by their rank in the cache.
 
     Args:
@@ -127,13 +127,13 @@ class Turned:
         return turn(self.keys, cos, sin, self.interleaved).astype(dtype)
 
 
-Operand = Array | Quantised | Encoded | Turned
+Operand = Array | Quantised | Encoded | LazyRope
 """Keys or values [... c d] of attention."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Joined:
+class SplitKV:
     """Keys or values in two arrays: the slots of `old`, then those of `new`; blocks are read without joining them."""
 
     old: Operand
@@ -150,7 +150,7 @@ class Joined:
         return jnp.concatenate([values(self.old, dtype), values(self.new, dtype)], axis=2)
 
 
-def unpacked(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
+def unpack_codes(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
     """Return codes as int8, one for each channel."""
     if codes.dtype == jnp.int8:
         return codes
@@ -158,7 +158,7 @@ def unpacked(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
     return (jnp.concatenate([low, high], axis=-1).astype(jnp.int8)) - jnp.int8(8)
 
 
-def values(operand: Operand | Joined, dtype: Any) -> Float[Array, "*b c d"]:
+def values(operand: Operand | SplitKV, dtype: Any) -> Float[Array, "*b c d"]:
     """Return an operand decoded to an array; code that reads a cache passes one block at a time."""
     return operand.astype(dtype) if isinstance(operand, jax.Array) else operand.values(dtype)
 
@@ -169,7 +169,7 @@ def cut(operand: Operand, at: Any, size: int, axis: int) -> Operand:
     def part(leaf: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(leaf, at, size, axis)
 
-    if isinstance(operand, Turned):
+    if isinstance(operand, LazyRope):
         return dataclasses.replace(operand, keys=part(operand.keys), order=part(operand.order))
     return jax.tree.map(part, operand)
 
@@ -187,16 +187,16 @@ def whole_widths(
 def turn(
     x: Float[Array, "*b d"], cos: Float[Array, "*#b w"], sin: Float[Array, "*#b w"], interleaved: bool
 ) -> Float[Array, "*b d"]:
-    """Rotate the first channels in pairs, with factors from `whole_widths`; `interleaved` is as in `Turned`."""
+    """Rotate the first channels in pairs, with factors from `whole_widths`; `interleaved` is as in `LazyRope`."""
     width = cos.shape[-1]
-    rotated, rest = x[..., :width], x[..., width:]
+    pairs, unrotated = x[..., :width], x[..., width:]
     swapped = jax.lax.platform_dependent(
-        rotated,
+        pairs,
         tpu=functools.partial(swap_by_product, interleaved),
         default=functools.partial(swap_halves, interleaved),
     )
-    turned = rotated.astype(cos.dtype) * cos + swapped.astype(cos.dtype) * sin
-    return jnp.concatenate([turned, rest.astype(cos.dtype)], axis=-1).astype(x.dtype)
+    rotated = pairs.astype(cos.dtype) * cos + swapped.astype(cos.dtype) * sin
+    return jnp.concatenate([rotated, unrotated.astype(cos.dtype)], axis=-1).astype(x.dtype)
 
 
 def swap_halves(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:

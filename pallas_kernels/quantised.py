@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import wide
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
+from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised
 
 LOW = 254
 """Units of the low digit in one unit of the high digit, which is off by half a unit at most."""
@@ -32,7 +32,7 @@ def digits(x: Float[Array, "*b n d"]) -> tuple[Int[Array, "*b m d"], Float[Array
     return jnp.concatenate([high, low], axis=-2).astype(jnp.int8), unit
 
 
-def joined(products: Int[Array, "*b m s"], unit: Float[Array, "*b n 1"]) -> Float[Array, "*b n s"]:
+def join_digits(products: Int[Array, "*b m s"], unit: Float[Array, "*b n 1"]) -> Float[Array, "*b n s"]:
     """Return the products of numbers, from the products of their digits."""
     high, low = jnp.split(products.astype(unit.dtype), 2, axis=-2)
     return (high + low * (1 / LOW)) * unit
@@ -46,38 +46,40 @@ def halves(codes: Int[Array, "*b s w"]) -> tuple[Int[Array, "*b s w"], ...]:
     return tuple((half - 8).astype(jnp.int8) for half in (wider & 15, wider >> 4))
 
 
-def products(q: Float[Array, "*b g d"], k: Operand, platform: str) -> Float[Array, "*b g s"]:
+def query_products(q: Float[Array, "*b g d"], k: Operand, platform: str) -> Float[Array, "*b g s"]:
     """Return q k^T of keys [*b s d], at least float32; `platform` is as in `common.platform_of`."""
     kind, contraction = wide(q.dtype), "...gd,...sd->...gs"
-    if isinstance(k, Turned | Encoded) or (isinstance(k, Quantised) and kind == jnp.float64):
+    if isinstance(k, LazyRope | Encoded) or (isinstance(k, Quantised) and kind == jnp.float64):
         k = k.values(q.dtype)
     if not isinstance(k, Quantised):
         return jnp.einsum(contraction, q, k, preferred_element_type=kind)
     rows, unit = (q, None) if platform == "gpu" else digits(q.astype(kind))
     parts = halves(k.codes)
     shares = [
-        jnp.einsum(contraction, some, part.astype(rows.dtype), preferred_element_type=_sums(rows))
-        for some, part in zip(jnp.split(rows, len(parts), axis=-1), parts, strict=True)
+        jnp.einsum(contraction, row_part, part.astype(rows.dtype), preferred_element_type=_sums(rows))
+        for row_part, part in zip(jnp.split(rows, len(parts), axis=-1), parts, strict=True)
     ]
-    found = functools.reduce(jnp.add, shares)
-    return (found if unit is None else joined(found, unit)) * k.scale[..., None, :]
+    products = functools.reduce(jnp.add, shares)
+    return (products if unit is None else join_digits(products, unit)) * k.scale[..., None, :]
 
 
-def weighted(weights: Float[Array, "*b g s"], v: Operand, dtype: DTypeLike, platform: str) -> Float[Array, "*b g e"]:
+def weighted_values(
+    weights: Float[Array, "*b g s"], v: Operand, dtype: DTypeLike, platform: str
+) -> Float[Array, "*b g e"]:
     """Return weighted sums of values [*b s e], at least float32; `dtype` is that of the queries."""
     kind, contraction = weights.dtype, "...gs,...sd->...gd"
-    if isinstance(v, Turned | Encoded) or (isinstance(v, Quantised) and kind == jnp.float64):
+    if isinstance(v, LazyRope | Encoded) or (isinstance(v, Quantised) and kind == jnp.float64):
         v = v.values(dtype)
     if not isinstance(v, Quantised):
         return jnp.einsum(contraction, weights.astype(v.dtype), v, preferred_element_type=kind)
     scaled = weights * v.scale[..., None, :]
     rows, unit = (scaled.astype(dtype), None) if platform == "gpu" else digits(scaled)
-    found = [
+    parts = [
         jnp.einsum(contraction, rows, part.astype(rows.dtype), preferred_element_type=_sums(rows))
         for part in halves(v.codes)
     ]
-    whole = jnp.concatenate(found, axis=-1)
-    return whole if unit is None else joined(whole, unit)
+    out = jnp.concatenate(parts, axis=-1)
+    return out if unit is None else join_digits(out, unit)
 
 
 def _sums(rows: Array) -> DTypeLike:

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 
-class Protection(NamedTuple):
+class EvictionRules(NamedTuple):
     """Tokens that a head must not evict, and the slots that it may use."""
 
     sinks: Int[Array, "b h"] | Int[Array, ""]
@@ -20,9 +20,9 @@ class Protection(NamedTuple):
     limit: Int[Array, "b h"]
     """Slots that the head may use."""
 
-    def of_heads(self) -> Protection:
+    def of_heads(self) -> EvictionRules:
         """Broadcast all numbers to every head."""
-        return Protection(*(jnp.broadcast_to(x, self.limit.shape).astype(jnp.int32) for x in self))
+        return EvictionRules(*(jnp.broadcast_to(x, self.limit.shape).astype(jnp.int32) for x in self))
 
 
 def rank(

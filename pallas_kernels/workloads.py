@@ -12,19 +12,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
-from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token, decode_step
-from pallas_kernels.decode_step.api import DecodeStep
+from pallas_kernels.benchmark import Program
+from pallas_kernels.decode_attention import LowRank, ScoreNoise, Sinks, decode_attention
 from pallas_kernels.evict import evict
 from pallas_kernels.evict.api import Evict
+from pallas_kernels.fused_decode import Hashed, Query, Ranking, Slots, Token, fused_decode
+from pallas_kernels.fused_decode.api import FusedDecode
 from pallas_kernels.hamming import Hashing, hamming
-from pallas_kernels.less_kernels import phi, psi
+from pallas_kernels.less_memory import phi, psi
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.prefill_scores import Own, prefill_scores
-from pallas_kernels.race import Program
-from pallas_kernels.ranking import Protection
-from pallas_kernels.rotate import rotate
+from pallas_kernels.prefill_attention import QueryTokens, prefill_attention
+from pallas_kernels.ranking import EvictionRules
+from pallas_kernels.rope import rope
 
 Shape = jax.ShapeDtypeStruct
 
@@ -56,7 +56,7 @@ def operand(shape: tuple[int, ...], dtype: DTypeLike, bits: int | None) -> Any:
     return Quantised(codes, Shape(tuple(slots), jnp.float32))  # type: ignore[arg-type]
 
 
-class Sizes(NamedTuple):
+class Setup(NamedTuple):
     """Sizes and settings of a workload's attention."""
 
     b: int
@@ -93,10 +93,10 @@ class Sizes(NamedTuple):
             "v": operand((b, h, c, self.width), dtype, self.bits),
             "position": Shape((b, h, c), jnp.int32),
             "spec": AttentionSpec(d**-0.5, self.soft_cap, self.window, slopes),
-        } | ({"scores": Gumbel(*noise)} if self.noisy else {})
+        } | ({"scores": ScoreNoise(*noise)} if self.noisy else {})
 
 
-def decode(label: str, sizes: Sizes, *, rank: int = 0) -> Workload:
+def decode_workload(label: str, sizes: Setup, *, rank: int = 0) -> Workload:
     """Return a `decode_attention` workload; `rank` adds LESS's low-rank attention."""
     b, h, g = sizes[:3]
     shapes = sizes.shapes() | {"query_position": Shape((b,), jnp.int32)}
@@ -106,7 +106,7 @@ def decode(label: str, sizes: Sizes, *, rank: int = 0) -> Workload:
     return Workload("decode_attention", label, functools.partial(decode_attention, scores=sizes.scores), shapes)
 
 
-def paged(
+def paged_workload(
     label: str, b: int, h: int, g: int, pages: int, size: int, d: int, dtype: DTypeLike, *, bits: int | None = None
 ) -> Workload:
     """Return a `paged_attention` workload over a pool whose pages all belong to one layer."""
@@ -123,37 +123,37 @@ def paged(
     return Workload("paged_attention", label, run, shapes)
 
 
-def prefill(
+def prefill_workload(
     label: str,
-    sizes: Sizes,
+    sizes: Setup,
     *extra: str,
     cached: int = 0,
     rows: int | None = None,
     readers: int = 1,
     **settings: Any,
 ) -> Workload:
-    """Return a `prefill_scores` workload.
+    """Return a `prefill_attention` workload.
 
     `extra` names optional arrays, and `cached` keys come before the prompt's. `readers` divide the prompt's queries
     equally.
     """
     b, h, g, n, d, dtype = sizes[:6]
-    c, own = cached + n, n // readers
+    c, queries = cached + n, n // readers
     keys = sizes._replace(c=c).shapes()
     shapes = {name: keys[name] for name in ("k", "v", "spec")} | {
-        "q": Shape((b, h, g, own, d), dtype),
-        "query_position": Shape((b, own), jnp.int32),
+        "q": Shape((b, h, g, queries, d), dtype),
+        "query_position": Shape((b, queries), jnp.int32),
         "key_position": Shape((b, h, c), jnp.int32),
     }
     if readers > 1:
-        shapes["own"] = Own(Shape((own,), jnp.int32), n)  # type: ignore[arg-type]
-    weights = (b, 1, own) if rows is None else (b, 1, rows, own)
+        shapes["query_tokens"] = QueryTokens(Shape((queries,), jnp.int32), n)  # type: ignore[arg-type]
+    weights = (b, 1, queries) if rows is None else (b, 1, rows, queries)
     optional = {"noise": (b, h, c), "weights": weights}
     shapes |= {name: Shape(optional[name], jnp.float32) for name in extra}
-    return Workload("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
+    return Workload("prefill_attention", label, functools.partial(prefill_attention, **settings), shapes)
 
 
-def features(
+def feature_workload(
     which: str,
     label: str,
     b: int,
@@ -166,7 +166,7 @@ def features(
     hidden: int = 512,
     rank: int = 8,
 ) -> Workload:
-    """Return a workload of `phi` or `psi` of `less_kernels`."""
+    """Return a workload of `phi` or `psi` of `less_memory`."""
     heads = (h, g) if which == "phi" else (h,)
 
     def weight(*shape: int) -> Shape:
@@ -178,17 +178,17 @@ def features(
     else:
         run, shapes = psi, {"k": Shape((b, h, t, d), dtype), **shapes}
         shapes |= {"third": weight(rank, rank), "outer_scale": weight(rank), "residual_scale": weight(rank)}
-    return Workload("less_kernels", f"{which}, {label}", run, shapes, forms=("tpu",))
+    return Workload("less_memory", f"{which}, {label}", run, shapes, forms=("tpu",))
 
 
 def _choice(b: int, h: int, c: int, keep: bool) -> dict[str, Any]:
     """Return the shapes of positions and protections, by which operations choose a slot for a token."""
-    protection = Protection(*(Shape((b, h), jnp.int32) for _ in range(3)))  # type: ignore[arg-type]
+    protection = EvictionRules(*(Shape((b, h), jnp.int32) for _ in range(3)))  # type: ignore[arg-type]
     shapes: dict[str, Any] = {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     return shapes | {"protection": protection} | ({"keep": Shape((b, h, c), jnp.bool_)} if keep else {})
 
 
-def eviction(
+def evict_workload(
     label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike, *, words: int = 0, keep: bool = False
 ) -> Workload:
     """Return an in-place `evict` workload: a pair, its accumulated score, and `words` a slot; integers have scales."""
@@ -196,7 +196,7 @@ def eviction(
     def run(**arrays: Any) -> Any:
         return evict(**arrays, scores=arrays["buffers"]["stats"])
 
-    def held(*slots: int) -> dict[str, Shape]:
+    def contents(*slots: int) -> dict[str, Shape]:
         pairs = {name: Shape((b, h, *slots, d), dtype) for name in "kv"}
         if jnp.issubdtype(dtype, jnp.integer):
             pairs |= {f"{name}_scale": Shape((b, h, *slots), jnp.float32) for name in "kv"}
@@ -204,7 +204,7 @@ def eviction(
             pairs["hashes"] = Shape((b, h, *slots, *(words,) * (words > 1)), jnp.uint32)
         return pairs | {"stats": Shape((b, h, *slots), jnp.float32)}
 
-    shapes = _choice(b, h, c, keep) | {"buffers": held(c), "added": held()}
+    shapes = _choice(b, h, c, keep) | {"buffers": contents(c), "added": contents()}
     pairs = 2 * b * h * d * jnp.dtype(dtype).itemsize
     return Workload(
         "evict",
@@ -217,28 +217,28 @@ def eviction(
     )
 
 
-def stepping(
+def fused_workload(
     label: str,
-    sizes: Sizes,
+    sizes: Setup,
     *,
     keep: bool = False,
-    apart: int = 0,
+    sink_count: int = 0,
     pairs: bool = False,
     adds: bool = False,
     hashed: int = 0,
 ) -> Workload:
-    """Return an in-place `decode_step` workload with an accumulated score.
+    """Return an in-place `fused_decode` workload with an accumulated score.
 
-    The first `apart` tokens use a separate query, and slopes place them nearer. `pairs` returns the evicted pairs.
+    The first `sink_count` tokens use a separate query, and slopes place them nearer. `pairs` returns the evicted pairs.
     Requested scores are returned, or the kernel `adds` them to the score. If none are requested, the oldest token is
     evicted first. With codes of `hashed` bits, the farthest token by codes is evicted first, and there is no score.
     """
-    asks, words = sizes.scores is not None or sizes.noisy, -(-hashed // 32)
+    scored, words = sizes.scores is not None or sizes.noisy, -(-hashed // 32)
 
     def run(
         slots: Slots,
         token: Token,
-        protection: Protection,
+        protection: EvictionRules,
         q: Array,
         spec: AttentionSpec,
         keep: Array | None = None,
@@ -248,45 +248,45 @@ def stepping(
         key: Any = None,
         **how: Any,
     ) -> Any:
-        standing = slots.buffers if asks else None
+        importance = slots.buffers if scored else None
         if words:
-            standing = Hashed(Hashing(planes, q, key[:, :, None]), slots.buffers)
+            importance = Hashed(Hashing(planes, q, key[:, :, None]), slots.buffers)
         if adds or words:
             slots, token = slots._replace(buffers=None), token._replace(buffers=None)
-        ranking, query = Ranking(standing, protection, keep), Query(q, spec, sinks, scores)
-        done = decode_step(slots, token, ranking, query, pairs=pairs, adds=adds, **how)
-        held = done.attended.scores if adds else done.codes if words else done.slots.buffers
-        return done._replace(slots=done.slots._replace(buffers=held))
+        ranking, query = Ranking(importance, protection, keep), Query(q, spec, sinks, scores)
+        done = fused_decode(slots, token, ranking, query, pairs=pairs, adds=adds, **how)
+        buffers = done.attended.scores if adds else done.codes if words else done.slots.buffers
+        return done._replace(slots=done.slots._replace(buffers=buffers))
 
     b, h, _, c, d, dtype = sizes[:6]
     shapes = sizes.shapes() | _choice(b, h, c, keep)
 
-    def held(*slots: int) -> Any:
+    def contents(*slots: int) -> Any:
         of_words = (Shape((b, h, *slots), jnp.uint32),) * words
         return of_words or Shape((b, h, *slots), jnp.float32)
 
     k, v, position, newest = (shapes.pop(name) for name in ("k", "v", "position", "new_position"))
     new_k, new_v = (operand((b, h, width), dtype, None) for width in (d, sizes.width))
-    shapes |= {"slots": Slots(position, k, v, held(c)), "token": Token(newest, new_k, new_v, held())}
+    shapes |= {"slots": Slots(position, k, v, contents(c)), "token": Token(newest, new_k, new_v, contents())}
     if words:
         shapes |= {"planes": Shape((h, hashed, d), jnp.float32), "key": Shape((b, h, d), dtype)}
-    if apart:
-        shapes["sinks"] = Sinks(shapes["q"], apart, newest if sizes.slopes else None)
+    if sink_count:
+        shapes["sinks"] = Sinks(shapes["q"], sink_count, newest if sizes.slopes else None)
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((k, v)))
     # Positions, and scores or words, before and after; requested scores.
-    rows = 4 * b * h * c * (2 + 2 * max(words, 1) + (asks and not adds))
+    rows = 4 * b * h * c * (2 + 2 * max(words, 1) + (scored and not adds))
     return Workload(
-        "decode_step",
+        "fused_decode",
         label,
         run,
         shapes,
-        DecodeStep.in_place,
+        FusedDecode.in_place,
         forms=("tpu",),
         traffic=stored + rows,
     )
 
 
-def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Workload:
+def hamming_workload(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Workload:
     """Return a `hamming` workload."""
     words = -(-bits // 32)
     shapes = _choice(b, h, c, keep)
@@ -294,13 +294,13 @@ def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool 
     return Workload("hamming", label, hamming, shapes, forms=("tpu",))
 
 
-def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Workload:
-    """Return a `rotate` workload: queries, keys and values, all in the layout of the projections."""
+def rope_workload(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Workload:
+    """Return a `rope` workload: queries, keys and values, all in the layout of the projections."""
 
     def run(q: Array, k: Array, v: Array, cos: Array, sin: Array, **how: Any) -> tuple[Array, ...]:
         q, k, v = (x.reshape(b, -1, d) for x in (q, k, v))
-        return rotate((q, k), cos, sin, (v,), **how)
+        return rope((q, k), cos, sin, (v,), **how)
 
     shapes = {name: Shape((b, heads * d), dtype) for name, heads in (("q", h * g), ("k", h), ("v", h))}
     shapes |= {name: Shape((b, d), jnp.float32) for name in ("cos", "sin")}
-    return Workload("rotate", label, run, shapes, forms=("tpu",))
+    return Workload("rope", label, run, shapes, forms=("tpu",))

@@ -27,7 +27,7 @@ from kvjax.models import ModelConfig
 from kvjax.models.sharding import mesh_of, weight_shardings
 from kvjax.serving.engine import Engine
 from kvjax.serving.requests import Finished, Piece
-from pallas_kernels.prefill_scores import prefill_scores
+from pallas_kernels.prefill_attention import prefill_attention
 from tests import small_models
 from tests.cases import PAIRS, POLICIES, Case
 from tests.compiling import compile_fast
@@ -103,9 +103,9 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, ...]) -> None:
 
     def noted(q: Any, k: Any, *rest: Any, **settings: Any) -> Any:
         read.append((k.shape[2], q.shape[3]))
-        return prefill_scores(q, k, *rest, **settings)
+        return prefill_attention(q, k, *rest, **settings)
 
-    attention.prefill_scores = noted
+    attention.prefill_attention = noted
     case, model = (POLICIES | PAIRS)[name], placed(small_models.random_model(config), shape)
     prompts = TEXT[:, : max(LENGTHS)]
     state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, plan=case.plan, max_new_tokens=40)

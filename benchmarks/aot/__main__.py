@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code."""
     options = argparse.ArgumentParser(prog="benchmarks.aot", description=__doc__, allow_abbrev=False)
     options.add_argument("--chips", default=",".join(CHIPS), help=f"of {', '.join(SPECIFICATIONS)}, with commas")
-    everything = "of kernels, with commas (default: pallas,xla, and of GPUs triton,mosaic)"
+    everything = "of kernels, with commas (default: pallas,xla, and of GPUs triton)"
     options.add_argument("--implementations", help=everything)
     options.add_argument("--only", default="", help="programs whose name has this text in it")
     options.add_argument("--steps", action="store_true", help="also whole decode steps")
@@ -169,12 +169,12 @@ def _compile(chip: str, parsed: argparse.Namespace, rows: Rows) -> int:
     except Exception as error:  # plugins raise many types if they are missing
         package = "jax[tpu]" if chip in CHIPS else "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12"
         raise RuntimeError(f"there is no compiler for {chip}, install {package}: {error}") from error
-    default = "pallas,xla" if chip in CHIPS else "pallas,triton,mosaic,xla"
+    default = "pallas,xla" if chip in CHIPS else "pallas,triton,xla"
     refused, names = 0, (parsed.implementations or default).split(",")
     works = list(wanted(chip, names, parsed.steps, parsed.only))
     if not works:
         searched = "kernel or step" if parsed.steps else "kernel (and of steps only --steps looks at the names)"
-        example = "'decode_step multi-head' or 'llama_7b, 64 rows, 204 slots, h2o'"
+        example = "'fused_decode multi-head' or 'llama_7b, 64 rows, 204 slots, h2o'"
         raise ValueError(f"{parsed.only!r} is in the name of no {searched}; give a part of one, as {example}.")
     for kind, name, make in works:
         row = None if parsed.redo else rows.get(kind, name, compiler)

@@ -6,7 +6,6 @@ driver.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import importlib.util
@@ -17,7 +16,7 @@ import subprocess
 import tempfile
 import time
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,18 +25,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.aot.gpus import GPUS, WARP
-from pallas_kernels.race import Program
+from pallas_kernels.benchmark import Program
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # for libraries that are needed only to run programs
 }
 """Environment variables to set before jax looks for devices."""
-
-DUMP_MOSAIC = "MOSAIC_GPU_DUMP_TO"
-"""Environment variable that names the folder in which Mosaic GPU writes PTX and its intermediate stages."""
-MOSAIC = "mosaic"
-"""Name of that folder, within XLA's."""
 
 MEMORY = ("argument", "output", "alias", "temp")
 """Kinds of device memory that the compiler reports for a program; `temp` is the rest."""
@@ -68,12 +62,12 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as dump, _mosaic_dumps(Path(dump) / MOSAIC) as of_mosaic:
+    with tempfile.TemporaryDirectory() as dump:
         with jax.set_mesh(mesh):  # kernels read the target chip from the mesh
             traced = program.jit(implementation, "gpu").trace(**jax.tree.map(placed, program.shapes))
             lowered = traced.lower(lowering_platforms=("cuda",))
             compiled = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_emitter_re": ".*"})
-        kernels = [*_of_xla(Path(dump)), *_of_triton(lowered), *_of_mosaic(lowered, of_mosaic)]
+        kernels = [*_of_xla(Path(dump)), *_of_triton(lowered)]
         resources = [_assembled(kernel) for kernel in kernels]
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
@@ -120,8 +114,6 @@ class _Kernel(NamedTuple):
     shared: int
     """Bytes of a block that are set at launch, besides those declared in PTX."""
     of_triton: bool = False
-    said: str | None = None
-    """Output of the assembler, if it has run."""
 
 
 def _of_xla(dump: Path) -> Iterator[_Kernel]:
@@ -136,50 +128,6 @@ def _of_xla(dump: Path) -> Iterator[_Kernel]:
         for name in re.findall(r"\.entry (\w+)", ptx):
             if name in launches:  # not of a candidate that autotuning rejected
                 yield _Kernel(name, name, ptx, *launches[name])
-
-
-@contextlib.contextmanager
-def _mosaic_dumps(folder: Path) -> Generator[Path]:
-    """Set and yield the folder for Mosaic GPU's output; Mosaic GPU reads it from the environment."""
-    folder.mkdir()
-    before = os.environ.get(DUMP_MOSAIC)
-    os.environ[DUMP_MOSAIC] = str(folder)
-    try:
-        yield folder
-    finally:
-        del os.environ[DUMP_MOSAIC]
-        if before is not None:
-            os.environ[DUMP_MOSAIC] = before
-
-
-_MOSAIC_KERNELS: dict[bytes, _Kernel] = {}
-"""Kernels by Mosaic GPU's own hash; Mosaic GPU compiles each one once per process."""
-
-
-def _of_mosaic(lowered: jax.stages.Lowered, dump: Path) -> Iterator[_Kernel]:
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None
-    calls = [call["mhlo.backend_config"] for call in _custom_calls(module.operation, "mosaic_gpu_v2")]
-    hashes = {call["kernel_hash"].value_bytes for call in calls}
-    new = hashes - set(_MOSAIC_KERNELS)
-    assert len(new) < 2, "which of several new kernels a dump is of, nothing says"
-    for kernel in _dumped(dump):
-        _MOSAIC_KERNELS[new.pop()] = kernel
-    for each in hashes:
-        yield _MOSAIC_KERNELS[each]
-
-
-def _dumped(dump: Path) -> Iterator[_Kernel]:
-    # The launch in the lowered module has the shared memory.
-    for file in dump.glob("*.ptx"):
-        ptx = file.read_text()
-        passes = file.with_suffix(".mlir-passes.log").read_text()
-        entry, threads = re.search(r"\.entry (\w+)", ptx), re.search(r"\.maxntid (\d+)", ptx)
-        shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
-        assert entry is not None and threads is not None and shared is not None
-        name = entry[1].removesuffix("_mosaic_gpu_kernel")
-        # Its own assembler reads newer PTX than that of nvidia-cuda-nvcc-cu12.
-        yield _Kernel(name, entry[1], ptx, int(threads[1]), int(shared[1]), said=file.with_suffix(".ptxas").read_text())
 
 
 def _of_triton(lowered: jax.stages.Lowered) -> Iterator[_Kernel]:
@@ -230,7 +178,7 @@ def fields_of(message: bytes) -> dict[int, Any]:
 
 def _assembled(kernel: _Kernel) -> tuple[int, int, int]:
     """Return registers per thread, bytes that a thread spills, and all shared memory of a block."""
-    told = (kernel.said or _said(kernel)).partition(f"entry function '{kernel.entry}'")[2]
+    told = _said(kernel).partition(f"entry function '{kernel.entry}'")[2]
 
     def number(pattern: str) -> int:
         found = re.search(pattern, told)

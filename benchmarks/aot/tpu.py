@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.aot.bundles import Schedule, read_schedule
 from benchmarks.aot.chips import CHIPS, LATENCY, SPECIFICATIONS, Chip
 from benchmarks.aot.module import Instruction, read_module
-from pallas_kernels.race import Program
+from pallas_kernels.benchmark import Program
 
 MEMORY = ("argument", "output", "alias", "temp")
 """Kinds of device memory that the compiler reports for a program; `temp` is the rest."""

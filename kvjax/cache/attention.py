@@ -26,9 +26,9 @@ from kvjax.policies.residual import Selection
 from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Sums, questions
 from kvjax.types import SLOTS, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, power_below, query_block, share_of_evicted
-from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
+from pallas_kernels.decode_attention import Decoded, ScoreNoise, decode_attention
 from pallas_kernels.noise import layer_seed
-from pallas_kernels.prefill_scores import Own, prefill_scores
+from pallas_kernels.prefill_attention import QueryTokens, prefill_attention
 
 Question = tuple[Any, Noise | None]
 """Temperature and noise of a softmax whose weighted sums one kernel pass computes, for any number of weights."""
@@ -91,7 +91,7 @@ def attend_token(
     return partial, requested_stats(asks, found, given, view.position, new, summed=summed)
 
 
-def kernel_scores(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
+def kernel_scores(asks: PyTree, new: New) -> tuple[str | ScoreNoise | None, bool]:
     """Return the scores that a kernel must compute for one token per row, and whether it sums them as requested."""
     leaves, _ = questions(asks)
     if any(isinstance(ask, Near) for ask in leaves):
@@ -243,7 +243,7 @@ def attend_block(
     share = Share.of(given, new)
     rows, weights = _stacked([share.weighed(leaves[i]) for i in together], share.new) if together else ([], None)
     tau, noise = fused or (1.0, None)
-    found = prefill_scores(
+    found = prefill_attention(
         share.given.q,
         given.k,
         given.v,
@@ -255,7 +255,7 @@ def attend_block(
         weights=weights,
         noise=None if noise is None else drawn(noise, view.position, new, wide(new.q.dtype)),
         tau=tau,
-        own=None if share.token is None else Own(share.token, new.k.shape[2]),
+        query_tokens=None if share.token is None else QueryTokens(share.token, new.k.shape[2]),
         **new.kernels._asdict(),
     )
     partial = Partial(found.out, found.lse)
@@ -294,13 +294,13 @@ def _question(ask: Ask, prompt: bool) -> Question | None:
     return ask.tau if isinstance(ask.tau, float) else id(ask), ask.noise
 
 
-def _gumbel(ask: Ask, new: New) -> Gumbel:
+def _gumbel(ask: Ask, new: New) -> ScoreNoise:
     assert isinstance(ask, Sums)
     tau = jnp.asarray(ask.tau)
     tau = tau[:, 0] if tau.ndim else jnp.full(new.seed.shape, tau)
     # The layer's number is in the seed, so that layers share the kernel.
     seed, kind = layer_seed(new.seed, new.layer), "none" if ask.noise is None else ask.noise.kind
-    return Gumbel(seed, tau, 0, kind, None if new.head is None else new.head[:, 0])
+    return ScoreNoise(seed, tau, 0, kind, None if new.head is None else new.head[:, 0])
 
 
 def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b #h m t"] | None]:

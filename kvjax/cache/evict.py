@@ -15,11 +15,10 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking
 from kvjax.types import KV, Evicted, New, Parts, PyTree, View, restored, wide
 from kvjax.utils.dependence import depends_on
-from pallas_kernels.decode_step import Hashed
-from pallas_kernels.evict import evict
-from pallas_kernels.evict import exchange as exchange_slots
+from pallas_kernels.evict import evict, replace_slots
+from pallas_kernels.fused_decode import Hashed
 from pallas_kernels.hamming import hamming
-from pallas_kernels.ranking import Protection
+from pallas_kernels.ranking import EvictionRules
 
 V = TypeVar("V", bound=View)
 
@@ -101,7 +100,7 @@ class Ranks(NamedTuple):
 
     scores: Array | None
     """Score of each slot, or None if ordering by position is enough."""
-    bounds: Protection
+    bounds: EvictionRules
     keep: Bool[Array, "b h c"] | None
     hashed: Hashed | None
     """Codes whose distances replace scores; None if there are none."""
@@ -118,7 +117,7 @@ def ranked(policy: Policy, view: View, new: New) -> Ranks:
             "use a plan with slots for each head, such as adakv."
         )
     simple = protected.last is None and new.config.window is None
-    bounds = Protection(protected.sinks, protected.recent, ranks.slots_at(policy, view.limit, new))
+    bounds = EvictionRules(protected.sinks, protected.recent, ranks.slots_at(policy, view.limit, new))
     by_age = simple and isinstance(ranking, OldestFirst)
     return Ranks(None if by_age else scores, bounds, protected.keep, hashed_codes(ranking, view) if simple else None)
 
@@ -144,7 +143,7 @@ def replace_slot(
     if hashed is None or policy.may_shrink:
         return evict(scores, *buffers, shrinks=policy.may_shrink, pairs=pairs, **options)[1:]
     slot = hamming(hashed.hashing.of_queries(), hashed.codes, view.position, new.position[:, 0], **options)
-    return exchange_slots(slot, *buffers, pairs=pairs)[1:]
+    return replace_slots(slot, *buffers, pairs=pairs)[1:]
 
 
 def foreseen(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> bool:
@@ -178,7 +177,7 @@ def replace_slot_sharded(
 
     The device that holds the victim sends the other devices what they need of it.
     """
-    _, _, evicted, position, written = exchange_slots(victim.slot, *buffers)
+    _, _, evicted, position, written = replace_slots(victim.slot, *buffers)
     is_here = victim.slot < view.capacity
 
     def sent(leaf: Array) -> Array:

@@ -15,8 +15,8 @@ from kvjax.policies.codec import Operands
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import AccumulatedScore
 from kvjax.types import KV, Evicted, New, PyTree, View
-from pallas_kernels.decode_step import Query, Slots, Token, decode_step, one_pass
-from pallas_kernels.decode_step import Ranking as Choice
+from pallas_kernels.fused_decode import Query, Slots, Token, fused_decode, one_pass
+from pallas_kernels.fused_decode import Ranking as Choice
 
 
 class FusedStep(NamedTuple):
@@ -63,7 +63,7 @@ class FusedStep(NamedTuple):
         stats, states, token_states = None, view.slots, token["slots"]
         if adds or ranking.hashed is not None:  # the kernel itself writes the score's state
             states, token_states = states.replace(score=None), token_states.replace(score=None)
-        step = decode_step(
+        step = fused_decode(
             Slots(view.position, *operands.stored, states),
             Token(new.position[:, 0], token["kv"].k, token["kv"].v, token_states),
             Choice(ranking.hashed or ranking.scores, ranking.bounds, ranking.keep, policy.may_shrink),
@@ -83,7 +83,7 @@ class FusedStep(NamedTuple):
             operands = operands._replace(k=k, v=v)
             stats = requested_stats(without_again(asks), step.attended, operands, position, new, summed=summed)
             stats = with_again(asks, stats, policy.codec, operands, after, new)
-        evicted = None if step.pair is None else evicted_pairs(view.state, new, KV(*step.pair), step.left)
+        evicted = None if step.pair is None else evicted_pairs(view.state, new, KV(*step.pair), step.evicted_position)
         return after, Attended(step.attended.partial, stats), evicted
 
 

@@ -17,7 +17,7 @@ from kvjax.policies.residual import Residual
 from kvjax.types import SLOTS, Evicted, New, PyTree, View, restored
 from pallas_kernels import ranking
 from pallas_kernels.attention import Partial
-from pallas_kernels.ranking import Protection
+from pallas_kernels.ranking import EvictionRules
 
 TOKEN_BLOCK = 64
 """Evicted tokens that are decoded together."""
@@ -109,7 +109,7 @@ def claim(
     scores: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
     new: New,
-    bounds: Protection,
+    bounds: EvictionRules,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
 ) -> Int[Array, "3 b h"]:

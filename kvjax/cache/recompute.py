@@ -16,7 +16,7 @@ from kvjax.policies.residual import Selection
 from kvjax.policies.stats import Again, Ask, Near, Peak, Probs, Seen, is_ask
 from kvjax.types import New, PyTree, View, wide
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
-from pallas_kernels.operands import Joined, Operand, values
+from pallas_kernels.operands import Operand, SplitKV, values
 
 
 def _probabilities(
@@ -154,7 +154,7 @@ def select_by_blocks(given: Operands, view: View, new: New, selection: Selection
 def narrowed(
     selection: Selection,
     probs: Float[Array, "b h g t c"],
-    v: Operand | Joined,
+    v: Operand | SplitKV,
     position: Int[Array, "b h c"],
     new: New,
     lse: Float[Array, "b h g t"],

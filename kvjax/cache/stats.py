@@ -12,13 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.policies.stats import Ask, Damage, Noise, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree
 from pallas_kernels import noise as hashed
-from pallas_kernels.attention import tempered as numerators
-from pallas_kernels.operands import Joined, Operand
+from pallas_kernels.attention import noisy_numerators as numerators
+from pallas_kernels.operands import Operand, SplitKV
 from pallas_kernels.operands import values as numbers
 
 
 def answered(
-    asks: PyTree, probs: Float[Array, "b h g 1 c"], v: Operand | Joined, position: Int[Array, "b h c"], new: New
+    asks: PyTree, probs: Float[Array, "b h g 1 c"], v: Operand | SplitKV, position: Int[Array, "b h c"], new: New
 ) -> PyTree:
     """Compute the requested statistics of one token per row from its attention over whole heads."""
     leaves, tree = questions(asks)
@@ -28,7 +28,7 @@ def answered(
 def answer(
     ask: Ask,
     probs: Float[Array, "b h g 1 c"],
-    v: Operand | Joined,
+    v: Operand | SplitKV,
     position: Int[Array, "b h c"],
     new: New,
     visible: Int[Array, "b h 1"] | None = None,
@@ -85,7 +85,7 @@ def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Flo
 
 
 def reduced(
-    ask: Ask, probs: Float[Array, "b h g t c"], v: Operand | Joined, position: Int[Array, "b h c"], new: New
+    ask: Ask, probs: Float[Array, "b h g t c"], v: Operand | SplitKV, position: Int[Array, "b h c"], new: New
 ) -> Float[Array, "b h *g c"]:
     """Compute a requested statistic of some queries from their probabilities, before it is reduced over heads."""
     if isinstance(ask, Damage):

@@ -24,9 +24,9 @@ from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import whole_number
 from pallas_kernels import workloads
+from pallas_kernels.benchmark import Runner, run_in_turn, runner_of
 from pallas_kernels.common import IMPLEMENTATIONS, Unsupported
-from pallas_kernels.race import Runner, race, runner_of
-from pallas_kernels.workloads import Sizes, Workload
+from pallas_kernels.workloads import Setup, Workload
 
 OPS = ("decode", "paged", "evict", "step", "hamming", "prefill", "rotate", "less")
 COPY, JAX = "copy", "jax.nn"
@@ -105,7 +105,7 @@ def programs(options: argparse.Namespace) -> Iterator[tuple[str, str, Workload]]
     b, c, h, g, d = (options.batch, options.slots, options.kv_heads, options.groups, options.head_width)
     n, dtype, heads = options.prompt_tokens, jnp.dtype(options.dtype), f"{options.kv_heads} x {options.groups} heads"
     size = f"{b} rows, {c} slots, {heads}, d {d}, {dtype.name}"
-    sizes, pages = Sizes(b, h, g, c, d, dtype), b * h * c // PAGE
+    sizes, pages = Setup(b, h, g, c, d, dtype), b * h * c // PAGE
     summed, noisy, prompt = sizes._replace(scores="sum"), sizes._replace(noisy=True), sizes._replace(b=1, c=n)
     for label, variant, rank in (
         ("plain", sizes, 0),
@@ -114,21 +114,21 @@ def programs(options: argparse.Namespace) -> Iterator[tuple[str, str, Workload]]
         ("rank 8", sizes, 8),
         ("Gumbel scores, rank 8", noisy, 8),
     ):
-        yield "decode", f"decode_attention: {size}", workloads.decode(label, variant, rank=rank)
-    program = workloads.paged(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
+        yield "decode", f"decode_attention: {size}", workloads.decode_workload(label, variant, rank=rank)
+    program = workloads.paged_workload(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
     yield "paged", f"paged_attention: {size}", program
-    yield "evict", f"evict: {size}", workloads.eviction("a pair and its score", b, h, c, d, dtype)
-    yield "step", f"decode_step: {size}", workloads.stepping("sums", summed)
-    yield "hamming", f"hamming: {size}", workloads.hashes("16 bits", b, h, g, c, 16)
-    title = f"prefill_scores: 1 row, {n} tokens, {heads}, d {d}, {dtype.name}"
-    yield "prefill", title, workloads.prefill("plain", prompt, scores=False)
-    yield "prefill", title, workloads.prefill("column sums", prompt)
-    yield "prefill", title, workloads.prefill("Gumbel column sums", prompt, "noise")
-    title = f"rotate: {b} rows, {heads}, d {d}, {dtype.name}"
-    yield "rotate", title, workloads.rotating("one token", b, h, g, d, dtype)
-    for feature_map, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
-        program = workloads.features(feature_map, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
-        yield "less", f"less_kernels: {heads}, d {d}, {dtype.name}", program
+    yield "evict", f"evict: {size}", workloads.evict_workload("a pair and its score", b, h, c, d, dtype)
+    yield "step", f"fused_decode: {size}", workloads.fused_workload("sums", summed)
+    yield "hamming", f"hamming: {size}", workloads.hamming_workload("16 bits", b, h, g, c, 16)
+    title = f"prefill_attention: 1 row, {n} tokens, {heads}, d {d}, {dtype.name}"
+    yield "prefill", title, workloads.prefill_workload("plain", prompt, scores=False)
+    yield "prefill", title, workloads.prefill_workload("column sums", prompt)
+    yield "prefill", title, workloads.prefill_workload("Gumbel column sums", prompt, "noise")
+    title = f"rope: {b} rows, {heads}, d {d}, {dtype.name}"
+    yield "rotate", title, workloads.rope_workload("one token", b, h, g, d, dtype)
+    for which, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
+        program = workloads.feature_workload(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
+        yield "less", f"less_memory: {heads}, d {d}, {dtype.name}", program
 
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
@@ -208,7 +208,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         for title, runners in groups(options):
             title = f"{title}; {device}"
-            tables.append({"title": title, "rows": print_kernel_timings(title, race(runners, options.repeats))})
+            tables.append({"title": title, "rows": print_kernel_timings(title, run_in_turn(runners, options.repeats))})
     if options.json:
         write_text(options.json, json.dumps({"tables": tables}, indent=1))
 

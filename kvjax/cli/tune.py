@@ -23,8 +23,8 @@ from kvjax.utils import autotune
 from kvjax.utils.autotune import Autotuner
 from kvjax.utils.settings import whole_number
 from pallas_kernels import common
+from pallas_kernels.benchmark import TuningResult
 from pallas_kernels.common import Survey
-from pallas_kernels.race import Verdict
 
 NAMES = common.IMPLEMENTATIONS[1:]
 
@@ -45,7 +45,7 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
     return workloads
 
 
-def results_table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
+def results_table(title: str, verdicts: dict[str, TuningResult | None]) -> Table:
     """Build a table of tuning results by bucket; None marks a workload that only one implementation supports."""
     folded = (Column(heading, overflow="fold") for heading in ("operation", "shape"))
     headings = *(f"{name} µs" for name in NAMES), "error", "winner"
@@ -92,9 +92,9 @@ def run(options: argparse.Namespace) -> None:
     if device is None:
         raise ValueError(_why_not())
     model = load_model(options)
-    tasks: dict[str, common.Asked] = {}
+    tasks: dict[str, common.TuningRequest] = {}
     for rows, tokens in sizes:
-        tasks |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
+        tasks |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).requests
     new_verdicts = Autotuner(device).settle(tasks.values(), again=options.again)
     verdicts = ({} if file is None else autotune.read(file).get(device, {})) | new_verdicts
     console(160).print(results_table(f"{model.name} on {device}", {bucket: verdicts.get(bucket) for bucket in tasks}))

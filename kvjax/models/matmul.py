@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from kvjax.models.integers import Codes, integer_product, signed
 from pallas_kernels.attention import wide
 from pallas_kernels.common import platform_of
-from pallas_kernels.quantised import digits, joined
+from pallas_kernels.quantised import digits, join_digits
 
 FEW_ROWS = 32
 """Largest number of rows for which a CPU is faster with the weight on the left."""
@@ -99,7 +99,7 @@ def product_with_codes(
 @jax.custom_jvp
 def _of_digits(x: Float[Array, "n in"], codes: Codes) -> Float[Array, "n out"]:
     rows, unit = digits(x)
-    return joined(integer_product(rows, codes), unit)
+    return join_digits(integer_product(rows, codes), unit)
 
 
 @_of_digits.defjvp

@@ -17,7 +17,7 @@ from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, se
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK
 from pallas_kernels.decode_attention import Places, Sinks
-from pallas_kernels.operands import Encoded, Joined, Operand, Quantised, Turned
+from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised, SplitKV
 
 AnyHeads = TypeVar("AnyHeads", bound=Heads)
 AnyView = TypeVar("AnyView", bound=View)
@@ -27,8 +27,8 @@ class Operands(NamedTuple):
     """Inputs of attention: queries, keys and values."""
 
     q: Float[Array, "b h g t d"]
-    k: Operand | Joined
-    v: Operand | Joined
+    k: Operand | SplitKV
+    v: Operand | SplitKV
     places: tuple[Array, Array] | None = None
     """Positions of queries and keys for attention, if they differ from the original ones; or `with_bias`."""
     factor: Float[Array, "b h d"] | None = None
@@ -44,7 +44,7 @@ class Operands(NamedTuple):
     @property
     def stored(self) -> tuple[Operand, Operand]:
         """Keys and values if all of them are in slots, as in a decode step."""
-        assert not isinstance(self.k, Joined) and not isinstance(self.v, Joined)
+        assert not isinstance(self.k, SplitKV) and not isinstance(self.v, SplitKV)
         return self.k, self.v
 
     def with_bias(self, new: New, bias: Float[Array, "b h c"] | None) -> tuple[New, Operands]:
@@ -215,7 +215,7 @@ class Codec(Part, interface=True, init=False):
             if config.rope is not None:
                 assert isinstance(k, jax.Array)  # quantized keys are stored rotated
                 cos, sin = cos_sin_table(config.rope, places or capacity, k.dtype)
-                k = Turned(k, order, cos, sin, config.rope.interleaved)
+                k = LazyRope(k, order, cos, sin, config.rope.interleaved)
             return Operands(q, k, v, (place, order))
         seen, sinks = None, None
         if self.sliding and self.sinks:
@@ -233,7 +233,7 @@ class Codec(Part, interface=True, init=False):
         if tokens > 1:
             old = capacity - tokens
             first = jax.tree.map(lambda leaf: leaf[:, :, :old], (k, v))
-            k, v = Joined(first[0], self._levelled(new.k, view.state.codec)), Joined(first[1], new.v)
+            k, v = SplitKV(first[0], self._levelled(new.k, view.state.codec)), SplitKV(first[1], new.v)
         factor = None if view.state.codec is None else view.state.codec.factor
         if factor is None:
             return Operands(q, k, v, seen, sinks=sinks)

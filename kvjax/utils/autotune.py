@@ -15,16 +15,16 @@ from jax.core import Tracer
 
 from kvjax.utils.compilation import cache_directory, version
 from kvjax.utils.files import write_text
-from pallas_kernels import common, race
-from pallas_kernels.common import Asked, Survey, Tuned
-from pallas_kernels.race import Verdict
+from pallas_kernels import benchmark, common
+from pallas_kernels.benchmark import TuningResult
+from pallas_kernels.common import Survey, Tuned, TuningRequest
 
 VARIABLE = "KVJAX_TUNE"
 """Environment variable: `off` disables benchmarks and cached results, so that `auto` uses a fixed order."""
 
 FILE = "kernels.json"
 
-Verdicts = dict[str, dict[str, Verdict]]
+Verdicts = dict[str, dict[str, TuningResult]]
 """Benchmark results by kind of device and bucket of tasks."""
 
 
@@ -43,11 +43,11 @@ class Autotuner(Tuned):
 
     def settle(
         self,
-        workloads: Iterable[Asked],
+        workloads: Iterable[TuningRequest],
         *,
-        by: Callable[[Asked], Verdict | None] = race.settle,
+        by: Callable[[TuningRequest], TuningResult | None] = benchmark.benchmark_task,
         again: bool = False,
-    ) -> dict[str, Verdict]:
+    ) -> dict[str, TuningResult]:
         """Benchmark tasks that have several implementations, remember and store the results, and return the new ones.
 
         `by` benchmarks one task, or returns None if it cannot. `again` repeats tasks that have a result.
@@ -104,7 +104,7 @@ def settle_before(trace: Callable[[Survey], Any], implementation: str) -> None:
     if not isinstance(implementation, Autotuner) or overruled != "auto" or isinstance(jnp.zeros(()), Tracer):
         return
     trace(implementation.survey)
-    implementation.settle(implementation.survey.asked.values())
+    implementation.settle(implementation.survey.requests.values())
 
 
 def verdicts_file() -> Path | None:
@@ -138,7 +138,7 @@ def read(file: Path) -> Verdicts:
     return verdicts
 
 
-def keep(file: Path, device: str, verdicts: dict[str, Verdict]) -> None:
+def keep(file: Path, device: str, verdicts: dict[str, TuningResult]) -> None:
     """Add results to a file, under a lock, so that concurrent processes keep each other's results."""
     import fcntl  # not on Windows, where JAX has no accelerators
 
@@ -158,10 +158,10 @@ def _say(text: str) -> None:
     print(f"kvjax: {text}", file=sys.stderr)
 
 
-def _verdict(order: list[str], microseconds: dict[str, float], errors: dict[str, float | None]) -> Verdict:
+def _verdict(order: list[str], microseconds: dict[str, float], errors: dict[str, float | None]) -> TuningResult:
     if not isinstance(order, list) or not set(order) <= set(common.IMPLEMENTATIONS):
         raise ValueError(f"order={order!r} does not name implementations")
-    return Verdict(tuple(order), dict(microseconds), dict(errors))
+    return TuningResult(tuple(order), dict(microseconds), dict(errors))
 
 
 def _versions() -> dict[str, str]:

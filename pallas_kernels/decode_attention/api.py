@@ -16,7 +16,7 @@ from pallas_kernels.attention import AttentionSpec, Partial, merge, share_of_evi
 from pallas_kernels.attention import LowRank as LowRank
 from pallas_kernels.common import LANES, numbers_of
 from pallas_kernels.op import How, Limit, Op, Options
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
+from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised, cut
 
 Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
@@ -34,7 +34,7 @@ class Sinks:
     gap: Int[Array, " b"] | None = None
     """Tokens by which a layer's slopes place the sinks nearer than in the text; None for no change."""
 
-    def seen(self, position: Int[Array, "b h c"]) -> Int[Array, "b h c"]:
+    def slope_positions(self, position: Int[Array, "b h c"]) -> Int[Array, "b h c"]:
         """Return the places that a layer's slopes use for the tokens at these positions."""
         if self.gap is None:
             return position
@@ -44,7 +44,7 @@ class Sinks:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Gumbel:
+class ScoreNoise:
     """Noise and temperature of Keyformer's score increments (equation 9)."""
 
     seed: UInt32[Array, " b"]
@@ -52,7 +52,7 @@ class Gumbel:
     tau: Float[Array, " b"]
     """Temperature of each row, above 0."""
     layer: int = static(0)
-    noise: str = static("gumbel")
+    kind: str = static("gumbel")
     """`gumbel`, `gaussian` with the same mean and deviation, or `none`."""
     first: Int[Array, " b"] | None = None
     """Number of the first KV head here among the layer's; None for the layer's first."""
@@ -66,7 +66,7 @@ class Decoded(NamedTuple):
     lse: Float[Array, "b h g"]
     """Logarithm of the sum of exponentials over both."""
     scores: Array | None
-    """Probabilities over the slots alone, [b h g c] for `each`, [b h c] for `sum` and a `Gumbel`; 0 in empty slots."""
+    """Probabilities over the slots alone, [b h g c] for `each`, [b h c] for the others; 0 in empty slots."""
 
     @property
     def partial(self) -> Partial:
@@ -85,7 +85,7 @@ def decode_attention(
     places: Places | None = None,
     low_rank: LowRank | None = None,
     sinks: Sinks | None = None,
-    scores: str | Gumbel | None = None,
+    scores: str | ScoreNoise | None = None,
     **how: Unpack[How],
 ) -> Decoded:
     """Compute softmax attention over slots in one pass over keys and values, with the scores that policies request.
@@ -103,7 +103,7 @@ def decode_attention(
             them.
         low_rank: low-rank attention to evicted tokens (LESS, equation 3), or None.
         sinks: first tokens that use another query than the rest, or that slopes place nearer, or None.
-        scores: probabilities to return: of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer,
+        scores: probabilities to return: of `each` query head, their `sum` over the group, or a `ScoreNoise` (Keyformer,
             equation 9, summed over the group); None for none.
         how: see `pallas_kernels.op.How`. `xla` takes everything. The others take queries of float32 and bfloat16 and
             arrays of the same dtype, g up to 16, c up to 65536 and R up to 128. They take no rotated keys, no stored
@@ -111,18 +111,17 @@ def decode_attention(
             only without scores. `pallas` on TPU takes d and e that are multiples of 8 up to 256 (of 16 with four bits).
             `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k
             and in v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise
-            nor codes of four bits. `mosaic` is for Hopper, and takes queries and arrays of bfloat16, d and e that are
-            multiples of 64 up to 256, and c that is a multiple of 8.
+            nor codes of four bits.
 
     Raises:
-        ValueError: `scores` is unknown, or values are `Turned`.
+        ValueError: `scores` is unknown, or values are `LazyRope`.
     """
-    if isinstance(scores, Gumbel):
-        if scores.noise not in noise.KINDS:
-            raise ValueError(f"noise={scores.noise!r} is not one of {', '.join(noise.KINDS)}.")
+    if isinstance(scores, ScoreNoise):
+        if scores.kind not in noise.KINDS:
+            raise ValueError(f"noise={scores.kind!r} is not one of {', '.join(noise.KINDS)}.")
     elif scores not in (None, "each", "sum"):
-        raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel.")
-    refuse_turned(v)
+        raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a ScoreNoise.")
+    refuse_lazy_rope(v)
     op = DecodeAttention(q, k, v, position, query_position, spec, places, low_rank, sinks, scores)
     return op(**how)
 
@@ -141,15 +140,15 @@ class DecodeAttention(Op[Decoded]):
     places: Places | None = None
     low_rank: LowRank | None = None
     sinks: Sinks | None = None
-    scores: str | Gumbel | None = None
+    scores: str | ScoreNoise | None = None
 
     name = "decode_attention"
-    backends = ("pallas_tpu", "pallas_gpu", "triton", "mosaic_gpu")
+    backends = ("pallas_tpu", "pallas_gpu", "triton")
 
     @property
-    def gumbel(self) -> Gumbel | None:
+    def score_noise(self) -> ScoreNoise | None:
         """The requested noise; None for scores without any."""
-        return self.scores if isinstance(self.scores, Gumbel) else None
+        return self.scores if isinstance(self.scores, ScoreNoise) else None
 
     def with_evicted(self, attended: Partial) -> Partial:
         """Merge attention over the slots with that to evicted tokens, if there is one."""
@@ -164,15 +163,16 @@ class DecodeAttention(Op[Decoded]):
             return super().kernel(backend, options)
         # XLA attends to the sinks. The kernel, which takes one query per head, attends to the other slots.
         first = self.position[:, :, : sinks.count]
-        here = first < sinks.count
-        rest = self.position.at[:, :, : sinks.count].set(jnp.where(here, -1, first))
-        found = dataclasses.replace(self, position=rest, sinks=None).kernel(backend, options)
+        is_sink = first < sinks.count
+        without_sinks = self.position.at[:, :, : sinks.count].set(jnp.where(is_sink, -1, first))
+        slots = dataclasses.replace(self, position=without_sinks, sinks=None).kernel(backend, options)
         near_k, near_v = (cut(x, 0, first.shape[2], 2) for x in (self.k, self.v))
-        held = jnp.where(here, first, -1)
-        places = jnp.broadcast_to(self.query_position[:, None], held.shape[:2]), sinks.seen(held)
-        near = DecodeAttention(sinks.q, near_k, near_v, held, self.query_position, self.spec, places).reference(options)
-        whole = merge(found.partial, near.partial)
-        return Decoded(whole.out[:, :, :, 0], whole.lse[..., 0], None)
+        sink_position = jnp.where(is_sink, first, -1)
+        query_place = jnp.broadcast_to(self.query_position[:, None], sink_position.shape[:2])
+        places = query_place, sinks.slope_positions(sink_position)
+        near = DecodeAttention(sinks.q, near_k, near_v, sink_position, self.query_position, self.spec, places)
+        merged = merge(slots.partial, near.reference(options).partial)
+        return Decoded(merged.out[:, :, :, 0], merged.lse[..., 0], None)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         yield from operand_limits(self.q, self.k, self.v, self.spec, self.places)
@@ -187,20 +187,12 @@ class DecodeAttention(Op[Decoded]):
             yield one, "scores of slots where sinks use a separate query"
         if backend.startswith("pallas"):
             yield from width_limits(self.k, self.v, backend)
-        quantised = [x for x in (self.k, self.v) if isinstance(x, Quantised)]
-        widths = (("d", self.k.shape[-1]), ("e", self.v.shape[-1]))
         if backend == "triton":
-            for name, width in widths:
+            for name, width in (("d", self.k.shape[-1]), ("e", self.v.shape[-1])):
                 yield width <= 256, f"{name}={width} is more than 256"
-            yield all(x.bits == 8 for x in quantised), "it has no codes of four bits"
+            bits = [x.bits for x in (self.k, self.v) if isinstance(x, Quantised)]
+            yield 4 not in bits, "it has no codes of four bits"
             yield kind_of(self.scores) != "gaussian", "it has no gaussian noise"
-        if backend == "mosaic_gpu":
-            yield not quantised, "it has no codes"
-            half = self.q.dtype == jnp.bfloat16
-            yield half, f"q, k, v are of {self.q.dtype}, and it multiplies bfloat16 alone"
-            for name, width in widths:
-                yield width % 64 == 0 and width <= 256, f"{name}={width} is not a multiple of 64 up to 256"
-            yield c % 8 == 0, f"c={c} slots are not a multiple of 8"
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
         settings = operand_settings(self.q, self.k, self.v, self.spec)
@@ -209,10 +201,10 @@ class DecodeAttention(Op[Decoded]):
         return dict(b=self.q.shape[0], c=self.k.shape[2]), settings
 
 
-def refuse_turned(v: Operand) -> None:
-    """Raise an error if values are `Turned`, which only keys can be."""
-    if isinstance(v, Turned):
-        raise ValueError("v is Turned, but only keys are rotated; give an array or Quantised.")
+def refuse_lazy_rope(v: Operand) -> None:
+    """Raise an error if values are `LazyRope`, which only keys can be."""
+    if isinstance(v, LazyRope):
+        raise ValueError("v is LazyRope, but only keys are rotated; give an array or Quantised.")
 
 
 def operand_settings(q: Array, k: Operand, v: Operand, spec: AttentionSpec) -> dict[str, Any]:
@@ -222,18 +214,18 @@ def operand_settings(q: Array, k: Operand, v: Operand, spec: AttentionSpec) -> d
     return dict(h=h, g=g, d=d, e=v.shape[-1], **numbers, **spec.described())
 
 
-def kind_of(scores: str | Gumbel | None) -> str | None:
-    """Return the name of the requested scores: of a `Gumbel`, its noise."""
-    return scores.noise if isinstance(scores, Gumbel) else scores
+def kind_of(scores: str | ScoreNoise | None) -> str | None:
+    """Return the name of the requested scores: of a `ScoreNoise`, its noise."""
+    return scores.kind if isinstance(scores, ScoreNoise) else scores
 
 
 def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Iterator[Limit]:
     """Yield the limits that all kernels share, for slots or for pages."""
     forms = {type(x.decoder).__name__ for x in (k, v) if isinstance(x, Encoded)}
     yield not forms, f"keys and values are stored by {', '.join(sorted(forms))}, which xla alone decodes"
-    yield not isinstance(k, Turned), "keys are rotated when they are read (Turned)"
+    yield not isinstance(k, LazyRope), "keys are rotated when they are read (LazyRope)"
     yield spec.slopes is None or places is None, "places that are not positions, together with slopes"
-    arrays = [x for x in (q, k, v) if not isinstance(x, Quantised | Encoded | Turned)]
+    arrays = [x for x in (q, k, v) if not isinstance(x, Quantised | Encoded | LazyRope)]
     same = q.dtype in (jnp.float32, jnp.bfloat16) and all(x.dtype == q.dtype for x in arrays)
     dtypes = ", ".join(str(x.codes.dtype if isinstance(x, Quantised) else x.dtype) for x in (q, *arrays[1:]))
     yield same, f"{'q, k, v'[: 3 * len(arrays) - 2]} of {dtypes} are not all float32 or all bfloat16"
@@ -248,8 +240,8 @@ def width_limits(k: Operand, v: Operand, backend: str) -> Iterator[Limit]:
             unit = 16 if four else 8
             yield width <= 256 and width % unit == 0, f"{name}={width} is not a multiple of {unit} up to 256"
         else:
-            least = 32 if four else 16
-            within = least <= width <= 256 and width & (width - 1) == 0
-            yield within, f"{name}={width} is not a power of two from {least} to 256"
+            smallest = 32 if four else 16
+            within = smallest <= width <= 256 and width & (width - 1) == 0
+            yield within, f"{name}={width} is not a power of two from {smallest} to 256"
             numbers = math.prod(operand.shape)
             yield numbers < 2**31, f"{x} holds {numbers} numbers, more than 32 bits can count"

@@ -12,19 +12,19 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import noise
 from pallas_kernels.common import LANES, SUBLANES, chip, slots_lie_along_lanes
-from pallas_kernels.decode_attention.api import Gumbel
-from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
-from pallas_kernels.quantised import digits, halves, joined
+from pallas_kernels.decode_attention.api import ScoreNoise
+from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised
+from pallas_kernels.quantised import digits, halves, join_digits
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """Logit of a masked slot, and on GPU the log-sum-exp of no slots."""
 
 
-def stored(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
+def array_and_scale(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
     """Return stored keys or values: an array and None, or codes and the scale of each slot."""
     if isinstance(operand, Quantised):
         return operand.codes, operand.scale
-    assert not isinstance(operand, Encoded | Turned)  # limits of every kernel
+    assert not isinstance(operand, Encoded | LazyRope)  # limits of every kernel
     return operand, None
 
 
@@ -33,19 +33,19 @@ def channels_of(operand: Operand) -> int:
 
     The swap of axes is free there, and without it XLA would copy the cache at every step.
     """
-    return 1 if slots_lie_along_lanes(*stored(operand)[0].shape[2:]) else 2
+    return 1 if slots_lie_along_lanes(*array_and_scale(operand)[0].shape[2:]) else 2
 
 
-def seen(position: Int[Array, "*b"], query: Int[Array, "*#b"], window: int | None) -> Bool[Array, "*b"]:
+def visible_slots(position: Int[Array, "*b"], query: Int[Array, "*#b"], window: int | None) -> Bool[Array, "*b"]:
     """Return which slots the query at a position attends to."""
     visible = (position >= 0) & (position <= query)
     return visible if window is None else visible & (position > query - window)
 
 
-def tempered(
+def noisy_logits(
     logits: Float[Array, "*b g s"],
     visible: Bool[Array, "*b g s"],
-    gumbel: Gumbel,
+    score_noise: ScoreNoise,
     seed: UInt32[Array, "*b #s"],
     tau: Float[Array, ""],
     head: UInt32[Array, "*b #s"],
@@ -53,9 +53,9 @@ def tempered(
     lay: Callable[[Array], Array] = lambda noise: jnp.expand_dims(noise, -2),
 ) -> Float[Array, "*b g s"]:
     """Return the logits of Keyformer's equation 9, with noise and divided by tau; `lay` aligns noise with them."""
-    if gumbel.noise != "none":
-        bits = noise.hashed_bits(seed, gumbel.layer, head, position.astype(jnp.uint32))
-        logits += lay(noise.KINDS[gumbel.noise](noise.uniform(bits)))
+    if score_noise.kind != "none":
+        bits = noise.hashed_bits(seed, score_noise.layer, head, position.astype(jnp.uint32))
+        logits += lay(noise.KINDS[score_noise.kind](noise.uniform(bits)))
     return jnp.where(visible, logits / tau, LOWEST)
 
 
@@ -63,8 +63,8 @@ def multiplies_integers(interpret: Any) -> bool:
     """Return whether the matrix unit of the target TPU takes integers, as interpreters do."""
     if interpret is not False:
         return True
-    known = chip()
-    return known is not None and known.is_matmul_supported(jnp.int8, jnp.int8)
+    tpu = chip()
+    return tpu is not None and tpu.is_matmul_supported(jnp.int8, jnp.int8)
 
 
 def dot(a: Array, b: Array, axis: int) -> Float[Array, "n g s"]:
@@ -77,52 +77,52 @@ def matmul(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "n m"]:
     return _multiply(a, b, (((over[0],), (over[1],)), ((), ())))
 
 
-def products(
+def block_products(
     q: Float[Array, "#n g d"],
     k: Array,
     scale: Float[Array, "n s"] | None,
     channels: int,
     integers: bool,
     *,
-    shared: bool = False,
+    several_heads: bool = False,
 ) -> Float[Array, "n g s"]:
     """Multiply queries by a block of keys, or of codes with their scales; axis `channels` of k, 1 or 2, is contracted.
 
-    A chip that multiplies no `integers` takes bfloat16, in which bytes are exact. If `shared`, a block of q holds
-    single rows of several heads, as `of_each` takes them.
+    A chip that multiplies no `integers` takes bfloat16, in which bytes are exact. If `several_heads`, a block of q
+    holds single rows of several heads, as `multiply_heads` takes them.
     """
     rows, unit = (q, None) if scale is None else digits(q.astype(jnp.float32))
-    if not shared:
+    if not several_heads:
         rows = jnp.broadcast_to(rows, (k.shape[0], *rows.shape[1:]))
     if scale is None or unit is None:
-        whole = _filled(k, 3 - channels)
-        return of_each(lambda rows: dot(rows, whole, channels)[..., : k.shape[3 - channels]], rows, len(k))
+        filled = _filled(k, 3 - channels)
+        return multiply_heads(lambda rows: dot(rows, filled, channels)[..., : k.shape[3 - channels]], rows, len(k))
     codes, step = _bytes(k, channels)
-    found = of_each(lambda rows: _dot_codes(rows, codes, channels, integers), rows, len(k))
-    return joined(found, unit * step) * beside(scale, len(found))
+    products = multiply_heads(lambda rows: _dot_codes(rows, codes, channels, integers), rows, len(k))
+    return join_digits(products, unit * step) * per_query_row(scale, len(products))
 
 
-def weighted(
+def block_weighted_sum(
     weights: Float[Array, "#n g s"], v: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
 ) -> Float[Array, "#n g e"]:
-    """Sum a block of values with non-negative weights; arguments are as in `products`."""
+    """Sum a block of values with non-negative weights; arguments are as in `block_products`."""
     slots = 3 - channels
     if scale is None:
-        whole = _filled(v, slots)
-        unseen = whole.shape[slots] - weights.shape[2]
+        filled = _filled(v, slots)
+        unseen = filled.shape[slots] - weights.shape[2]
         weights = jnp.pad(weights.astype(v.dtype), ((0, 0), (0, 0), (0, unseen)))
-        return of_each(lambda rows: dot(rows, whole, slots), weights, len(v))
-    rows, unit = digits(weights * beside(scale, len(weights)))
+        return multiply_heads(lambda rows: dot(rows, filled, slots), weights, len(v))
+    rows, unit = digits(weights * per_query_row(scale, len(weights)))
     codes, step = _bytes(v, channels)
-    return joined(of_each(lambda rows: _dot_codes(rows, codes, slots, integers), rows, len(v)), unit * step)
+    return join_digits(multiply_heads(lambda rows: _dot_codes(rows, codes, slots, integers), rows, len(v)), unit * step)
 
 
-def beside(x: Shaped[Array, "h s"], blocks: int) -> Shaped[Array, "n #rows s"]:
+def per_query_row(x: Shaped[Array, "h s"], blocks: int) -> Shaped[Array, "n #rows s"]:
     """Broadcast numbers per KV head and slot to the rows of the heads' queries, which fill `blocks` blocks."""
     return x[:, None] if len(x) == blocks else x.reshape(blocks, -1, x.shape[1])
 
 
-def of_each(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Array:
+def multiply_heads(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Array:
     """Multiply rows by their KV heads' operands, also if a block holds single rows of several heads.
 
     Such a block is multiplied by the operand of each of its heads, which costs as much as one row. Each row then keeps
@@ -131,12 +131,14 @@ def of_each(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Arra
     blocks, together = len(rows), heads // len(rows)
     if together == 1:
         return multiply(rows)
-    found = multiply(jnp.repeat(rows, together, axis=0))
-    whose = jax.lax.broadcasted_iota(jnp.int32, found.shape[1:], 0) % together
-    kept = [found[block * together] for block in range(blocks)]
+    products = multiply(jnp.repeat(rows, together, axis=0))
+    head_of_row = jax.lax.broadcasted_iota(jnp.int32, products.shape[1:], 0) % together
+    selected = [products[block * together] for block in range(blocks)]
     for i in range(1, together):
-        kept = [jnp.where(whose == i, found[block * together + i], own) for block, own in enumerate(kept)]
-    return jnp.stack(kept)
+        selected = [
+            jnp.where(head_of_row == i, products[block * together + i], row) for block, row in enumerate(selected)
+        ]
+    return jnp.stack(selected)
 
 
 def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
@@ -144,18 +146,18 @@ def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
 
     The compiler fills a unit of 256 columns in half as many steps if the block has 256 slots and no padding of zeros.
     """
-    held = x.shape[slots]
-    missing = -held % (2 * LANES)
-    whole_tiles = x.dtype == jnp.bfloat16 and slots == 1 and held % (2 * SUBLANES) == 0
-    if not whole_tiles or not 0 < missing <= LANES < held or _columns() == LANES:
+    count = x.shape[slots]
+    missing = -count % (2 * LANES)
+    whole_tiles = x.dtype == jnp.bfloat16 and slots == 1 and count % (2 * SUBLANES) == 0
+    if not whole_tiles or not 0 < missing <= LANES < count or _columns() == LANES:
         return x
     return jnp.concatenate([x, jax.lax.slice_in_dim(x, 0, missing, axis=slots)], slots)
 
 
 def _columns() -> int:
     """Return the columns of the target TPU's matrix unit; interpreters assume the widest."""
-    known = chip()
-    return 2 * LANES if known is None else known.mxu_column_size
+    tpu = chip()
+    return 2 * LANES if tpu is None else tpu.mxu_column_size
 
 
 def _bytes(codes: Int[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ..."], float]:
@@ -177,8 +179,8 @@ def _bytes(codes: Int[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ...
 def _multiply(a: Array, b: Array, axes: Any) -> Array:
     # Keeps the matrix unit from rounding float32 to bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    kept = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=kept)
+    dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
 
 
 def _dot_codes(rows: Array, codes: Array, axis: int, integers: bool) -> Array:

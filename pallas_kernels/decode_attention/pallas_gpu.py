@@ -18,10 +18,10 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.attention import add_logits, log_sum, pad_to
-from pallas_kernels.blocks import block, made, run
+from pallas_kernels.blocks import input_block, output_block, run
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen, stored, tempered
-from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, split_of, tile
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, array_and_scale, noisy_logits, visible_slots
+from pallas_kernels.decode_attention.splits import ROWS, SplitOutputs, channels, merge_splits, split_of, tile
 from pallas_kernels.quantised import halves
 
 PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=2)
@@ -31,12 +31,12 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
     size, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
-    logits = None if x.scores is None else made((b, h, g, c), of_head(g, c))
+    logits = None if x.scores is None else output_block((b, h, g, c), of_head(g, c))
     of_slots = functools.partial(of_head, c)
-    found = attend_parts(
+    parts = attend_parts(
         x, of_slots, None, logits, size=size, splits=splits, interpret=interpret, name="decode_attention"
     )
-    return merged(found, g, splits, x.scores)
+    return merge_splits(parts, g, splits, x.scores)
 
 
 def of_head(*tail: int) -> pl.BlockSpec:
@@ -61,7 +61,7 @@ def attend_parts(
     splits: int,
     interpret: Any,
     name: str,
-) -> Parts:
+) -> SplitOutputs:
     """Attend to each split of each head's slots, `size` of them at a time, and to its low-rank memory.
 
     Args:
@@ -73,40 +73,40 @@ def attend_parts(
 
     def of_part(*tail: int) -> Any:
         spec = pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
-        return made((b, h, parts, *tail), spec)
+        return output_block((b, h, parts, *tail), spec)
 
     def of_row(numbers: Array | None) -> Any:
-        return None if numbers is None else block(numbers, pl.BlockSpec((1,), lambda s, h, b: (b,)))
+        return None if numbers is None else input_block(numbers, pl.BlockSpec((1,), lambda s, h, b: (b,)))
 
     def slots(numbers: Array) -> Any:
-        return block(numbers, of_slots(*numbers.shape[x.position.ndim :]))
+        return input_block(numbers, of_slots(*numbers.shape[x.position.ndim :]))
 
-    slopes, low_rank, gumbel = x.spec.slopes, x.low_rank, x.gumbel
+    slopes, low_rank, noise = x.spec.slopes, x.low_rank, x.score_noise
     if slopes is not None:
         of_group = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
-        slopes = block(pad_to(slopes.astype(jnp.float32), 1, ROWS), of_group)
+        slopes = input_block(pad_to(slopes.astype(jnp.float32), 1, ROWS), of_group)
     if low_rank is not None:
         phi, memory, z = (y.astype(jnp.float32) for y in low_rank)
         phi = jnp.moveaxis(pad_to(phi, 2, ROWS), -1, 2)
-        low_rank = LowRank(*(block(y, of_head(*y.shape[2:])) for y in (phi, memory, z)))
-    if gumbel is not None:
-        seed, tau, first = map(of_row, (gumbel.seed, gumbel.tau.astype(jnp.float32), gumbel.first))
-        gumbel = dataclasses.replace(gumbel, seed=seed, tau=tau, first=first)
+        low_rank = LowRank(*(input_block(y, of_head(*y.shape[2:])) for y in (phi, memory, z)))
+    if noise is not None:
+        seed, tau, first = map(of_row, (noise.seed, noise.tau.astype(jnp.float32), noise.first))
+        noise = dataclasses.replace(noise, seed=seed, tau=tau, first=first)
     inputs = DecodeAttention(
-        q=block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
+        q=input_block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
         k=jax.tree.map(slots, x.k),
         v=jax.tree.map(slots, x.v),
         position=slots(x.position),
         query_position=of_row(x.query_position),
         spec=dataclasses.replace(x.spec, slopes=slopes),
         low_rank=low_rank,
-        scores=gumbel,
+        scores=noise,
     )
     lse = of_part(ROWS)
     return run(
-        functools.partial(_kernel, size=size, splits=splits, multiply=products(interpret)),
+        functools.partial(_kernel, size=size, splits=splits, multiply=multiplication(interpret)),
         (inputs, span),
-        Parts(of_part(ROWS, x.v.shape[-1]), lse, logits, None if gumbel is None else lse),
+        SplitOutputs(of_part(ROWS, x.v.shape[-1]), lse, logits, None if noise is None else lse),
         grid=(parts, h, b),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -117,7 +117,7 @@ def attend_parts(
 def _kernel(
     x: DecodeAttention,
     span: Span | None,
-    outputs: Parts,
+    outputs: SplitOutputs,
     *,
     size: int,
     splits: int,
@@ -125,7 +125,7 @@ def _kernel(
 ) -> None:
     part, head = pl.program_id(0), pl.program_id(1)
     (capacity,), e, dtype = x.position.shape, outputs.out.shape[-1], x.q.dtype
-    (k, k_scale), (v, v_scale) = stored(x.k), stored(x.v)
+    (k, k_scale), (v, v_scale) = array_and_scale(x.k), array_and_scale(x.v)
     begin, end = (0, capacity) if span is None else (span.begin[0], span.end[0])
     split = split_of(end - begin, splits, size)
     first = begin + part * split
@@ -135,7 +135,7 @@ def _kernel(
     def _() -> None:
         query = x.query_position[0]
         pieces = channels(x.q.shape[-1], dtype, in_halves(k))
-        q = tuple(x.q[:, some] for some in pieces)
+        q = tuple(x.q[:, piece] for piece in pieces)
         rows = jax.lax.broadcasted_iota(jnp.int32, (ROWS, size), 0)
 
         def step(i: Array, carry: Any) -> Any:
@@ -143,35 +143,36 @@ def _kernel(
             start = first + i * size
             slot = start + jax.lax.broadcasted_iota(jnp.int32, (size,), 0)
             inside = slot < last
-            here = pl.ds(start, size)
+            block = pl.ds(start, size)
             ragged = span is not None or capacity % size != 0
 
-            def read(ref: Any, other: float = 0.0, some: slice | None = None) -> Array:
-                ref = ref.at[here] if some is None else ref.at[here, some]
+            def read(ref: Any, fill: float = 0.0, piece: slice | None = None) -> Array:
+                ref = ref.at[block] if piece is None else ref.at[block, piece]
                 if not ragged:
                     return ref[...]
                 mask = jax.lax.broadcast_in_dim(inside, ref.shape, (0,))
-                return plgpu.load(ref, mask=mask, other=other)
+                return plgpu.load(ref, mask=mask, other=fill)
 
             def pieces_of(ref: Any, pieces: tuple[slice | None, ...] = (None,)) -> tuple[Array, ...]:
-                found = halves(read(ref)) if in_halves(ref) else (read(ref, some=some) for some in pieces)
-                return tuple(y.astype(dtype) for y in found)
+                arrays = halves(read(ref)) if in_halves(ref) else (read(ref, piece=piece) for piece in pieces)
+                return tuple(y.astype(dtype) for y in arrays)
 
             at = read(x.position, -1)
-            visible = seen(at, query, x.spec.window)
+            visible = visible_slots(at, query, x.spec.window)
             visible = jax.lax.broadcast_in_dim(visible, (ROWS, size), (1,))
             products = functools.reduce(jnp.add, map(multiply, q, (y.T for y in pieces_of(k, pieces))))
             logits = x.spec.capped(products if k_scale is None else products * read(k_scale)[None, :])
             if x.spec.slopes is not None:
                 logits += x.spec.slopes[...][:, None] * (at - query).astype(jnp.float32)[None, :]
             logits = jnp.where(visible, logits, LOWEST)
-            weights, kept, top, total = add_logits(top, total, logits)
+            weights, correction, top, total = add_logits(top, total, logits)
             scaled = weights if v_scale is None else weights * read(v_scale)[None, :]
             scaled = scaled.astype(dtype)
-            acc = tuple(kept[:, None] * some + multiply(scaled, y) for some, y in zip(acc, pieces_of(v), strict=True))
-            if x.gumbel is not None:
-                number = (head if x.gumbel.first is None else head + x.gumbel.first[0]).astype(jnp.uint32)
-                logits = tempered(logits, visible, x.gumbel, x.gumbel.seed[0], x.gumbel.tau[0], number, at)
+            parts = zip(acc, pieces_of(v), strict=True)
+            acc = tuple(correction[:, None] * out + multiply(scaled, y) for out, y in parts)
+            if (noise := x.score_noise) is not None:
+                number = (head if noise.first is None else head + noise.first[0]).astype(jnp.uint32)
+                logits = noisy_logits(logits, visible, noise, noise.seed[0], noise.tau[0], number, at)
                 *_, noisy_top, noisy_total = add_logits(noisy_top, noisy_total, logits)
             if outputs.logits is not None:
                 columns = jax.lax.broadcast_in_dim(slot, (ROWS, size), (1,))
@@ -187,11 +188,11 @@ def _kernel(
         lowest, nothing = jnp.full(ROWS, LOWEST / 2, jnp.float32), jnp.zeros(ROWS, jnp.float32)
         blocks = jnp.maximum(last - first + size - 1, 0) // size
         widths = (e // 2, e // 2) if in_halves(v) else (e,)
-        start = (tuple(jnp.zeros((ROWS, some), jnp.float32) for some in widths), lowest, nothing, lowest, nothing)
+        start = (tuple(jnp.zeros((ROWS, width), jnp.float32) for width in widths), lowest, nothing, lowest, nothing)
         acc, top, total, noisy_top, noisy_total = jax.lax.fori_loop(0, blocks, step, start)
-        for i, some in enumerate(acc):
+        for i, part_out in enumerate(acc):
             columns = slice(i * widths[0], (i + 1) * widths[0])
-            outputs.out[:, columns] = some / jnp.where(total > 0, total, 1.0)[:, None]
+            outputs.out[:, columns] = part_out / jnp.where(total > 0, total, 1.0)[:, None]
         outputs.lse[...] = log_sum(top, total, LOWEST)
         if outputs.noisy_lse is not None:
             outputs.noisy_lse[...] = log_sum(noisy_top, noisy_total, LOWEST)
@@ -219,7 +220,7 @@ def in_halves(codes: Array) -> bool:
     return codes.dtype == jnp.uint8
 
 
-def products(interpret: Any) -> Callable[[Array, Array], Array]:
+def multiplication(interpret: Any) -> Callable[[Array, Array], Array]:
     """Return a function that multiplies matrices [n m] and [m o] in float32, inside a kernel with this `interpret`.
 
     Float32 is not rounded to the ten bits of the tensor cores. Each number is split into a sum of two such numbers,

@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels.attention import log_sum, positive
-from pallas_kernels.blocks import made, run
+from pallas_kernels.blocks import output_block, run
 from pallas_kernels.common import LANES, SUBLANES, VMEM_BYTES, chip, tpu_params
-from pallas_kernels.decode_attention import kernel_parts, running
-from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
+from pallas_kernels.decode_attention import kernel_parts, online_softmax
+from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank, ScoreNoise
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
-from pallas_kernels.decode_attention.running import Running
+from pallas_kernels.decode_attention.online_softmax import RunningAttention
 
 BLOCK_BYTES = 1 << 20
 """Approximate bytes of keys in one grid step; values take as many, and both are double-buffered."""
@@ -30,7 +30,7 @@ ROOMY = 64 << 20
 """Bytes of VMEM from which blocks and kernels' VMEM are twice as large: v4 has less, later chips have it."""
 
 
-class Outputs(NamedTuple):
+class AttentionOutputs(NamedTuple):
     """Results of the kernel: blocks of rows are packed, and `lse` has a number for each row of a head's block."""
 
     out: Any
@@ -45,74 +45,73 @@ class Outputs(NamedTuple):
 def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
     c, e = x.v.shape[2:]
-    heads, slots = tile(h, c, max(d, e), min(kernel_parts.stored(y)[0].dtype.itemsize for y in (x.k, x.v)))
-    splits, (blocks, rows) = pl.cdiv(c, slots), running.rows_and_blocks(heads, g)
-    shared = blocks < heads
+    heads, slots = tile(h, c, max(d, e), min(kernel_parts.array_and_scale(y)[0].dtype.itemsize for y in (x.k, x.v)))
+    splits, (blocks, rows) = pl.cdiv(c, slots), online_softmax.rows_and_blocks(heads, g)
+    share_registers = blocks < heads
     # With heads that share registers, scores are as large as logits and are held twice.
-    held = 4 * (blocks * rows + (2 * heads if shared else 0)) * splits * slots
-    keep = x.scores is not None and held <= HELD_BYTES
-    wanted = "sum" if x.gumbel is not None else x.scores
+    score_bytes = 4 * (blocks * rows + (2 * heads if share_registers else 0)) * splits * slots
+    kept_slots = splits * slots if x.scores is not None and score_bytes <= HELD_BYTES else None
+    requested = "sum" if isinstance(x.scores, ScoreNoise) else x.scores
 
-    parts = running.Parts(heads, g, slots, lambda b, h, s: (b, h, s))
+    parts = online_softmax.BlockLayout(heads, g, slots, lambda b, h, s: (b, h, s))
     inputs = parts.inputs(x, parts.of_slots())
-    told = 1 if shared else rows
-    outputs = Outputs(made((b, h * g, e), parts.of_queries(e)), made((b, h, told), parts.of_heads(told)))
-    if keep:
-        shape = (g, c) if wanted == "each" and not shared else (c,)
-        outputs = outputs._replace(scores=made((b, h, *shape), parts.of_heads(*shape)))
-    elif wanted is not None:
+    lse_rows = 1 if share_registers else rows
+    lse = output_block((b, h, lse_rows), parts.of_heads(lse_rows))
+    outputs = AttentionOutputs(output_block((b, h * g, e), parts.of_queries(e)), lse)
+    if kept_slots is not None:
+        shape = (g, c) if requested == "each" and not share_registers else (c,)
+        outputs = outputs._replace(scores=output_block((b, h, *shape), parts.of_heads(*shape)))
+    elif requested is not None:
         several = parts.of_heads(rows, slots, along=1)
-        logits = made((b, h, c), parts.of_slots()) if shared else made((b, h, rows, c), several)
-        outputs = outputs._replace(logits=logits, scores_lse=made((b, h, told), parts.of_heads(told)))
+        shape, spec = ((c,), parts.of_slots()) if share_registers else ((rows, c), several)
+        outputs = outputs._replace(logits=output_block((b, h, *shape), spec), scores_lse=lse)
 
     channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)
-    settings = dict(capacity=c, channels=channels, wanted=wanted, integers=kernel_parts.multiplies_integers(interpret))
-    found = run(
-        functools.partial(_kernel, **settings),
+    integers = kernel_parts.multiplies_integers(interpret)
+    results = run(
+        functools.partial(_kernel, capacity=c, channels=channels, requested=requested, integers=integers),
         (inputs,),
         outputs,
         grid=(b, pl.cdiv(h, heads), splits),
-        scratch_shapes=[
-            Running.scratch(blocks, rows, e=e, noisy=x.gumbel is not None, slots=splits * slots if keep else None)
-        ],
-        compiler_params=tpu_params(2, 1, VMEM_BYTES * room()),
+        scratch_shapes=[RunningAttention.scratch(blocks, rows, e=e, noisy=x.score_noise is not None, slots=kept_slots)],
+        compiler_params=tpu_params(2, 1, VMEM_BYTES * block_factor()),
         interpret=interpret,
         name="decode_attention",
     )
-    result = found.scores
-    if found.logits is not None:
+    scores = results.scores
+    if results.logits is not None:
         # Rows are too long for VMEM: XLA scores them in an elementwise epilogue.
-        finite = jnp.where(jnp.isfinite(found.scores_lse), found.scores_lse, 0.0)
-        result = jnp.exp(found.logits.reshape(b, h, told, c) - finite[..., None])[:, :, :g]
-        result = result if wanted == "each" else result.sum(2)
-    elif wanted == "each":
-        result = result.reshape(b, h, g, c)
-    return Decoded(found.out.reshape(b, h, g, e), found.lse[:, :, :g], result)
+        finite = jnp.where(jnp.isfinite(results.scores_lse), results.scores_lse, 0.0)
+        scores = jnp.exp(results.logits.reshape(b, h, lse_rows, c) - finite[..., None])[:, :, :g]
+        scores = scores if requested == "each" else scores.sum(2)
+    elif requested == "each":
+        scores = scores.reshape(b, h, g, c)
+    return Decoded(results.out.reshape(b, h, g, e), results.lse[:, :, :g], scores)
 
 
-def room() -> int:
+def block_factor() -> int:
     """Return the factor by which blocks may exceed `BLOCK_BYTES` on the target TPU."""
-    known = chip()
-    return 2 if known is not None and known.vmem_capacity_bytes >= ROOMY else 1
+    tpu = chip()
+    return 2 if tpu is not None and tpu.vmem_capacity_bytes >= ROOMY else 1
 
 
 def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
     """Return the KV heads and slots of one grid step, for d numbers per head and slot of `itemsize` bytes each."""
-    heads, most = SUBLANES if h % SUBLANES == 0 else h, BLOCK_BYTES * room()
-    while h % (2 * heads) == 0 and 2 * heads * c * d * itemsize <= most:
+    heads, max_bytes = SUBLANES if h % SUBLANES == 0 else h, BLOCK_BYTES * block_factor()
+    while h % (2 * heads) == 0 and 2 * heads * c * d * itemsize <= max_bytes:
         heads *= 2  # for short rows: a step must take longer than its start
-    slots = max(LANES, most // (heads * d * itemsize) // LANES * LANES)
+    slots = max(LANES, max_bytes // (heads * d * itemsize) // LANES * LANES)
     return heads, min(slots, c)
 
 
 def _kernel(
     x: DecodeAttention,
-    made: Outputs,
-    scratch: Running,
+    outputs: AttentionOutputs,
+    scratch: RunningAttention,
     *,
     capacity: int,
     channels: tuple[int, int],
-    wanted: str | None,
+    requested: str | None,
     integers: bool,
 ) -> None:
     row, split = pl.program_id(0), pl.program_id(2)
@@ -125,63 +124,65 @@ def _kernel(
         # Memory beyond the last slot is arbitrary, even NaN, which a weight of 0 does not turn into 0.
         if capacity % slots == 0:
             return numbers
-        here = first + jax.lax.broadcasted_iota(jnp.int32, numbers.shape, along)
-        return jnp.where(here < capacity, numbers, jnp.zeros_like(numbers))
+        slot = first + jax.lax.broadcasted_iota(jnp.int32, numbers.shape, along)
+        return jnp.where(slot < capacity, numbers, jnp.zeros_like(numbers))
 
     position, query = x.position[0], x.query_position[row]
-    visible = kernel_parts.seen(position, query, x.spec.window)
+    visible = kernel_parts.visible_slots(position, query, x.spec.window)
     if capacity % slots:
         visible &= first + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
-    v, v_scale = kernel_parts.stored(x.v)
+    v, v_scale = kernel_parts.array_and_scale(x.v)
     if v_scale is None:
         v = live(v[0], 3 - channels[1])
     else:
         v, v_scale = v[0], live(v_scale[0], 1)
 
-    q = running.rows_of(x.q[0], heads)
-    logits, visible = running.logits_of(x, q, position, visible, query, channels[0], integers, first, row)
+    q = online_softmax.unpack_rows(x.q[0], heads)
+    logits, visible = online_softmax.logits_of(x, q, position, visible, query, channels[0], integers, first, row)
     scratch.softmax.advance(
-        logits, scratch.acc, lambda weights: kernel_parts.weighted(weights, v, v_scale, channels[1], integers)
+        logits, scratch.acc, lambda weights: kernel_parts.block_weighted_sum(weights, v, v_scale, channels[1], integers)
     )
     if scratch.noisy is not None:
-        logits = running.noisy(x.scores, logits, visible, position, row, head)
+        logits = online_softmax.add_noise(x.scores, logits, visible, position, row, head)
         scratch.noisy.advance(logits)
     if scratch.logits is not None:
-        here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(first, slots), slots)
-        scratch.logits[:, :, here] = logits
-    elif made.logits is not None:
-        made.logits[0] = logits if len(q) == heads else logits.reshape(heads, slots)
+        block = slice(None) if slots == capacity else pl.ds(pl.multiple_of(first, slots), slots)
+        scratch.logits[:, :, block] = logits
+    elif outputs.logits is not None:
+        outputs.logits[0] = logits if len(q) == heads else logits.reshape(heads, slots)
 
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
         top, total = (ref[...] for ref in (scratch.noisy or scratch.softmax))  # of slots alone
         out, lse = _finish(x.low_rank, scratch)
-        made.out[0], made.lse[0] = running.packed(out, heads, groups), running.along_lanes(lse, heads)
-        if wanted is None:
+        out, lse = online_softmax.pack_rows(out, heads, groups), online_softmax.along_lanes(lse, heads)
+        outputs.out[0], outputs.lse[0] = out, lse
+        if requested is None:
             return
-        if made.scores_lse is not None:
-            made.scores_lse[0] = running.along_lanes(log_sum(top, total), heads)
+        if outputs.scores_lse is not None:
+            outputs.scores_lse[0] = online_softmax.along_lanes(log_sum(top, total), heads)
             return
         used = slice(groups if len(q) == heads else None)
         share = jnp.exp(scratch.logits[:, used, :capacity] - top[:, used])
         share /= positive(total)[:, used]
-        made.scores[0] = share if wanted == "each" and len(q) == heads else running.summed(share, heads)
+        single = requested == "each" and len(q) == heads
+        outputs.scores[0] = share if single else online_softmax.sum_groups(share, heads)
 
 
-def _finish(low_rank: LowRank | None, scratch: Running) -> tuple[Array, Array]:
+def _finish(low_rank: LowRank | None, scratch: RunningAttention) -> tuple[Array, Array]:
     # Merges slots with low-rank attention, which is one more split: its logits are the logarithms of its mass.
     if low_rank is not None:
         heads = low_rank.z.shape[1]
-        phi = running.rows_of(low_rank.features[0], heads)
-        mass = (phi * kernel_parts.beside(low_rank.z[0], len(phi))).sum(-1, keepdims=True)
-        some = mass > 0
-        mass = jnp.where(some, mass, 1.0)
+        phi = online_softmax.unpack_rows(low_rank.features[0], heads)
+        mass = (phi * kernel_parts.per_query_row(low_rank.z[0], len(phi))).sum(-1, keepdims=True)
+        nonempty = mass > 0
+        mass = jnp.where(nonempty, mass, 1.0)
 
         def weigh(weights: Array) -> Array:
             # phi H is divided by its mass, which the weights contain: that cannot overflow.
-            memory = kernel_parts.of_each(lambda rows: kernel_parts.dot(rows, low_rank.h[0], 1), phi, heads)
+            memory = kernel_parts.multiply_heads(lambda rows: kernel_parts.dot(rows, low_rank.h[0], 1), phi, heads)
             return weights / mass * memory
 
-        scratch.softmax.advance(jnp.where(some, jnp.log(mass), LOWEST), scratch.acc, weigh)
+        scratch.softmax.advance(jnp.where(nonempty, jnp.log(mass), LOWEST), scratch.acc, weigh)
     top, total = (ref[...] for ref in scratch.softmax)
     return scratch.acc[...] / positive(total), log_sum(top, total)

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from pallas_kernels.common import capability
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
-from pallas_kernels.decode_attention.kernel_parts import stored
-from pallas_kernels.decode_attention.partials import ROWS, Parts, channels, merged, split_of, tile
+from pallas_kernels.decode_attention.kernel_parts import array_and_scale
+from pallas_kernels.decode_attention.splits import ROWS, SplitOutputs, channels, merge_splits, split_of, tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,28 +61,28 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
     """See `api.decode_attention`; `call` goes to `jax_triton.triton_call`, which has no interpreter."""
     import jax_triton  # cannot be imported if jax is not built for GPU
 
-    (b, h, g, _), e, gumbel = x.q.shape, x.v.shape[-1], x.gumbel
+    (b, h, g, _), e, noise = x.q.shape, x.v.shape[-1], x.score_noise
     constants = constants_of(x)
-    nothing = jnp.zeros(1, jnp.float32)  # placeholder for absent arrays, never read
-    low = LowRank(nothing, nothing, nothing) if x.low_rank is None else x.low_rank
-    (keys, k_scale), (values, v_scale) = stored(x.k), stored(x.v)
+    absent = jnp.zeros(1, jnp.float32)  # placeholder for absent arrays, never read
+    low = LowRank(absent, absent, absent) if x.low_rank is None else x.low_rank
+    (keys, k_scale), (values, v_scale) = array_and_scale(x.k), array_and_scale(x.v)
     arrays = [
         x.q,
         keys,
         values,
-        nothing if k_scale is None else k_scale,
-        nothing if v_scale is None else v_scale,
+        absent if k_scale is None else k_scale,
+        absent if v_scale is None else v_scale,
         x.position,
         x.query_position,
-        nothing if x.spec.slopes is None else x.spec.slopes.astype(jnp.float32),
+        absent if x.spec.slopes is None else x.spec.slopes.astype(jnp.float32),
         *(y.astype(jnp.float32) for y in low),
-        jnp.zeros(1, jnp.uint32) if gumbel is None else gumbel.seed,
-        nothing if gumbel is None else gumbel.tau.astype(jnp.float32),
-        jnp.zeros(b, jnp.int32) if gumbel is None or gumbel.first is None else gumbel.first,
+        jnp.zeros(1, jnp.uint32) if noise is None else noise.seed,
+        absent if noise is None else noise.tau.astype(jnp.float32),
+        jnp.zeros(b, jnp.int32) if noise is None or noise.first is None else noise.first,
     ]
     lse = (b, h, constants.parts, ROWS)
-    logits, noisy_lse = (b, h, g, constants.slots) if constants.scores else (1,), (1,) if gumbel is None else lse
-    found = jax_triton.triton_call(
+    logits, noisy_lse = (b, h, g, constants.slots) if constants.scores else (1,), (1,) if noise is None else lse
+    outputs = jax_triton.triton_call(
         *arrays,
         kernel=kernel,
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*lse, e), lse, logits, noisy_lse)],
@@ -91,13 +91,15 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
         s=constants,
         **{"num_warps": 4, "num_stages": 2, "compute_capability": capability(), **call},
     )
-    found = Parts(*found)
-    return merged(found if gumbel is not None else found._replace(noisy_lse=None), g, constants.splits, x.scores)
+    outputs = SplitOutputs(*outputs)
+    return merge_splits(
+        outputs if noise is not None else outputs._replace(noisy_lse=None), g, constants.splits, x.scores
+    )
 
 
 def constants_of(x: DecodeAttention) -> Constants:
     """Return the constants for these arguments."""
-    (b, h, g, d), (c, e), gumbel = x.q.shape, x.v.shape[2:], x.gumbel
+    (b, h, g, d), (c, e), noise = x.q.shape, x.v.shape[2:], x.score_noise
     block, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
     pieces = channels(max(16, triton.next_power_of_2(d)), x.q.dtype)
     return Constants(
@@ -113,13 +115,13 @@ def constants_of(x: DecodeAttention) -> Constants:
         scale=x.spec.scale,
         cap=0.0 if x.spec.soft_cap is None else x.spec.soft_cap,
         window=-1 if x.spec.window is None else x.spec.window,
-        layer=0 if gumbel is None else gumbel.layer * 0x9E3779B9 & 0xFFFFFFFF,
+        layer=0 if noise is None else noise.layer * 0x9E3779B9 & 0xFFFFFFFF,
         slopes=x.spec.slopes is not None,
-        k_codes=stored(x.k)[1] is not None,
-        v_codes=stored(x.v)[1] is not None,
+        k_codes=array_and_scale(x.k)[1] is not None,
+        v_codes=array_and_scale(x.v)[1] is not None,
         scores=x.scores is not None,
-        tempered=gumbel is not None,
-        noisy=gumbel is not None and gumbel.noise == "gumbel",
+        tempered=noise is not None,
+        noisy=noise is not None and noise.kind == "gumbel",
         block=block,
         rows=ROWS,
         k_width=pieces[0].stop,
@@ -170,7 +172,7 @@ def kernel(
     # 64 bits: a large batch of long caches has more than 2^31 numbers.
     base = (row * s.heads + head).to(tl.int64)
     rows, channels, columns = tl.arange(0, s.rows), tl.arange(0, s.k_width), tl.arange(0, s.v_width)
-    own, inside = rows < s.groups, columns < s.e
+    real_rows, inside = rows < s.groups, columns < s.e
     acc = tl.zeros([HEIGHT, WIDTH], tl.float32)
     total = tl.zeros([HEIGHT], tl.float32)
     top = tl.full([HEIGHT], LOWEST / 2, tl.float32)
@@ -178,14 +180,14 @@ def kernel(
     noisy_top = tl.full([HEIGHT], LOWEST / 2, tl.float32)
     if part < s.splits:
         query = tl.load(query_position + row)
-        corner = own[:, None] & (channels < s.d)[None, :]
+        corner = real_rows[:, None] & (channels < s.d)[None, :]
         queries = tl.load(q + (base * s.groups + rows[:, None]) * s.d + channels[None, :], mask=corner, other=0.0)
         if s.halved:
-            corner = own[:, None] & (channels < s.d - s.k_width)[None, :]
+            corner = real_rows[:, None] & (channels < s.d - s.k_width)[None, :]
             upper = q + (base * s.groups + rows[:, None]) * s.d + s.k_width + channels[None, :]
             upper = tl.load(upper, mask=corner, other=0.0)
         if s.slopes:
-            slope = tl.load(slopes + head * s.groups + rows, mask=own, other=0.0)
+            slope = tl.load(slopes + head * s.groups + rows, mask=real_rows, other=0.0)
         if s.tempered:
             temperature = tl.load(tau + row)
         if s.noisy:
@@ -195,18 +197,18 @@ def kernel(
             slot = start + tl.arange(0, s.block)
             real = slot < s.slots
             cells = base * s.slots + slot
-            held = real[:, None] & (channels < s.d)[None, :]
-            keys = tl.load(k + cells[:, None] * s.d + channels[None, :], mask=held, other=0).to(queries.dtype)
-            held = real[:, None] & inside[None, :]
-            values = tl.load(v + cells[:, None] * s.e + columns[None, :], mask=held, other=0).to(queries.dtype)
+            mask = real[:, None] & (channels < s.d)[None, :]
+            keys = tl.load(k + cells[:, None] * s.d + channels[None, :], mask=mask, other=0).to(queries.dtype)
+            mask = real[:, None] & inside[None, :]
+            values = tl.load(v + cells[:, None] * s.e + columns[None, :], mask=mask, other=0).to(queries.dtype)
             at = tl.load(position + cells, mask=real, other=-1)
             visible = (at >= 0) & (at <= query)
             if s.window >= 0:
                 visible = visible & (at > query - s.window)
             logits = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
             if s.halved:
-                held = real[:, None] & (channels < s.d - s.k_width)[None, :]
-                keys = tl.load(k + cells[:, None] * s.d + s.k_width + channels[None, :], mask=held, other=0)
+                mask = real[:, None] & (channels < s.d - s.k_width)[None, :]
+                keys = tl.load(k + cells[:, None] * s.d + s.k_width + channels[None, :], mask=mask, other=0)
                 logits += tl.dot(upper, tl.trans(keys.to(upper.dtype)), input_precision="tf32x3")
             logits *= s.scale
             if s.k_codes:
@@ -218,11 +220,11 @@ def kernel(
             logits = tl.where(visible[None, :], logits, LOWEST)
             highest = tl.maximum(top, tl.max(logits, 1))
             weights = tl.exp(logits - highest[:, None])
-            kept = tl.exp(top - highest)
-            total = kept * total + tl.sum(weights, 1)
+            correction = tl.exp(top - highest)
+            total = correction * total + tl.sum(weights, 1)
             if s.v_codes:
                 weights *= tl.load(v_scale + cells, mask=real, other=0.0)[None, :]
-            acc = kept[:, None] * acc + tl.dot(weights.to(values.dtype), values, input_precision="tf32x3")
+            acc = correction[:, None] * acc + tl.dot(weights.to(values.dtype), values, input_precision="tf32x3")
             top = highest
             if s.tempered:
                 if s.noisy:
@@ -236,17 +238,17 @@ def kernel(
                 noisy_top = noisy_highest
             if s.scores:
                 target = logits_out + (base * s.groups + rows[:, None]) * s.slots + slot[None, :]
-                tl.store(target, logits, mask=own[:, None] & real[None, :])
+                tl.store(target, logits, mask=real_rows[:, None] & real[None, :])
     elif s.features > 0:
         # Low-rank attention is one more split, of mass phi z.
         top = tl.zeros([HEIGHT], tl.float32)
         for r in range(s.features):
-            feature = tl.load(phi + (base * s.groups + rows) * s.features + r, mask=own, other=0.0)
+            feature = tl.load(phi + (base * s.groups + rows) * s.features + r, mask=real_rows, other=0.0)
             direction = tl.load(memory + (base * s.features + r) * s.e + columns, mask=inside, other=0.0)
             acc += feature[:, None] * direction[None, :]
             total += feature * tl.load(z + base * s.features + r)
-    some = total > 0
-    acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+    nonempty = total > 0
+    acc = tl.where(nonempty[:, None], acc / tl.where(nonempty, total, 1.0)[:, None], 0.0)
     place = (base * s.parts + part) * s.rows + rows
     tl.store(out + place[:, None] * s.e + columns[None, :], acc, mask=inside[None, :])
     tl.store(lse + place, log_of(top, total))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.attention import static
 from pallas_kernels.common import SUBLANES, padded
 from pallas_kernels.op import How, Limit, Op
-from pallas_kernels.ranking import Protection
+from pallas_kernels.ranking import EvictionRules
 
 WORDS = ("float32", "int32", "uint32")
 WIDE = ("float32", "bfloat16", "int8", "uint8")
@@ -29,7 +29,7 @@ def evict(
     buffers: Any,
     added: Any,
     *,
-    protection: Protection,
+    protection: EvictionRules,
     keep: Bool[Array, "b h c"] | None = None,
     shrinks: bool = False,
     pairs: bool = True,
@@ -74,7 +74,7 @@ class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h 
     new_position: Int[Array, " b"]
     buffers: Any
     added: Any
-    protection: Protection
+    protection: EvictionRules
     keep: Bool[Array, "b h c"] | None = None
     shrinks: bool = static(False)
     pairs: bool = static(True)
@@ -91,13 +91,13 @@ class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h 
         yield not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}, bool"
         several = [leaf for leaf in leaves if leaf.ndim != 3]
         kinds = all(leaf.ndim == 4 and leaf.dtype in (*WIDE, *WORDS) for leaf in several)
-        known = ", ".join(dict.fromkeys(WIDE + WORDS))
-        yield kinds, f"a buffer of several numbers per slot is not [b h c w] of {known}"
+        dtypes = ", ".join(dict.fromkeys(WIDE + WORDS))
+        yield kinds, f"a buffer of several numbers per slot is not [b h c w] of {dtypes}"
         yield all(leaf.shape[3] <= 256 for leaf in several), "a buffer holds more than 256 numbers per slot"
         planes = [leaf for leaf in several if kernel.in_planes(leaf)]
         # Buffers with slots along the lanes are read and written as whole blocks: too much for keys and values.
-        turned = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
-        yield not turned, f"w={turned and turned[0]} numbers in each of c={c} slots lie slots-innermost on a TPU"
+        widths = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
+        yield not widths, f"w={widths and widths[0]} numbers in each of c={c} slots lie slots-innermost on a TPU"
         large = [leaf.shape[3] for leaf in planes if padded(leaf.shape[3], SUBLANES) * c > PLANES]
         yield not large, f"w={large and large[0]} words, in eights, of c={c} slots are more than {PLANES}"
 

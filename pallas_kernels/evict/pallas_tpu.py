@@ -21,23 +21,23 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.blocks import block, made, over, run
+from pallas_kernels.blocks import alias_block, input_block, output_block, run
 from pallas_kernels.common import SUBLANES, VMEM_BYTES, over_cores, row_and_block, slots_lie_along_lanes, tpu_params
 from pallas_kernels.evict.api import Evict
-from pallas_kernels.ranking import Protection, victim
+from pallas_kernels.ranking import EvictionRules, victim
 
 UNIT = 16
 """Minimum slots of an aligned copy: one tile of 16 bits, two tiles of 32 bits."""
 
 
-class Outputs(NamedTuple):
-    """Results of the kernel; `taken` has what the buffers held."""
+class EvictOutputs(NamedTuple):
+    """Results of the kernel; `evicted` has what the buffers held."""
 
     slot: Any
-    left: Any
+    evicted_position: Any
     position: Any
     buffers: list[Any]
-    taken: list[Any]
+    evicted: list[Any]
 
 
 class Scratch(NamedTuple):
@@ -55,18 +55,18 @@ def evict(x: Evict, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
     blocks = h // heads
     cores, units = over_cores(b * blocks)
 
-    def part(*tail: int, late: int = 0) -> pl.BlockSpec:
-        """Return the spec of a block of heads, used in its own step or `late` steps later."""
+    def part(*tail: int, delay: int = 0) -> pl.BlockSpec:
+        """Return the spec of a block of heads, used in its own step or `delay` steps later."""
 
         def index(core: Array, step: Array) -> tuple[Any, ...]:
-            step = jnp.clip(step - late, 0, units - 1)
+            step = jnp.clip(step - delay, 0, units - 1)
             return row_and_block(core, step, units, blocks) + (0,) * len(tail)
 
         return pl.BlockSpec((1, heads, *tail), index)
 
     leaves, tree = jax.tree.flatten(x.buffers)
     kinds = [kind_of(leaf) for leaf in leaves]
-    held: list[Any] = []
+    buffers: list[Any] = []
     added: list[Any] = []
     tiles: list[Any] = []
     for kind, leaf, value in zip(kinds, leaves, jax.tree.leaves(x.added), strict=True):
@@ -74,45 +74,48 @@ def evict(x: Evict, *, interpret: Any) -> tuple[Array, Array, Any, Array, Any]:
         if kind == "narrow":
             if leaf.dtype == jnp.bool_:
                 leaf, value = leaf.astype(jnp.int32), value.astype(jnp.int32)
-            before, after = block(leaf, part(c)), block(value[..., None], part(1))
+            before, after = input_block(leaf, part(c)), input_block(value[..., None], part(1))
         elif kind == "planes":  # in the stored order, so XLA makes no copy
-            before, after = block(leaf.swapaxes(2, 3), part(width, c)), block(value[..., None], part(width, 1))
+            before = input_block(leaf.swapaxes(2, 3), part(width, c))
+            after = input_block(value[..., None], part(width, 1))
         else:
             # A block of eight heads does not fill a tile of 8-bit numbers.
             value = value.astype(jnp.int32) if value.dtype.itemsize == 1 else value
-            before, after = block(leaf, pl.BlockSpec(memory_space=pl.ANY)), block(value, part(width, late=1))
-        held.append(before)
+            before = input_block(leaf, pl.BlockSpec(memory_space=pl.ANY))
+            after = input_block(value, part(width, delay=1))
+        buffers.append(before)
         added.append(after)
-        tiles.append(pltpu.VMEM((2, heads, copied(leaf), width), leaf.dtype) if kind == "wide" else None)
+        tiles.append(pltpu.VMEM((2, heads, slots_per_copy(leaf), width), leaf.dtype) if kind == "wide" else None)
     inputs = Evict(
-        scores=None if x.scores is None else block(x.scores.astype(jnp.float32), part(c)),
-        position=block(x.position, part(c)),
-        new_position=block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        buffers=held,
+        scores=None if x.scores is None else input_block(x.scores.astype(jnp.float32), part(c)),
+        position=input_block(x.position, part(c)),
+        new_position=input_block(x.new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        buffers=buffers,
         added=added,
-        protection=Protection(*(block(bound[..., None], part(1)) for bound in x.protection.of_heads())),
-        keep=None if x.keep is None else block(x.keep.astype(jnp.int32), part(c)),
+        protection=EvictionRules(*(input_block(rule[..., None], part(1)) for rule in x.protection.of_heads())),
+        keep=None if x.keep is None else input_block(x.keep.astype(jnp.int32), part(c)),
         shrinks=x.shrinks,
     )
-    number = made((b, h, 1), part(1), jnp.int32)
-    taken = [made(new.array.shape, new.spec, new.array.dtype) for new in added]
+    number = output_block((b, h, 1), part(1), jnp.int32)
+    evicted = [output_block(new.array.shape, new.spec, new.array.dtype) for new in added]
     semaphores = pltpu.SemaphoreType.DMA((2, max(1, kinds.count("wide")), 2))
-    found = run(
+    results = run(
         functools.partial(_kernel, units=units, blocks=blocks, kinds=kinds),
         (inputs,),
-        Outputs(number, number, over(inputs.position), [over(y) for y in held], taken),
+        EvictOutputs(number, number, alias_block(inputs.position), [alias_block(y) for y in buffers], evicted),
         grid=(cores, units + 2 * ("wide" in kinds)),
         scratch_shapes=[Scratch(tiles, pltpu.SMEM((2, heads), jnp.int32), semaphores)],
         compiler_params=tpu_params(1, 1, VMEM_BYTES),
         interpret=interpret,
         name="evict",
     )
-    gone, written = [], []
-    for kind, leaf, before, after in zip(kinds, leaves, found.taken, found.buffers, strict=True):
-        gone.append((before if kind == "wide" else before[..., 0]).astype(leaf.dtype))
-        written.append((after.swapaxes(2, 3) if kind == "planes" else after).astype(leaf.dtype))
-    pair = jax.tree.unflatten(tree, gone) if x.pairs else None
-    return found.slot[..., 0], found.left[..., 0], pair, found.position, jax.tree.unflatten(tree, written)
+    old_contents, new_buffers = [], []
+    for kind, leaf, before, after in zip(kinds, leaves, results.evicted, results.buffers, strict=True):
+        old_contents.append((before if kind == "wide" else before[..., 0]).astype(leaf.dtype))
+        new_buffers.append((after.swapaxes(2, 3) if kind == "planes" else after).astype(leaf.dtype))
+    pair = jax.tree.unflatten(tree, old_contents) if x.pairs else None
+    updated = jax.tree.unflatten(tree, new_buffers)
+    return results.slot[..., 0], results.evicted_position[..., 0], pair, results.position, updated
 
 
 def kind_of(leaf: Array) -> str:
@@ -125,7 +128,7 @@ def in_planes(leaf: Array) -> bool:
     return slots_lie_along_lanes(*leaf.shape[2:])
 
 
-def copied(leaf: Array) -> int:
+def slots_per_copy(leaf: Array) -> int:
     """Return the slots of one aligned copy of a buffer [b h c w].
 
     They are one tile of 16 bits, two tiles of 32 bits, and a tile of 8 bits, or half of one if c requires it.
@@ -133,17 +136,17 @@ def copied(leaf: Array) -> int:
     return max(UNIT, math.gcd(leaf.shape[2], 2 * UNIT)) if leaf.dtype.itemsize == 1 else UNIT
 
 
-def counted(dtype: DTypeLike) -> Any:
+def dtype_32_bits(dtype: DTypeLike) -> Any:
     """Return the 32-bit dtype in which kernels select and sum numbers of a dtype."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
-def _kernel(x: Evict, outputs: Outputs, scratch: Scratch, *, units: int, blocks: int, kinds: list[str]) -> None:
+def _kernel(x: Evict, outputs: EvictOutputs, scratch: Scratch, *, units: int, blocks: int, kinds: list[str]) -> None:
     tiles, slots, semaphores = scratch
     wide = [(leaf, tile) for leaf, tile in enumerate(tiles) if tile is not None]
     core, step = pl.program_id(0), pl.program_id(1)
     heads = x.position.shape[1]
-    own = jax.lax.rem(step, 2)
+    current = jax.lax.rem(step, 2)
 
     def place(step: Any) -> tuple[Any, Any]:
         row, block = row_and_block(core, step, units, blocks)
@@ -162,64 +165,65 @@ def _kernel(x: Evict, outputs: Outputs, scratch: Scratch, *, units: int, blocks:
     def wait(which: Any, *, into_cache: bool) -> None:
         # Semaphores count bytes, so one wait covers the tiles of all heads.
         for i, (_, tile) in enumerate(wide):
-            whole = tile.at[which]
-            pltpu.make_async_copy(whole, whole, semaphores.at[int(into_cache), i, which]).wait()
+            block_tiles = tile.at[which]
+            pltpu.make_async_copy(block_tiles, block_tiles, semaphores.at[int(into_cache), i, which]).wait()
 
     @pl.when(step >= 2)
     def _() -> None:
-        wait(own, into_cache=True)
+        wait(current, into_cache=True)
 
     @pl.when(step < units)
     def _() -> None:
-        _choose(x, outputs, slots.at[own], x.new_position[place(step)[0]], kinds)
-        start(step, own, into_cache=False)
+        _choose(x, outputs, slots.at[current], x.new_position[place(step)[0]], kinds)
+        start(step, current, into_cache=False)
 
     @pl.when((step >= 1) & (step <= units))
     def _() -> None:
-        before = 1 - own
+        before = 1 - current
         wait(before, into_cache=False)
         writes = x.new_position[place(step - 1)[0]] >= 0
         for leaf, tile in wide:
-            _exchange(tile.at[before], slots.at[before], x.added[leaf], outputs.taken[leaf], writes)
+            _replace(tile.at[before], slots.at[before], x.added[leaf], outputs.evicted[leaf], writes)
         start(step - 1, before, into_cache=True)
 
 
-def _choose(x: Evict, outputs: Outputs, slots: Any, newest: Any, kinds: list[str]) -> None:
+def _choose(x: Evict, outputs: EvictOutputs, slots: Any, newest: Any, kinds: list[str]) -> None:
     """Select the slots of a block of heads, and exchange entries of the buffers that are whole blocks."""
     heads, capacity = x.position.shape[1:]
     position = x.position[0]
-    sinks, recent, limit = (bound[0] for bound in x.protection)
+    sinks, recent, limit = (rule[0] for rule in x.protection)
     keep = None if x.keep is None else x.keep[0] != 0
     scores = None if x.scores is None else x.scores[0]
     slot = victim(scores, position, newest, sinks, recent, limit, keep=keep, shrinks=x.shrinks)
     for head in range(heads):
         slots[head] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0) == head, slot, 0).sum()
-    here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == slot
+    is_victim = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == slot
     writes = newest >= 0
-    left = jnp.where(here, position, 0).sum(-1, keepdims=True)
-    outputs.left[0] = jnp.where(writes, left, -1)
-    outputs.position[0] = jnp.where(here & writes, newest, position)
-    for kind, leaf, new, taken, after in zip(kinds, x.buffers, x.added, outputs.taken, outputs.buffers, strict=True):
+    evicted_position = jnp.where(is_victim, position, 0).sum(-1, keepdims=True)
+    outputs.evicted_position[0] = jnp.where(writes, evicted_position, -1)
+    outputs.position[0] = jnp.where(is_victim & writes, newest, position)
+    leaves = zip(kinds, x.buffers, x.added, outputs.evicted, outputs.buffers, strict=True)
+    for kind, leaf, new, evicted, after in leaves:
         if kind == "narrow":
             values = leaf[0]
-            taken[0] = _chosen(values, here)
-            after[0] = jnp.where(here & writes, new[0], values)
+            evicted[0] = _chosen(values, is_victim)
+            after[0] = jnp.where(is_victim & writes, new[0], values)
         elif kind == "planes":
             for head in range(heads):
                 values = leaf[0, head]
                 chosen = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) == slots[head]
-                taken[0, head] = _chosen(values, chosen)
+                evicted[0, head] = _chosen(values, chosen)
                 after[0, head] = jnp.where(chosen & writes, new[0, head], values)
     outputs.slot[0] = jnp.where(writes, slot, capacity)
 
 
-def _exchange(tile: Any, slots: Any, new: Any, taken: Any, writes: Any) -> None:
+def _replace(tile: Any, slots: Any, new: Any, evicted: Any, writes: Any) -> None:
     """Exchange entries in tiles that have arrived; tiles of a row of padding go back unchanged."""
     for head in range(tile.shape[0]):
-        old = tile[head].astype(counted(tile.dtype))
+        old = tile[head].astype(dtype_32_bits(tile.dtype))
         chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0) == slots[head] & (tile.shape[1] - 1)
-        here_only = jnp.where(chosen, old, jnp.zeros_like(old)).sum(0, keepdims=True)
-        taken[0, pl.ds(head, 1)] = here_only.astype(taken.dtype)
+        entry = jnp.where(chosen, old, jnp.zeros_like(old)).sum(0, keepdims=True)
+        evicted[0, pl.ds(head, 1)] = entry.astype(evicted.dtype)
         value = new[0, pl.ds(head, 1)].astype(old.dtype)
         tile[head] = jnp.where(chosen & writes, value, old).astype(tile.dtype)
 

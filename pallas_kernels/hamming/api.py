@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Bool, Int, UInt32
 
 from pallas_kernels.op import How, Limit, Op
-from pallas_kernels.ranking import Protection
+from pallas_kernels.ranking import EvictionRules
 
 
 def hamming(
@@ -19,7 +19,7 @@ def hamming(
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     *,
-    protection: Protection,
+    protection: EvictionRules,
     keep: Bool[Array, "b h c"] | None = None,
     **how: Unpack[How],
 ) -> Int[Array, "b h"]:
@@ -38,19 +38,19 @@ def hamming(
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384, g * w up
             to 64 and w * c up to 32768.
     """
-    return Hamming(query, codes, position, new_position, protection, keep)(**how)
+    return HammingVictim(query, codes, position, new_position, protection, keep)(**how)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Hamming(Op[Int[Array, "b h"]]):
+class HammingVictim(Op[Int[Array, "b h"]]):
     """See `hamming`."""
 
     query: UInt32[Array, "b h g w"]
     codes: Sequence[UInt32[Array, "b h c"]]
     position: Int[Array, "b h c"]
     new_position: Int[Array, " b"]
-    protection: Protection
+    protection: EvictionRules
     keep: Bool[Array, "b h c"] | None = None
 
     name = "hamming"

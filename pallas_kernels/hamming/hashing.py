@@ -42,17 +42,17 @@ def hashes(planes: Float[Array, "*h bits d"], x: Float[Array, "*bh n d"]) -> UIn
     x, planes = x.astype(dtype), planes.astype(dtype)
     # Accelerators would round both factors first, which may flip the signs of small numbers.
     projected = jnp.einsum("...nd,...kd->...nk", x, planes, precision=jax.lax.Precision.HIGHEST)
-    return pack(projected >= 0)
+    return pack_bits(projected >= 0)
 
 
-def pack(bits: Array) -> UInt32[Array, "*n words"]:
+def pack_bits(bits: Array) -> UInt32[Array, "*n words"]:
     """Pack bits [... bits], 32 to a word, the first one lowest; unused bits of the last word are zero."""
     words = -(-bits.shape[-1] // WORD)
     padded = pad_to(bits, bits.ndim - 1, words * WORD).reshape(*bits.shape[:-1], words, WORD)
     return jnp.sum(padded.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
-def unpack(words: UInt32[Array, "*n words"], bits: int) -> Array:
-    """Invert `pack` to bool [... bits]."""
+def unpack_bits(words: UInt32[Array, "*n words"], bits: int) -> Array:
+    """Invert `pack_bits` to bool [... bits]."""
     spread = words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32) & 1
     return spread.reshape(*words.shape[:-1], -1)[..., :bits].astype(bool)

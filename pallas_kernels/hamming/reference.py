@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from pallas_kernels.hamming.api import Hamming
+from pallas_kernels.hamming.api import HammingVictim
 from pallas_kernels.op import Options
 from pallas_kernels.ranking import victim
 
 
-def hamming(x: Hamming, _: Options) -> Int[Array, "b h"]:
+def hamming(x: HammingVictim, _: Options) -> Int[Array, "b h"]:
     scores = -distances(x.query, x.codes).astype(jnp.float32)
-    sinks, recent, limit = (bound[..., None] for bound in x.protection)
+    sinks, recent, limit = (rule[..., None] for rule in x.protection)
     return victim(scores, x.position, x.new_position[:, None, None], sinks, recent, limit, x.keep)[..., 0]
 
 

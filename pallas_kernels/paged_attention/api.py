@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec, Partial, static
 from pallas_kernels.common import LANES
-from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
+from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_lazy_rope, width_limits
 from pallas_kernels.op import How, Limit, Op
 from pallas_kernels.operands import Operand, Quantised
 
@@ -20,7 +20,7 @@ Places = tuple[Int[Array, "b h"], Int[Array, "P s"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
 
 
-class Paged(NamedTuple):
+class PagedResult(NamedTuple):
     """Attention of one token per row over its heads' pages."""
 
     out: Float[Array, "b h g e"]
@@ -51,7 +51,7 @@ def paged_attention(
     logits: Float[Array, "P g s"] | None = None,
     layers: int = 1,
     **how: Unpack[How],
-) -> Paged:
+) -> PagedResult:
     """Compute softmax attention of one token per row over the pages of one layer in a pool, in one pass over them.
 
     Args:
@@ -73,16 +73,16 @@ def paged_attention(
             the pool.
 
     Raises:
-        ValueError: values are `Turned`.
+        ValueError: values are `LazyRope`.
     """
-    refuse_turned(v)
+    refuse_lazy_rope(v)
     op = PagedAttention(q, k, v, position, owner, pages, query_position, spec, places, logits, layers)
     return op(**how)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PagedAttention(Op[Paged]):
+class PagedAttention(Op[PagedResult]):
     """See `paged_attention`. Kernels allocate their logits, and the limits exclude places that matter."""
 
     q: Float[Array, "b h g d"]
@@ -105,14 +105,14 @@ class PagedAttention(Op[Paged]):
         yield from width_limits(self.k, self.v, backend)
         if backend == "pallas_tpu":
             four = [x for x in (self.k, self.v) if isinstance(x, Quantised) and x.bits == 4]
-            whole = all(x.codes.shape[-1] % LANES == 0 for x in four)
-            yield whole, "pages of four bits would be copied at every step, unless d and e are 256"
+            aligned = all(x.codes.shape[-1] % LANES == 0 for x in four)
+            yield aligned, "pages of four bits would be copied at every step, unless d and e are 256"
             (b, h), (pages, size) = self.q.shape[:2], self.k.shape[:2]
             yield size <= 1024, f"s={size} slots in a page are more than 1024"
             kernel = self.module(backend)
-            numbers = kernel.told(b, b * h, pages, kernel.tile(b * h, self.layers, pages, size))
-            text = f"its steps take {numbers} scalars for rows, heads and pages, more than {kernel.MOST_TOLD}"
-            yield numbers <= kernel.MOST_TOLD, text
+            numbers = kernel.scalar_count(b, b * h, pages, kernel.tile(b * h, self.layers, pages, size))
+            text = f"its steps take {numbers} scalars for rows, heads and pages, more than {kernel.MAX_SCALARS}"
+            yield numbers <= kernel.MAX_SCALARS, text
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
         settings = operand_settings(self.q, self.k, self.v, self.spec)
@@ -123,5 +123,5 @@ def ranges(owner: Int[Array, " P"], pages: Int[Array, "2"], owners: int) -> tupl
     """Return each owner's first page in a layer, and the one after its last."""
     page = jnp.arange(owner.shape[0])
     rising = jnp.where(page < pages[0], -1, jnp.where(page < pages[1], owner, owners))
-    found = jnp.searchsorted(rising, jnp.arange(owners + 1)).astype(jnp.int32)
-    return found[:-1], found[1:]
+    first_pages = jnp.searchsorted(rising, jnp.arange(owners + 1)).astype(jnp.int32)
+    return first_pages[:-1], first_pages[1:]

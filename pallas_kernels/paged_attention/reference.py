@@ -11,14 +11,14 @@ from jaxtyping import Array
 from pallas_kernels.attention import log_sum, positive, wide
 from pallas_kernels.op import Options
 from pallas_kernels.operands import cut
-from pallas_kernels.paged_attention.api import Paged, PagedAttention
-from pallas_kernels.quantised import products, weighted
+from pallas_kernels.paged_attention.api import PagedAttention, PagedResult
+from pallas_kernels.quantised import query_products, weighted_values
 
 PAGE_BLOCK = 64
 """Maximum pages of one loop step."""
 
 
-def paged_attention(x: PagedAttention, options: Options) -> Paged:
+def paged_attention(x: PagedAttention, options: Options) -> PagedResult:
     (q, k, v, spec), (position, owner, pages) = (x.q, x.k, x.v, x.spec), (x.position, x.owner, x.pages)
     b, h, g, d = q.shape
     count, size = position.shape
@@ -28,33 +28,33 @@ def paged_attention(x: PagedAttention, options: Options) -> Paged:
     lowest = jnp.finfo(kind).min
     block = min(PAGE_BLOCK, count)
 
-    def look(i: Array, carry: Any) -> Any:
+    def add_block(i: Array, carry: Any) -> Any:
         highest, total, out, logits = carry
-        wanted = pages[0] + i * block
-        at = jnp.minimum(wanted, count - block)  # the last block of the pool begins earlier
+        first = pages[0] + i * block
+        at = jnp.minimum(first, count - block)  # the last block of the pool begins earlier
         page = at + jnp.arange(block)
-        valid = (page >= wanted) & (page < pages[1])
+        valid = (page >= first) & (page < pages[1])
 
-        def here(pages: Any) -> Any:
+        def block_of(pages: Any) -> Any:
             return cut(pages, at, block, 0)
 
-        whose, where = here(owner), here(position)
-        found = spec.capped(products(queries[whose], here(k), options.platform))
+        owner_of_page, block_position = block_of(owner), block_of(position)
+        block_logits = spec.capped(query_products(queries[owner_of_page], block_of(k), options.platform))
         if spec.slopes is not None:
-            distance = here(key_place) - query_place.reshape(-1)[whose, None]
-            found += (spec.slopes[whose % h][..., None] * distance[:, None]).astype(found.dtype)
-        seen = spec.mask(x.query_position[whose // h, None], where[:, None])[:, 0]
-        found = jnp.where(seen, found, lowest)
-        logits = jax.lax.dynamic_update_slice_in_dim(logits, found, at, 0)
-        found = jnp.where(valid[:, None, None], found, lowest)
-        members = (whose == jnp.arange(owners)[:, None]) & valid
-        top = jnp.where(members[..., None], found.max(-1), lowest).max(1)
-        now = jnp.maximum(highest, jnp.maximum(top, lowest / 2))
-        weights = jnp.exp(found - now[whose][..., None])
-        read = weighted(weights, here(v), q.dtype, options.platform)
-        share, kept = members.astype(kind), jnp.exp(highest - now)
-        total = kept * total + jnp.einsum("op,pg->og", share, weights.sum(-1))
-        return now, total, kept[..., None] * out + jnp.einsum("op,pgd->ogd", share, read), logits
+            distance = block_of(key_place) - query_place.reshape(-1)[owner_of_page, None]
+            block_logits += (spec.slopes[owner_of_page % h][..., None] * distance[:, None]).astype(block_logits.dtype)
+        visible = spec.mask(x.query_position[owner_of_page // h, None], block_position[:, None])[:, 0]
+        block_logits = jnp.where(visible, block_logits, lowest)
+        logits = jax.lax.dynamic_update_slice_in_dim(logits, block_logits, at, 0)
+        block_logits = jnp.where(valid[:, None, None], block_logits, lowest)
+        members = (owner_of_page == jnp.arange(owners)[:, None]) & valid
+        top = jnp.where(members[..., None], block_logits.max(-1), lowest).max(1)
+        new_highest = jnp.maximum(highest, jnp.maximum(top, lowest / 2))
+        weights = jnp.exp(block_logits - new_highest[owner_of_page][..., None])
+        block_out = weighted_values(weights, block_of(v), q.dtype, options.platform)
+        share, correction = members.astype(kind), jnp.exp(highest - new_highest)
+        total = correction * total + jnp.einsum("op,pg->og", share, weights.sum(-1))
+        return new_highest, total, correction[..., None] * out + jnp.einsum("op,pgd->ogd", share, block_out), logits
 
     carry = (
         jnp.full((owners, g), lowest / 2, kind),
@@ -63,6 +63,6 @@ def paged_attention(x: PagedAttention, options: Options) -> Paged:
         jnp.zeros((count, g, size), kind) if x.logits is None else x.logits,
     )
     blocks = (pages[1] - pages[0] + block - 1) // block
-    highest, total, out, written = jax.lax.fori_loop(0, blocks, look, carry)
-    found = out / positive(total)[..., None]
-    return Paged(found.reshape(b, h, g, -1), log_sum(highest, total).reshape(b, h, g), written)
+    highest, total, out, logits = jax.lax.fori_loop(0, blocks, add_block, carry)
+    normalized = out / positive(total)[..., None]
+    return PagedResult(normalized.reshape(b, h, g, -1), log_sum(highest, total).reshape(b, h, g), logits)

@@ -166,7 +166,7 @@ def test_steps_over_a_mesh_of_tpus_call_kernels_and_change_caches_in_place(tmp_p
     assert done.returncode == 0, done.stderr[-4000:]
     for row in json.loads(file.read_text())["rows"]:
         whole = row["policy"] == "h2o" and row["devices"] == 4  # heads whose slots are all here, in whole blocks
-        assert ("decode_step" if whole else "decode_attention") in row["kernels"]
+        assert ("fused_decode" if whole else "decode_attention") in row["kernels"]
         # Toy's layers have keys and values of 64 numbers; half of its heads' slots are elsewhere on eight devices.
         slots = 2 * 2 * 4 * (256 if row["policy"] == "h2o" else 1088) // row["devices"]
         assert row["cache_bytes"] > slots * 2 * 64 * 2

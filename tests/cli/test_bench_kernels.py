@@ -16,7 +16,7 @@ SMALL = "--repeats 1 --batch 1 --slots 64 --kv-heads 2 --groups 2 --head-width 1
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pallas_kernels.race.LEAST", 0.0)
+    monkeypatch.setattr("pallas_kernels.benchmark.LEAST", 0.0)
 
 
 def test_it_races_every_operation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,11 +28,11 @@ def test_it_races_every_operation(tmp_path: Path, capsys: pytest.CaptureFixture[
         "decode_attention",
         "paged_attention",
         "evict",
-        "decode_step",
+        "fused_decode",
         "hamming",
-        "prefill_scores",
-        "rotate",
-        "less_kernels",
+        "prefill_attention",
+        "rope",
+        "less_memory",
     ]
     for table in tables:
         first, *rows = table["rows"]
@@ -52,7 +52,7 @@ def test_who_fails_is_named_and_left_out_and_who_differs_is_measured(capsys: pyt
         kernels.Runner("op", "inputs", "pallas", lambda: np.array([1.5, -np.inf])),
         kernels.Runner("op", "inputs", "triton", fail),
     ]
-    able = kernels.race(runners, repeats=2)
+    able = kernels.run_in_turn(runners, repeats=2)
     assert [(runner.name, runner.error, len(runner.seconds)) for runner in able] == [("xla", 0, 2), ("pallas", 0.5, 2)]
     assert "op inputs, triton is left out: at 28:10: ... no such field\n" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax.models.config import ModelConfig
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.prefill_scores import Joined, prefill_scores
+from pallas_kernels.prefill_attention import SplitKV, prefill_attention
 from tests.cases import pairwise, slow
 from tests.small_models import GQA, LOCAL, SLOPED, random_model
 
@@ -106,8 +106,8 @@ def test_of_statistics_of_attention(tau: float, noisy: bool, rows: int | None, x
 
     def of(arrays: Any) -> Any:
         q, k, v = arrays
-        keys_of, values_of = (Joined(x[:, :, :before], x[:, :, before:]) for x in (k, v))
-        found = prefill_scores(
+        keys_of, values_of = (SplitKV(x[:, :, :before], x[:, :, before:]) for x in (k, v))
+        found = prefill_attention(
             q, keys_of, values_of, query_position, keys, AttentionSpec(0.5), weights=weights, noise=noise, tau=tau
         )
         assert found.scores is not None

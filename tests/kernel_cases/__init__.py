@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from tests.kernel_cases import (
     decode_attention,
-    decode_step,
     evict,
+    fused_decode,
     hamming,
-    less_kernels,
+    less_memory,
     paged_attention,
-    prefill_scores,
-    rotate,
+    prefill_attention,
+    rope,
 )
 from tests.kernels import Case
 
 CASES: tuple[Case, ...] = (
     *decode_attention.CASES,
-    *decode_step.CASES,
+    *fused_decode.CASES,
     *paged_attention.CASES,
     *evict.CASES,
     *hamming.CASES,
-    *prefill_scores.CASES,
-    *rotate.CASES,
-    *less_kernels.CASES,
+    *prefill_attention.CASES,
+    *rope.CASES,
+    *less_memory.CASES,
 )

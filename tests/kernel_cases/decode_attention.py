@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import erfinv
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
+from pallas_kernels.decode_attention import LowRank, ScoreNoise, Sinks, decode_attention
 from pallas_kernels.operands import Quantised
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, normal
 
@@ -130,7 +130,7 @@ def run(
     spec = AttentionSpec(scale, soft_cap, window, inputs.pop("slopes", None))
     low_rank = LowRank(*inputs.pop("low_rank")) if "low_rank" in inputs else None
     if "seed" in inputs:
-        scores = Gumbel(inputs.pop("seed"), inputs.pop("tau"), LAYER, scores, inputs.pop("first", None))
+        scores = ScoreNoise(inputs.pop("seed"), inputs.pop("tau"), LAYER, scores, inputs.pop("first", None))
     found = decode_attention(**inputs, spec=spec, low_rank=low_rank, scores=scores, **options)
     return {name: value for name, value in found._asdict().items() if value is not None}
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.evict import Protection, evict
+from pallas_kernels.evict import EvictionRules, evict
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
 
@@ -62,11 +62,11 @@ def run(inputs: dict[str, Any], *, shrinks: bool, **options: Any) -> dict[str, A
     return named(*evict(*arrays, **inputs, shrinks=shrinks, **options))
 
 
-def protection(rng: np.random.Generator, b: int, h: int, c: int) -> Protection:
+def protection(rng: np.random.Generator, b: int, h: int, c: int) -> EvictionRules:
     """Few or many tokens protected, at least one slot to use."""
     most = [c // 3 + 1, c // 3 + 1, c]
     sinks, recent, limit = (rng.integers(i == 2, n + 1, size=(b, h)).astype(np.int32) for i, n in enumerate(most))
-    return Protection(sinks, recent, limit)  # type: ignore[arg-type]
+    return EvictionRules(sinks, recent, limit)  # type: ignore[arg-type]
 
 
 def positions(rng: np.random.Generator, b: int, h: int, c: int, live: str) -> tuple[np.ndarray, np.ndarray]:

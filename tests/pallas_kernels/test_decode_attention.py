@@ -19,15 +19,15 @@ from kvjax.types import Heads, New, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
 from pallas_kernels.decode_attention import (
-    Gumbel,
+    ScoreNoise,
     decode_attention,
     kernel_parts,
+    online_softmax,
     pallas_gpu,
     pallas_tpu,
-    partials,
-    running,
+    splits,
 )
-from pallas_kernels.operands import Quantised, Turned
+from pallas_kernels.operands import LazyRope, Quantised
 from tests.cases import slow
 from tests.kernel_cases.decode_attention import CASES, arguments, case
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, check
@@ -92,7 +92,7 @@ def test_short_rows_share_a_step():
 def test_blocks_are_larger_on_chips_with_more_memory(monkeypatch):
     for memory, heads, slots in ((16 << 20, 16, 512), (128 << 20, 32, 1024)):
         monkeypatch.setattr(
-            running.pltpu, "get_tpu_info", lambda memory=memory: SimpleNamespace(vmem_capacity_bytes=memory)
+            online_softmax.pltpu, "get_tpu_info", lambda memory=memory: SimpleNamespace(vmem_capacity_bytes=memory)
         )
         assert pallas_tpu.tile(32, 256, 128, 2) == (heads, 256)
         assert pallas_tpu.tile(8, 4096, 128, 2) == (8, slots)
@@ -100,19 +100,19 @@ def test_blocks_are_larger_on_chips_with_more_memory(monkeypatch):
 
 @pytest.mark.parametrize(("heads", "groups", "expected"), [(16, 1, (2, 8)), (12, 1, (12, 8)), (8, 4, (8, 8))])
 def test_single_queries_of_eight_heads_share_a_register(heads, groups, expected):
-    assert running.rows_and_blocks(heads, groups) == expected
+    assert online_softmax.rows_and_blocks(heads, groups) == expected
     rows = jnp.arange(heads * groups * 128.0).reshape(heads * groups, 128)
-    laid = running.rows_of(rows, heads)
+    laid = online_softmax.unpack_rows(rows, heads)
     assert laid.shape == (*expected, 128)
-    assert (running.packed(laid, heads, groups) == rows).all()
+    assert (online_softmax.pack_rows(laid, heads, groups) == rows).all()
 
 
 @pytest.mark.parametrize(("columns", "slots"), [(128, {}), (256, {208: 256, 384: 512})])
 def test_slots_fill_the_columns_of_a_wide_matrix_unit(monkeypatch, columns, slots):
-    monkeypatch.setattr(running.pltpu, "get_tpu_info", lambda: SimpleNamespace(mxu_column_size=columns))
+    monkeypatch.setattr(online_softmax.pltpu, "get_tpu_info", lambda: SimpleNamespace(mxu_column_size=columns))
     for c in (64, 128, 208, 256, 304, 384):
         q, k = jnp.zeros((2, 8, 128), jnp.bfloat16), jnp.zeros((2, c, 128), jnp.bfloat16)
-        told = str(jax.make_jaxpr(lambda q, k: kernel_parts.products(q, k, None, 2, True))(q, k))
+        told = str(jax.make_jaxpr(lambda q, k: kernel_parts.block_products(q, k, None, 2, True))(q, k))
         assert ("concatenate" in told) == (c in slots)
         assert f"f32[2,8,{slots.get(c, c)}]" in told
 
@@ -120,14 +120,14 @@ def test_slots_fill_the_columns_of_a_wide_matrix_unit(monkeypatch, columns, slot
 @pytest.mark.parametrize("scores", ["each", "gumbel"])
 def test_splits_of_programs_give_what_one_gives(scores):
     some = case(1, 2, 3, 700, 64, scores=scores, features=4)
-    assert pallas_gpu.tile(2, 700, 64 * 4) == (64, 2) and partials.split_of(700, 2, 64) == 384
+    assert pallas_gpu.tile(2, 700, 64 * 4) == (64, 2) and splits.split_of(700, 2, 64) == 384
     check(some, GPU_WAYS[0])
 
 
 def test_wide_float32_is_multiplied_in_halves():
     some = case(1, 1, 2, 40, 256, scores="sum")
-    assert partials.channels(256, "float32") == (slice(0, 128), slice(128, 256))
-    assert partials.channels(256, "bfloat16") == (slice(0, 256),)
+    assert splits.channels(256, "float32") == (slice(0, 128), slice(128, 256))
+    assert splits.channels(256, "bfloat16") == (slice(0, 256),)
     check(some, GPU_WAYS[0])
 
 
@@ -170,7 +170,7 @@ def test_increments_are_those_of_keyformer():
     probs = jnp.asarray(decode_attention(**asked, scores="each").scores)
     ask = GumbelSoftmax(tau_init=1.5, tau_end=1.5).asks(Heads(jnp.full((2, 2), 40), Parts()), new)
     expected = stats.reduced(ask, probs[:, :, :, None], some["v"], some["position"], new)
-    gumbel = Gumbel(some["seed"], jnp.full(2, 1.5), layer=3)
+    gumbel = ScoreNoise(some["seed"], jnp.full(2, 1.5), layer=3)
     for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
         found = decode_attention(**asked, scores=gumbel, **way.options)
         np.testing.assert_allclose(np.asarray(found.scores), expected, rtol=1e-5, atol=1e-5)
@@ -238,13 +238,13 @@ def test_keys_are_rotated_by_their_place(bits, interleaved):
     inputs = arguments(case(2, 2, 2, 40, 64, bits=(0, bits), live="full"))
     order = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 2, 40)), jnp.int32)
     angles = jnp.arange(40)[:, None] * 0.8 ** jnp.arange(16)
-    turned = Turned(jnp.asarray(inputs.pop("k")), order, jnp.cos(angles), jnp.sin(angles), interleaved)
+    turned = LazyRope(jnp.asarray(inputs.pop("k")), order, jnp.cos(angles), jnp.sin(angles), interleaved)
     found = decode_attention(k=turned, **inputs)
     expected = decode_attention(k=turned.values(jnp.float32), **inputs)
     np.testing.assert_allclose(found.out, expected.out, rtol=1e-6, atol=1e-6)
     assert np.abs(np.asarray(found.out - decode_attention(k=turned.keys, **inputs).out)).max() > 0.1
     inputs.pop("v")
-    with pytest.raises(ValueError, match="v is Turned, but only keys are rotated"):
+    with pytest.raises(ValueError, match="v is LazyRope, but only keys are rotated"):
         decode_attention(k=turned, v=turned, **inputs)
 
 
@@ -265,8 +265,8 @@ def test_what_kernels_leave_to_xla_is_named(platform):
     with pytest.raises(Unsupported, match="places that are not positions, together with slopes"):
         decode_attention(**inputs, **options)
     angles = jnp.zeros((24, 32))
-    turned = Turned(jnp.asarray(inputs["k"]), jnp.zeros((1, 2, 24), jnp.int32), angles, angles)
-    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(Turned\)"):
+    turned = LazyRope(jnp.asarray(inputs["k"]), jnp.zeros((1, 2, 24), jnp.int32), angles, angles)
+    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(LazyRope\)"):
         decode_attention(**inputs | {"k": turned, "places": None}, **options)
     narrow = arguments(case(1, 1, 1, 16, 24, bits=(8, 4)))
     reason = "e=24 is not a multiple of 16 up to 256" if platform == "tpu" else "d=24 is not a power of two from 16 to"
@@ -296,7 +296,7 @@ def test_limits_are_named_before_compilation(change, reason):
 
 def test_unknown_scores_are_refused():
     arrays = arguments(case(1, 1, 1, 16, 64))
-    with pytest.raises(ValueError, match="scores='most' is not None, 'each', 'sum' or a Gumbel"):
+    with pytest.raises(ValueError, match="scores='most' is not None, 'each', 'sum' or a ScoreNoise"):
         decode_attention(**arrays, scores="most")
     with pytest.raises(ValueError, match="noise='pink' is not one of gumbel, gaussian, none"):
-        decode_attention(**arrays, scores=Gumbel(jnp.zeros(1, jnp.uint32), jnp.ones(1), noise="pink"))
+        decode_attention(**arrays, scores=ScoreNoise(jnp.zeros(1, jnp.uint32), jnp.ones(1), kind="pink"))

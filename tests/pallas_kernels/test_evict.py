@@ -24,9 +24,9 @@ from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.types import KV, Kernels, New, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
-from pallas_kernels.decode_step import Hashed, Query, Ranking, Slots, Token
-from pallas_kernels.decode_step.api import DecodeStep
-from pallas_kernels.evict import Protection, evict
+from pallas_kernels.evict import EvictionRules, evict
+from pallas_kernels.fused_decode import Hashed, Query, Ranking, Slots, Token
+from pallas_kernels.fused_decode.api import FusedDecode
 from pallas_kernels.hamming import Hashing, hamming, hashes
 from pallas_kernels.workloads import operand
 from tests.kernel_cases.evict import case, run
@@ -239,7 +239,7 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     hashing = hashed_codes(policy.ranking(view, new), view)
     assert hashing is not None
     asked: dict[str, Any] = dict(keep=guard.keep, **new.kernels._asdict())
-    bounds = Protection(guard.sinks, guard.recent, view.limit)
+    bounds = EvictionRules(guard.sinks, guard.recent, view.limit)
     found = hamming(
         hashing.hashing.of_queries(), view.slots.score, view.position, new.position[:, 0], protection=bounds, **asked
     )
@@ -287,7 +287,7 @@ def test_limits_are_named_before_compilation(change, reason):
 
     buffers = (of((1, 1, c, d), setting["key"]), of((1, 1, c), setting["statistic"]))
     added = (of((1, 1, d), setting["key"]), of((1, 1), setting["statistic"]))
-    protection = Protection(*(jnp.ones((1, 1), jnp.int32),) * 3)
+    protection = EvictionRules(*(jnp.ones((1, 1), jnp.int32),) * 3)
     with pytest.raises(Unsupported, match=f"evict cannot run as 'pallas'.*{reason}"):
         slots = of((1, 1, c), jnp.float32), of((1, 1, c), jnp.int32)
         jax.eval_shape(call, *slots, of((1,), jnp.int32), buffers, added, protection)
@@ -312,11 +312,11 @@ def test_limits_of_one_pass_are_named(c, d, dtype, bits, platform, reason):
     assert re.match(reason, step_of_shapes(q, pair, scores="sum").unsupported("pallas", platform) or "")
 
 
-def step_of_shapes(q: Any, pair: Any, standing: Hashed | None = None, scores: str | None = None) -> DecodeStep:
+def step_of_shapes(q: Any, pair: Any, standing: Hashed | None = None, scores: str | None = None) -> FusedDecode:
     """A step with the arguments that limits depend on."""
     no: Any = None
     slots, query = Slots(no, pair, pair, no), Query(q, AttentionSpec(1.0), scores=scores)
-    return DecodeStep(slots, Token(no, no, no, no), Ranking(standing, no), query)
+    return FusedDecode(slots, Token(no, no, no, no), Ranking(standing, no), query)
 
 
 def test_one_pass_hashes_by_the_same_planes_in_all_rows():
@@ -340,7 +340,7 @@ def test_one_pass_hashes_by_the_same_planes_in_all_rows():
 )
 def test_limits_of_hamming_are_named(g, c, words, platform, reason):
     of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint32)
-    protection = Protection(*(jnp.ones((1, 1), jnp.int32),) * 3)
+    protection = EvictionRules(*(jnp.ones((1, 1), jnp.int32),) * 3)
     call = functools.partial(hamming, protection=protection, implementation="pallas", interpret=True, platform=platform)
     with pytest.raises(Unsupported, match=f"hamming cannot run as 'pallas': {reason}"):
         jax.eval_shape(call, of((1, 1, g, words)), of((1, 1, c, words)), of((1, 1, c)), of((1,)))

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.common import VARIABLE, Unsupported, choose, or_xla
-from pallas_kernels.rotate.api import Rotate
+from pallas_kernels.rope.api import RotateHeads
 from tests.kernel_cases import CASES
 from tests.kernels import TPU_WAYS, XLA, Case, Way, check
 
 FIRST = list({case.op: case for case in reversed(CASES)}.values())
-COPYING = ("decode_step", "evict", "less_kernels", "paged_attention")
+COPYING = ("fused_decode", "evict", "less_memory", "paged_attention")
 """Operations that write into their arguments or copy by themselves, where interpreters of TPU kernels may differ.
 
 Half of their cases run in both.
@@ -104,7 +104,7 @@ def test_limits_of_rotate_are_named(changes, reason):
         asked["w"] = asked["d"]
     heads: list[Any] = [jax.ShapeDtypeStruct((asked["b"], n, asked["d"]), asked["dtype"]) for n in (asked["n"], 8)]
     angles: Any = jax.ShapeDtypeStruct((asked["b"], asked["w"]), jnp.float32)
-    call = Rotate(tuple(heads[:1]), angles, angles, tuple(heads[1:]), asked["interleaved"])
+    call = RotateHeads(tuple(heads[:1]), angles, angles, tuple(heads[1:]), asked["interleaved"])
     assert (call.unsupported("pallas", asked["platform"]) or "").startswith(reason)
 
 
@@ -115,8 +115,6 @@ def test_limits_of_rotate_are_named(changes, reason):
         ("pallas", {"pallas": "d=512 is more than 256"}, "tpu", "d=512 is more than 256"),
         ("triton", {"triton": None}, "tpu", "compiles for gpu, not for tpu"),
         ("triton", {"pallas": None}, "gpu", "no such kernel"),
-        ("mosaic", {"mosaic": None}, "tpu", "compiles for gpu, not for tpu"),
-        ("mosaic", {"mosaic": None}, "gpu", r"compute capability 9.0 \(Hopper\), and there is none to ask here"),
     ],
 )
 def test_asking_for_what_cannot_run_says_why(implementation, limits, platform, reason):

@@ -22,11 +22,11 @@ from kvjax.models import Rope
 from kvjax.types import Kernels, New
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
-from pallas_kernels.operands import Quantised, Turned
+from pallas_kernels.operands import LazyRope, Quantised
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.api import ranges
-from pallas_kernels.paged_attention.pallas_tpu import MOST_TOLD, tile, told
-from pallas_kernels.workloads import paged as paged_program
+from pallas_kernels.paged_attention.pallas_tpu import MAX_SCALARS, scalar_count, tile
+from pallas_kernels.workloads import paged_workload
 from tests.cases import fastgen_case, slow
 from tests.kernel_cases.paged_attention import case
 from tests.kernels import GPU_WAYS, H100, TPU_WAYS, XLA, check
@@ -174,7 +174,7 @@ def test_a_pool_of_codes_is_never_decoded_as_a_whole(bits):
     pages, size, d = 4096, 16, 128
     codes = jax.ShapeDtypeStruct((pages, size, d * bits // 8), jnp.int8 if bits == 8 else jnp.uint8)
     held = Quantised(codes, jax.ShapeDtypeStruct((pages, size), jnp.dtype(jnp.float32)))  # type: ignore[arg-type]
-    shapes = paged_program("", 2, 4, 2, pages, size, d, "float32").shapes | {"k": held, "v": held}
+    shapes = paged_workload("", 2, 4, 2, pages, size, d, "float32").shapes | {"k": held, "v": held}
     attend = functools.partial(paged_attention, spec=AttentionSpec(0.1), platform="cpu")
     memory = jax.jit(attend).lower(**shapes).compile().memory_analysis()
     assert memory is not None
@@ -187,13 +187,13 @@ def test_keys_in_pages_are_rotated_by_their_place(interleaved):
     inputs |= {"spec": AttentionSpec(0.125)}
     order = jnp.asarray(np.random.default_rng(0).integers(0, 40, inputs["position"].shape), jnp.int32)
     angles = jnp.arange(40)[:, None] * 0.8 ** jnp.arange(16)
-    turned = Turned(inputs["k"], order, jnp.cos(angles), jnp.sin(angles), interleaved)
+    turned = LazyRope(inputs["k"], order, jnp.cos(angles), jnp.sin(angles), interleaved)
     keys = inputs.pop("k")
     found = paged_attention(k=turned, **inputs)
     expected = paged_attention(k=turned.values(jnp.float32), **inputs)
     np.testing.assert_allclose(found.out, expected.out, rtol=1e-6, atol=1e-6)
     assert np.abs(np.asarray(found.out - paged_attention(k=keys, **inputs).out)).max() > 0.1
-    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(Turned\)"):
+    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(LazyRope\)"):
         paged_attention(k=turned, **inputs, **TPU_WAYS[0].options)
 
 
@@ -218,7 +218,7 @@ def test_it_lowers_to_cuda():
     ],
 )
 def test_limits_are_named(changes, platform, reason):
-    program = paged_program("", **(dict(b=1, h=2, g=1, pages=20, size=16, d=64, dtype="float32") | changes))
+    program = paged_workload("", **(dict(b=1, h=2, g=1, pages=20, size=16, d=64, dtype="float32") | changes))
     with pytest.raises(Unsupported, match=f"paged_attention cannot run as 'pallas': {reason}"):
         program.jit("pallas", platform).trace(**program.shapes)
 
@@ -241,7 +241,11 @@ def test_a_step_takes_more_pages_where_so_many_steps_could_not_be_told():
     rows, heads, layers, size = 256, 32, 32, 16
     count = rows * heads * layers * 8  # of 128 slots a head
     block = tile(rows * heads, layers, count, size)
-    assert told(rows, rows * heads, count, 128 // size) > MOST_TOLD >= told(rows, rows * heads, count, block)
+    assert (
+        scalar_count(rows, rows * heads, count, 128 // size)
+        > MAX_SCALARS
+        >= scalar_count(rows, rows * heads, count, block)
+    )
 
 
 def test_few_and_many_pages_a_step_give_the_same():

@@ -20,7 +20,7 @@ import pytest
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
-from pallas_kernels.decode_attention import Gumbel, decode_attention
+from pallas_kernels.decode_attention import ScoreNoise, decode_attention
 from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.operands import Operand, Quantised
 from tests.kernel_cases.decode_attention import CASES, arguments, case
@@ -92,9 +92,9 @@ def test_what_it_lacks_is_refused():
     inputs = case(1, 1, 1, 16, 64, bits=(8, 4)).arrays[0]
     (q, k, v), spec = (inputs[name] for name in "qkv"), AttentionSpec(1.0)
     position, query_position = inputs["position"], inputs["query_position"]
-    noise = Gumbel(jnp.zeros(1, jnp.uint32), jnp.ones(1), noise="gaussian")
+    noise = ScoreNoise(jnp.zeros(1, jnp.uint32), jnp.ones(1), kind="gaussian")
 
-    def lacks(v: Operand, scores: Gumbel | None = None) -> str | None:
+    def lacks(v: Operand, scores: ScoreNoise | None = None) -> str | None:
         call = DecodeAttention(q, k, v, position, query_position, spec, scores=scores)
         return call.unsupported("triton", "gpu")
 

@@ -21,7 +21,7 @@ from kvjax.methods import CODECS
 from kvjax.methods.fp8 import Float8
 from kvjax.policies.quantizer import SymmetricQuantizer
 from kvjax.types import Kernels, number
-from pallas_kernels import decode_attention, decode_step, operands, paged_attention, prefill_scores
+from pallas_kernels import decode_attention, fused_decode, operands, paged_attention, prefill_attention
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Encoded
@@ -114,12 +114,12 @@ def follow(policy: kvjax.Policy, **arguments: Any) -> tuple[np.ndarray, list[np.
     state, logits = kvjax.prefill(model, policy, TEXT[:, :40], 16, max_new_tokens=40, lengths=(40, 31), **arguments)
     seen = [logits]
     for step in range(6):
-        state, logits = kvjax.decode_step(state, TEXT[:, 40 + step])
+        state, logits = kvjax.fused_decode(state, TEXT[:, 40 + step])
         seen.append(logits)
     state, logits = kvjax.extend(state, [TEXT[0, 46:53].tolist(), TEXT[1, 46:50].tolist()])
     state = kvjax.put_rows(state, [0], kvjax.take_rows(state, [1]))
     for step in range(3):
-        state, logits = kvjax.decode_step(state, TEXT[:, 60 + step])
+        state, logits = kvjax.fused_decode(state, TEXT[:, 60 + step])
         seen.append(logits)
     return np.stack(seen), held_positions(state)
 
@@ -230,7 +230,7 @@ def test_integer_codes_of_another_package_compile_to_the_same_programs() -> None
     for codec in ("int8", made(SymmetricQuantizer, bits=8)(), copied):
         policy = kvjax.policy("h2o", codec=codec)
         state, _ = kvjax.prefill(random_model(GQA), policy, TEXT[:, :40], 16, max_new_tokens=4)
-        programs.append(str(jax.make_jaxpr(kvjax.decode_step)(state, jnp.asarray([1, 2]))))
+        programs.append(str(jax.make_jaxpr(kvjax.fused_decode)(state, jnp.asarray([1, 2]))))
     assert programs[0] == programs[1] == programs[2]
 
 
@@ -241,7 +241,7 @@ def test_no_kernel_encodes_in_another_way_than_the_format() -> None:
         model = kvjax.load("tiny")
         state, _ = kvjax.prefill(model, policy, TEXT[:1, :40], 16, max_new_tokens=4, implementation=kernels)
         for token in (5, 6, 7):
-            state, logits = kvjax.decode_step(state, [token])
+            state, logits = kvjax.fused_decode(state, [token])
         found.append(logits)
     np.testing.assert_allclose(found[1], found[0], rtol=0.02, atol=0.02)
 
@@ -266,7 +266,7 @@ def stored(shape: tuple[int, ...]) -> Encoded:
     return Encoded(Float8().encode(x), Float8())
 
 
-@pytest.mark.parametrize("form", ["pallas", "triton", "mosaic"])
+@pytest.mark.parametrize("form", ["pallas", "triton"])
 def test_kernels_refuse_a_format_by_name_and_auto_takes_xla(form: str) -> None:
     q, position = jnp.ones((1, 2, 2, 64)), jnp.arange(16, dtype=jnp.int32)
     k, v, spec, here = stored((1, 2, 16, 64)), stored((1, 2, 16, 64)), AttentionSpec(0.125), jnp.asarray([15])
@@ -287,7 +287,7 @@ def test_kernels_refuse_a_format_by_name_and_auto_takes_xla(form: str) -> None:
     np.testing.assert_allclose(attend("auto").out, plain.out, rtol=1e-5, atol=1e-5)
     if form != "pallas":
         return
-    assert not decode_step.one_pass(decode_step.Query(q, spec), k, v, interpret=True, platform="tpu")
+    assert not fused_decode.one_pass(fused_decode.Query(q, spec), k, v, interpret=True, platform="tpu")
     with pytest.raises(Unsupported, match=message):
         paged_attention.paged_attention(
             q, stored((2, 16, 64)), stored((2, 16, 64)), at[0], jnp.arange(2), jnp.asarray([0, 2]), here, spec,
@@ -295,7 +295,7 @@ def test_kernels_refuse_a_format_by_name_and_auto_takes_xla(form: str) -> None:
         )  # fmt: skip
     with pytest.raises(Unsupported, match="keys are Encoded, and it reads arrays only"):
         queries = jnp.ones((1, 2, 2, 16, 64))
-        prefill_scores.prefill_scores(
+        prefill_attention.prefill_attention(
             queries, k, v, position[None], at, spec, scores=False, implementation="pallas", interpret=True
         )
 
@@ -305,4 +305,4 @@ def test_a_policy_refuses_the_kernels_that_cannot_read_its_format() -> None:
     model, policy = kvjax.load("tiny"), kvjax.policy("h2o", codec="fp8")
     state, _ = kvjax.prefill(model, policy, TEXT[:1, :40], 16, max_new_tokens=4, implementation=kernels)
     with pytest.raises(Unsupported, match="'pallas': keys and values are stored by Float8, which xla alone decodes"):
-        kvjax.decode_step(state, [1])
+        kvjax.fused_decode(state, [1])

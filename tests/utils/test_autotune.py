@@ -25,34 +25,34 @@ from kvjax.model import load
 from kvjax.types import Kernels
 from kvjax.utils import autotune
 from kvjax.utils.autotune import Autotuner
-from pallas_kernels import common, race
-from pallas_kernels.common import Asked, Survey, Task, Tuned, bucket, choose
+from pallas_kernels import benchmark, common
+from pallas_kernels.benchmark import Runner, TuningResult
+from pallas_kernels.common import Survey, Tuned, TuningRequest, TuningTask, bucket_name, choose
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.api import DecodeAttention
-from pallas_kernels.decode_step import one_pass
-from pallas_kernels.race import Runner, Verdict
-from pallas_kernels.workloads import Sizes, decode
-from tests.kernel_cases.decode_step import CASES
+from pallas_kernels.fused_decode import one_pass
+from pallas_kernels.workloads import Setup, decode_workload
+from tests.kernel_cases.fused_decode import CASES
 
 DEVICE = "Chip 9"
-VERDICT = Verdict(("triton", "xla"), {"xla": 9.5, "pallas": 3.0, "triton": 2.0}, {"xla": 0.0, "pallas": None})
+VERDICT = TuningResult(("triton", "xla"), {"xla": 9.5, "pallas": 3.0, "triton": 2.0}, {"xla": 0.0, "pallas": None})
 
 
 @pytest.fixture(autouse=True)
 def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine whose races have not been run, and where they are kept."""
-    monkeypatch.setattr(race, "LEAST", 0.0)
+    monkeypatch.setattr(benchmark, "LEAST", 0.0)
     monkeypatch.setattr(autotune, "tuned_device", lambda: DEVICE)
     monkeypatch.delenv(common.VARIABLE, raising=False)
     monkeypatch.setenv("KVJAX_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / autotune.FILE
 
 
-def asked(name: str = "op b<=2", *candidates: str) -> Asked:
-    return Asked(Task(name, None), candidates or ("xla", "pallas", "triton"))
+def asked(name: str = "op b<=2", *candidates: str) -> TuningRequest:
+    return TuningRequest(TuningTask(name, None), candidates or ("xla", "pallas", "triton"))
 
 
-def contenders(each: Asked) -> Verdict | None:
+def contenders(each: TuningRequest) -> TuningResult | None:
     """XLA, which is slow; a kernel that is fast and wrong; one that is fast and right."""
     right = np.array([1.0, -np.inf])
 
@@ -61,7 +61,7 @@ def contenders(each: Asked) -> Verdict | None:
         return right
 
     starts = {"xla": slow, "pallas": lambda: right + 0.5, "triton": lambda: right + 1e-3}
-    return race.judge([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
+    return benchmark.benchmark_runners([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
 
 
 def test_the_fastest_that_is_right_wins_and_who_is_wrong_is_told(chip, capsys):
@@ -84,7 +84,7 @@ def test_results_that_are_no_numbers_are_wrong():
     starts = {"xla": lambda: np.zeros(2), "pallas": lambda: np.full(2, np.nan)}
     runners = [Runner("op", "b<=2", name, start) for name, start in starts.items()]
     with pytest.warns(UserWarning, match="'pallas' differs from 'xla' by nan"):
-        verdict = race.judge(runners, 1e-2)
+        verdict = benchmark.benchmark_runners(runners, 1e-2)
     assert verdict is not None and verdict.order == ("xla",) and verdict.errors == {"xla": 0.0, "pallas": None}
 
 
@@ -92,9 +92,9 @@ def test_nothing_is_told_where_the_reference_fails(chip, capsys):
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    def by(each: Asked) -> Verdict | None:
+    def by(each: TuningRequest) -> TuningResult | None:
         starts = {"xla": fail, "pallas": lambda: np.zeros(2)}
-        return race.judge([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
+        return benchmark.benchmark_runners([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
 
     tuner = Autotuner(DEVICE)
     assert tuner.settle([asked()], by=by) == {}
@@ -172,9 +172,9 @@ def test_verdicts_live_as_long_as_a_model_where_nothing_can_be_kept(chip, monkey
 def test_auto_looks_winners_up_and_is_overruled(monkeypatch):
     orders = {"op b<=2": ("pallas", "xla"), "op b<=4": ("triton", "pallas")}
     tuned = Tuned(common.kind_of_device("cpu"), orders)
-    two, four, eight = (Task(f"op b<={b}", None) for b in (2, 4, 8))
+    two, four, eight = (TuningTask(f"op b<={b}", None) for b in (2, 4, 8))
 
-    def chosen(task: Task | None, implementation: str = tuned, **limits: str | None) -> str:
+    def chosen(task: TuningTask | None, implementation: str = tuned, **limits: str | None) -> str:
         limits = limits or {"pallas": None}
         return choose("op", implementation, limits, platform="cpu", interpret=True, task=task)
 
@@ -200,10 +200,10 @@ def test_races_are_left_out_where_a_variable_decides(monkeypatch):
 
 
 def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
-    program = decode("tiny", Sizes(2, 2, 2, 32, 16, jnp.float32, scores="sum"))
-    raced: list[Asked] = []
+    program = decode_workload("tiny", Setup(2, 2, 2, 32, 16, jnp.float32, scores="sum"))
+    raced: list[TuningRequest] = []
 
-    def by(each: Asked) -> Verdict:
+    def by(each: TuningRequest) -> TuningResult:
         raced.append(each)
         return VERDICT
 
@@ -222,7 +222,7 @@ def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
     )
     assert each.candidates[:2] == ("xla", "pallas")
     assert tuner.orders == {each.task.bucket: VERDICT.order}
-    verdict = race.settle(each._replace(candidates=("xla",)))  # on random inputs of these shapes
+    verdict = benchmark.benchmark_task(each._replace(candidates=("xla",)))  # on random inputs of these shapes
     assert verdict is not None and verdict.errors == {"xla": 0.0} and verdict.order == ("xla",)
 
 
@@ -238,11 +238,11 @@ def test_prompts_and_steps_are_surveyed_before_they_run(monkeypatch):
     model = load("tiny")
     with pytest.raises(InterruptedError):
         extend.prefill(model, "h2o", [[1, 2, 3]], 16, max_new_tokens=40)
-    assert asked == ["prefill_scores"]
+    assert asked == ["prefill_attention"]
     kernels = Kernels(Autotuner(DEVICE))
     state = state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40, implementation=kernels)
     settle_step(state.decoder, state.cache)
-    assert asked == ["prefill_scores", "rotate", "evict", "decode_attention"]
+    assert asked == ["prefill_attention", "rope", "evict", "decode_attention"]
 
 
 def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypatch):
@@ -250,36 +250,36 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     kernels = Kernels(survey, False, "tpu")
     state = state_shapes(load("tiny"), "h2o", 1, 3, 16, max_new_tokens=40, implementation=kernels)
     step_shapes(state.decoder, state.cache)
-    ops = [(bucket.split()[0], each.candidates) for bucket, each in survey.asked.items()]
+    ops = [(bucket.split()[0], each.candidates) for bucket, each in survey.requests.items()]
     both = ("xla", "pallas")
     first, turning, *others = ops
-    assert turning == ("rotate", ("xla",))  # heads of 32 channels
-    assert [first, *others] == [(op, both) for op in ("prefill_scores", "decode_step", "evict", "decode_attention")]
-    asked = survey.asked[next(bucket for bucket in survey.asked if bucket.startswith("decode_step"))]
+    assert turning == ("rope", ("xla",))  # heads of 32 channels
+    assert [first, *others] == [(op, both) for op in ("prefill_attention", "fused_decode", "evict", "decode_attention")]
+    asked = survey.requests[next(bucket for bucket in survey.requests if bucket.startswith("fused_decode"))]
     slots = asked.task.call.slots
     fits = functools.partial(one_pass, asked.task.call.query, slots.k, slots.v, platform="tpu")
     lost = Tuned(DEVICE, {asked.task.bucket: ("xla",)})
     monkeypatch.setattr(common, "kind_of_device", lambda _: DEVICE)
     assert fits()
     assert not fits(implementation=lost)
-    assert list(race.program_of(asked).in_place) == ["slots"]  # slots hold nothing else but scores
+    assert list(benchmark.program_of(asked).in_place) == ["slots"]  # slots hold nothing else but scores
 
 
 def test_the_calls_that_a_step_over_codes_stands_for_run():
     survey = Survey()
     step = next(some for some in CASES if some.label == "2x2x2x32x128-none-bits8")
     jax.eval_shape(functools.partial(step.run, implementation=survey, platform="tpu"), *step.arrays)
-    assert [bucket.split()[0] for bucket in survey.asked] == ["decode_step", "evict", "decode_attention"]
-    for each in survey.asked.values():
-        verdict = race.settle(each._replace(candidates=("xla",)))
+    assert [bucket.split()[0] for bucket in survey.requests] == ["fused_decode", "evict", "decode_attention"]
+    for each in survey.requests.values():
+        verdict = benchmark.benchmark_task(each._replace(candidates=("xla",)))
         assert verdict is not None and verdict.order == ("xla",)
 
 
 def test_random_inputs_tell_right_from_wrong(monkeypatch):
-    program = decode("tiny", Sizes(1, 2, 2, 32, 16, jnp.float32, scores="sum"))
+    program = decode_workload("tiny", Setup(1, 2, 2, 32, 16, jnp.float32, scores="sum"))
     survey = Survey()
     jax.eval_shape(lambda arrays: program.run(**arrays, implementation=survey, platform="gpu"), program.shapes)
-    (each,) = survey.asked.values()
+    (each,) = survey.requests.values()
 
     class ForgetsABlock(DecodeAttention):
         def __call__(self, implementation="auto", interpret=False, platform=None):
@@ -289,28 +289,28 @@ def test_random_inputs_tell_right_from_wrong(monkeypatch):
 
     task = each.task._replace(call=ForgetsABlock(**vars(each.task.call)))
     with pytest.warns(UserWarning, match="as 'pallas' differs"):
-        verdict = race.settle(Asked(task, ("xla", "pallas")))
+        verdict = benchmark.benchmark_task(TuningRequest(task, ("xla", "pallas")))
     assert verdict is not None and verdict.order == ("xla",)
 
 
 def test_a_survey_shares_no_program_with_what_runs():
     one, other = Survey(), Survey()
     assert one == one and one != other and one != "xla" and one not in {"xla", other}
-    assert choose("op", one, {"pallas": None}, platform="gpu", task=Task("op", None)) == "xla"
-    assert one.asked["op"].candidates == ("xla", "pallas") and not other.asked
-    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=Task("op", None))
-    assert one.asked["op"].candidates == ("xla", "pallas")
-    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=Task("other", None))
-    assert one.asked["other"].candidates == ("xla",)
-    choose("op", one, {"pallas": None}, platform="gpu", task=Task("other", None))
-    assert one.asked["other"].candidates == ("xla", "pallas")
+    assert choose("op", one, {"pallas": None}, platform="gpu", task=TuningTask("op", None)) == "xla"
+    assert one.requests["op"].candidates == ("xla", "pallas") and not other.requests
+    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=TuningTask("op", None))
+    assert one.requests["op"].candidates == ("xla", "pallas")
+    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=TuningTask("other", None))
+    assert one.requests["other"].candidates == ("xla",)
+    choose("op", one, {"pallas": None}, platform="gpu", task=TuningTask("other", None))
+    assert one.requests["other"].candidates == ("xla", "pallas")
 
 
 def test_buckets_round_what_grows_and_tell_the_rest_exactly():
-    assert bucket("op", {"b": 3, "c": 4096}, {"h": 8, "window": None, "keep": False, "sums": True, "rank": 0}) == (
+    assert bucket_name("op", {"b": 3, "c": 4096}, {"h": 8, "window": None, "keep": False, "sums": True, "rank": 0}) == (
         "op b<=4 c<=4096 h=8 sums rank=0"
     )
-    assert bucket("op", {"b": 1, "c": 0}, {}) == "op b<=1 c<=1"
+    assert bucket_name("op", {"b": 1, "c": 0}, {}) == "op b<=1 c<=1"
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,6 @@ def test_the_command_shows_what_is_kept(chip, monkeypatch, capsys):
         "9.5",
         "3.0",
         "2.0",
-        "",
         "NaN",
         "triton",
     ]
@@ -382,7 +381,7 @@ def test_the_command_shows_what_is_kept(chip, monkeypatch, capsys):
 
 
 def test_the_command_races_all_shapes_of_a_model(monkeypatch, capsys):
-    def candidates(self: Survey, task: Task, found: tuple[str, ...]) -> None:
+    def candidates(self: Survey, task: TuningTask, found: tuple[str, ...]) -> None:
         note(self, task, ("xla",) if task.bucket.startswith("evict") else ("xla", "triton"))
 
     note = Survey.note
@@ -394,8 +393,8 @@ def test_the_command_races_all_shapes_of_a_model(monkeypatch, capsys):
         [cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()
     ]
     told = [(row[0], row[1].split()[0], row[-1]) for row in rows if row and row[0]]
-    steps = [("rotate", "triton"), ("evict", "xla, alone"), ("decode_attention", "triton")]
-    expected = [("prefill_scores", "triton"), *steps]
+    steps = [("rope", "triton"), ("evict", "xla, alone"), ("decode_attention", "triton")]
+    expected = [("prefill_attention", "triton"), *steps]
     assert told == [(op, f"b<={batch}", winner) for batch in (1, 4) for op, winner in expected]
 
 

@@ -13,7 +13,7 @@ from kvjax.cache.stats import Outputs, damage, highest, normalised, outputs, see
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import Again, Damage, Peak, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree, View
-from pallas_kernels.paged_attention import Paged as Found
+from pallas_kernels.paged_attention import PagedResult as Found
 
 
 def check_asks(policy: Policy, asks: PyTree) -> None:

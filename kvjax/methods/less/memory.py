@@ -14,7 +14,7 @@ from kvjax.methods.register import register_part
 from kvjax.models.model import LanguageModel
 from kvjax.policies.residual import Residual
 from kvjax.types import SEED, Evicted, Kernels, New, Partial, at_least, directory, one_of, setting, wide
-from pallas_kernels import less_kernels
+from pallas_kernels import less_memory
 from pallas_kernels.attention import LowRank
 
 AUTO = Kernels()
@@ -133,7 +133,7 @@ class LowRankMemory(Residual, interface=True):
         params = self.layers[which]
         if self.kernels == "performer":
             return Performer(params["planes"].shape[-2]).apply({"params": params}, x)
-        operation = {"phi": less_kernels.phi, "psi": less_kernels.psi}[which]
+        operation = {"phi": less_memory.phi, "psi": less_memory.psi}[which]
         return operation(x, **params, **kernels._asdict())
 
     def init(self, shape: New) -> Memory:
@@ -164,7 +164,7 @@ class LowRankMemory(Residual, interface=True):
         pair = evicted.k[:, :, 0], evicted.v[:, :, 0], evicted.position[:, :, 0]
         partial = Partial(*(x[:, :, :, 0] for x in attended))
         weights = self.layers["phi"], self.layers["psi"]
-        outputs = less_kernels.remember(state, pair, new.q[:, :, :, 0], partial, *weights, **new.kernels._asdict())
+        outputs = less_memory.remember(state, pair, new.q[:, :, :, 0], partial, *weights, **new.kernels._asdict())
         return Memory(outputs.h, outputs.z), outputs.out[:, :, :, None]
 
 

@@ -27,7 +27,7 @@ from kvjax.types import LayerConfig, New, Reading, wide
 from pallas_kernels.attention import Partial, with_sink
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.operands import values
-from pallas_kernels.prefill_scores import prefill_scores
+from pallas_kernels.prefill_attention import prefill_attention
 
 MASKS = ("decode", "full-softmax")
 """Kinds of attention probabilities that a policy sees in training, see `record`."""
@@ -221,5 +221,5 @@ def attend_fully(
     """Attend from whole texts to all of their tokens; queries and keys are those before rotation."""
     q, k = (rotate(shape.rope, x, positions[0], positions.shape[1]) for x in (q, k))
     held = jnp.broadcast_to(positions[:, None], k.shape[:3])
-    attended = prefill_scores(q, k, v, positions, held, shape.spec, scores=False)
+    attended = prefill_attention(q, k, v, positions, held, shape.spec, scores=False)
     return Partial(attended.out, attended.lse)

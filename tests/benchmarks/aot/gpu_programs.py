@@ -1,6 +1,6 @@
 """Compile every program of a GPU that is not there.
 
-`python -m tests.benchmarks.aot.gpu_programs h100 mosaic`, with jax's CUDA plugin, prints a line of JSON
+`python -m tests.benchmarks.aot.gpu_programs h100 triton`, with jax's CUDA plugin, prints a line of JSON
 for each program, see `benchmarks.aot.gpu`.
 """
 
@@ -18,20 +18,26 @@ import jax.numpy as jnp
 from benchmarks.aot import gpu
 from benchmarks.aot.programs import programs
 from pallas_kernels.common import Unsupported
-from pallas_kernels.workloads import Sizes, Workload, decode, prefill
+from pallas_kernels.workloads import Setup, Workload, decode_workload, prefill_workload
 
 
 def corners() -> Iterator[Workload]:
     """Shapes at the edge of what the kernels take, besides those of real models: they need the most registers."""
-    yield decode("float32, d 256, 8 bits, Gumbel", Sizes(2, 4, 4, 4096, 256, jnp.float32, bits=8, noisy=True), rank=8)
+    yield decode_workload(
+        "float32, d 256, 8 bits, Gumbel", Setup(2, 4, 4, 4096, 256, jnp.float32, bits=8, noisy=True), rank=8
+    )
     wide: dict[str, Any] = dict(scores="each", slopes=True, window=100, soft_cap=50.0)
-    yield decode(
-        "bfloat16, d 256, 1000 slots, ALiBi, window, soft cap", Sizes(1, 1, 16, 1000, 256, jnp.bfloat16, **wide)
+    yield decode_workload(
+        "bfloat16, d 256, 1000 slots, ALiBi, window, soft cap",
+        Setup(1, 1, 16, 1000, 256, jnp.bfloat16, **wide),
     )
-    yield prefill(
-        "float32, d 128, 16 rows, ALiBi", Sizes(1, 1, 4, 500, 128, jnp.float32, slopes=True), "weights", rows=16
+    yield prefill_workload(
+        "float32, d 128, 16 rows, ALiBi",
+        Setup(1, 1, 4, 500, 128, jnp.float32, slopes=True),
+        "weights",
+        rows=16,
     )
-    yield prefill("bfloat16, d 256 and e 16", Sizes(1, 1, 4, 500, 256, jnp.bfloat16, e=16), "noise")
+    yield prefill_workload("bfloat16, d 256 and e 16", Setup(1, 1, 4, 500, 256, jnp.bfloat16, e=16), "noise")
 
 
 def of_gpu() -> list[Workload]:

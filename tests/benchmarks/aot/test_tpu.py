@@ -20,9 +20,9 @@ from benchmarks.aot.module import read_module
 from benchmarks.aot.programs import programs
 from benchmarks.aot.tpu import Grid, Kernel, counted, grids_of
 from kvjax.models.weights import weight_shapes
+from pallas_kernels.benchmark import Program
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised
-from pallas_kernels.race import Program
 from tests.kernels import H100
 from tests.paths import ROOT
 
@@ -52,7 +52,7 @@ def test_every_kernel_compiles_for_tpu(chip, tmp_path):
         assert row["kernels"] and all(kernel["step"] > 0 for kernel in row["kernels"]), program
         assert row["estimate"] >= sum(kernel["waiting"] for kernel in row["kernels"]), program
     assert f"### Kernels on {chip}" in (tmp_path / "chips.md").read_text()
-    of_prompts = {row["size"]: row["kernels"] for row in rows if row["op"] == "prefill_scores"}
+    of_prompts = {row["size"]: row["kernels"] for row in rows if row["op"] == "prefill_attention"}
     (sums,) = of_prompts["8 heads x 4, 8192 tokens, d 128, bfloat16"]
     (plain,) = of_prompts["the same without scores"]
     assert sums["grid"] == plain["grid"], "attention with sums takes smaller steps than without"
@@ -299,7 +299,7 @@ def test_a_grid_known_at_run_time_takes_whole_blocks_and_a_step_for_each_result(
 
 
 def test_kernels_say_how_many_turns_their_loops_take():
-    program = next(each for each in PROGRAMS if each.op == "prefill_scores")
+    program = next(each for each in PROGRAMS if each.op == "prefill_attention")
     (grid,) = grids_of(program.jit("pallas", "tpu").trace(**program.shapes).jaxpr)
     assert (grid.sizes, grid.turns) == ((1, 8, 4, 16, 8), 8)
 

@@ -31,7 +31,7 @@ ROWS, SLOTS = 16, 2048
 def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
     """Policies, and the kernels that a step under each is to call."""
     kernels = init_kernels(jax.random.key(0), CONFIG)
-    stepping = ("rotate", "decode_step")
+    stepping = ("rope", "fused_decode")
     # A head that keeps everything has all slots, so that the pool is large.
     classes: dict[str, Any] = {
         "special": (1,),
@@ -45,10 +45,10 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
         "keyformer": (kvjax.policy("keyformer"), stepping),
         "less": (kvjax.policy("less", base="keyformer", kernels=kernels), (*stepping, "less_remember")),
         "lsh_e": (kvjax.policy("lsh_e"), stepping),
-        "fastgen": (kvjax.policy("fastgen", **classes), ("rotate", "paged_attention")),
+        "fastgen": (kvjax.policy("fastgen", **classes), ("rope", "paged_attention")),
         "less-fastgen": (
             kvjax.policy("fastgen", **classes, **{"residual.kernels": kernels}),
-            ("rotate", "paged_attention", "less_phi", "less_psi"),
+            ("rope", "paged_attention", "less_phi", "less_psi"),
         ),
     }
 

@@ -1,3 +1,0 @@
-"""RoPE of one token's queries and keys, which also splits a projection's row into heads."""
-
-from pallas_kernels.rotate.api import rotate as rotate
