@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cli.bench import say
 from kvjax.cli.commands import Parser, add_model_options, finish
 from kvjax.cli.options import add_policy, policy_and_config
@@ -27,7 +27,7 @@ from kvjax.model import Model
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, layers_of, unembed
 from kvjax.policies.policy import Policy
-from kvjax.types import Reading
+from kvjax.types import TokenBatch
 from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import parse_budget, whole_number
 
@@ -112,7 +112,7 @@ class _Newest(LayerCache):
     """Attention of tokens to themselves alone."""
 
     def attend(
-        self, tokens: LayerTokens, q: Array, k: Array, v: Array, sink_logits: Array | None
+        self, tokens: MixerInput, q: Array, k: Array, v: Array, sink_logits: Array | None
     ) -> tuple[Array, _Newest]:
         return jnp.broadcast_to(v[:, :, None], (*q.shape[:4], v.shape[-1])), self
 
@@ -123,7 +123,7 @@ def _layers(
 ) -> Float[Array, "b 1 width"]:
     # Every step depends on the one before it, as in a text.
     def one(_: Any, x: Array) -> Array:
-        reading = Reading.of_text(token[:, None], jnp.ones(len(token), jnp.int32))
+        reading = TokenBatch.of_text(token[:, None], jnp.ones(len(token), jnp.int32))
         x = embed(weights, config, reading.token, reading.position) + 1e-6 * x
         for layer in layers_of(weights, config):
             x, _ = block(layer, _Newest(), reading, x)

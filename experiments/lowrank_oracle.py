@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, layers_of, unembed
 from kvjax.rope import rotate
-from kvjax.types import LayerConfig, Reading, setting
+from kvjax.types import LayerConfig, TokenBatch, setting
 from pallas_kernels.attention import attend
 
 
@@ -89,7 +89,7 @@ def read(
         tokens: ids, without padding.
         attention: called once for each layer, from the first to the last.
     """
-    reading = Reading.of_text(tokens, jnp.full(len(tokens), tokens.shape[1]))
+    reading = TokenBatch.of_text(tokens, jnp.full(len(tokens), tokens.shape[1]))
     x = embed(weights, config, tokens, reading.position)
     for layer in layers_of(weights, config):
         x, _ = block(layer, _Custom(attention=attention), reading, x)
@@ -102,7 +102,7 @@ class _Custom(LayerCache):
     attention: Attention = setting(None)
 
     def attend(
-        self, tokens: LayerTokens, q: Array, k: Array, v: Array, sink_logits: Array | None
+        self, tokens: MixerInput, q: Array, k: Array, v: Array, sink_logits: Array | None
     ) -> tuple[Array, _Custom]:
         shape, position, length = tokens.shape, tokens.reading.position, tokens.reading.rope_length
         q = rotate(shape.rope, q, position[:, None, None], length)

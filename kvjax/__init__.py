@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvjax.utils.moved import keep_old_names
+from kvjax.utils.moved import RENAMED_STATS, keep_old_names, renamed
 
 if TYPE_CHECKING:
     from kvjax import methods as methods
@@ -44,18 +44,26 @@ if TYPE_CHECKING:
     from kvjax.policies import SplitRanking as SplitRanking
     from kvjax.policies.codec import Codec as Codec
     from kvjax.policies.quantizer import Quantizer as Quantizer
-    from kvjax.policies.stats import Again as Again
+    from kvjax.policies.stats import AttentionProbs as AttentionProbs
+    from kvjax.policies.stats import AttentionSum as AttentionSum
     from kvjax.policies.stats import Damage as Damage
-    from kvjax.policies.stats import Near as Near
+    from kvjax.policies.stats import LocalAttention as LocalAttention
     from kvjax.policies.stats import Noise as Noise
     from kvjax.policies.stats import Peak as Peak
-    from kvjax.policies.stats import Probs as Probs
-    from kvjax.policies.stats import Sums as Sums
+    from kvjax.policies.stats import ReplayedQueries as ReplayedQueries
     from kvjax.utils.compilation import enable_compilation_cache as enable_compilation_cache
 
 # Modules of the names above, imported on first use: a command starts fast and can be interrupted early.
 _HOMES = {
-    "kvjax.policies.stats": ("Again", "Damage", "Near", "Noise", "Peak", "Probs", "Sums"),
+    "kvjax.policies.stats": (
+        "AttentionProbs",
+        "AttentionSum",
+        "Damage",
+        "LocalAttention",
+        "Noise",
+        "Peak",
+        "ReplayedQueries",
+    ),
     "kvjax.policies.codec": ("Codec",),
     "kvjax.policies.quantizer": ("Quantizer",),
     "kvjax.utils.compilation": ("enable_compilation_cache",),
@@ -95,6 +103,8 @@ keep_old_names()
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"kvjax.{name}")
+    if name in RENAMED_STATS:
+        return renamed(__name__, RENAMED_STATS)(name)
     if name not in _NAMES:
         raise AttributeError(f"kvjax has no {name!r}; it has {', '.join(sorted(__all__))}.")
     value = globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)

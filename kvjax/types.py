@@ -40,6 +40,7 @@ from kvjax.utils.fields import setting as setting
 from kvjax.utils.fields import setting_names as setting_names
 from kvjax.utils.fields import share as share
 from kvjax.utils.fields import written as written
+from kvjax.utils.moved import renamed
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.attention import Partial as Partial
 from pallas_kernels.attention import wide as wide
@@ -129,7 +130,7 @@ class Kernels(NamedTuple):
     platform: str | None = None
 
 
-class Reading(struct.PyTreeNode):
+class TokenBatch(struct.PyTreeNode):
     """Tokens that all layers read: a block of text, or the one token of a decode step."""
 
     token: Int[Array, "b t"]
@@ -154,11 +155,11 @@ class Reading(struct.PyTreeNode):
     kernels: Kernels = setting(Kernels())
 
     @staticmethod
-    def of_text(token: Int[Array, "b t"], lengths: Int[Array, " b"]) -> Reading:
+    def of_text(token: Int[Array, "b t"], lengths: Int[Array, " b"]) -> TokenBatch:
         """Return whole texts, after which nothing is planned; their padding has the positions after the text."""
         position = jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
         nothing = jnp.zeros_like(lengths)
-        return Reading(
+        return TokenBatch(
             token=token,
             position=position,
             prompt_length=lengths,
@@ -219,13 +220,13 @@ class Reading(struct.PyTreeNode):
         k: Float[Array, "b h t d"],
         v: Float[Array, "b h t e"],
         sink_logits: Float[Array, "h g"] | None = None,
-    ) -> New:
+    ) -> LayerTokens:
         """Return the tokens of one layer, from its activations; queries and keys are not rotated yet."""
         head = config.numbers(len(hidden))
         of_layer: dict[str, Any] = dict(hidden=hidden, head=head, layer=layer, sink_logits=sink_logits, config=config)
-        return New(**vars(self), q=q, k=k, v=v, raw_q=q, raw_k=k, **of_layer)
+        return LayerTokens(**vars(self), q=q, k=k, v=v, raw_q=q, raw_k=k, **of_layer)
 
-    def ahead(self, config: LayerConfig, layer: int | Int[Array, ""], dtype: DTypeLike) -> New:
+    def ahead(self, config: LayerConfig, layer: int | Int[Array, ""], dtype: DTypeLike) -> LayerTokens:
         """Return the tokens of a layer before it runs: its activations are zeros of the right shapes."""
         (rows, tokens), heads = self.token.shape, config.kv_heads
 
@@ -237,7 +238,7 @@ class Reading(struct.PyTreeNode):
         return self.of_layer(config, layer, zeros(tokens, config.width), queries, keys, values)
 
 
-class New(Reading, kw_only=True):
+class LayerTokens(TokenBatch, kw_only=True):
     """Tokens that one layer reads.
 
     Queries and keys are rotated by their original positions, in every storage format.
@@ -283,7 +284,7 @@ class New(Reading, kw_only=True):
         }
         return super().part(start, size).replace(**cut)
 
-    def rotated(self, turns: Turns | None = None) -> New:
+    def rotated(self, turns: Turns | None = None) -> LayerTokens:
         """Return the tokens with rotated queries and keys; `turns` are the rotations, if layers share them."""
         if self.config.rope is None:
             return self
@@ -380,18 +381,21 @@ class View(Heads):
         """Mask of the slots that hold a token."""
         return self.position >= 0
 
-    def keys(self, new: New) -> Float[Array, "b h c d"]:
+    def keys(self, new: LayerTokens) -> Float[Array, "b h c d"]:
         """Return decoded keys, rotated by their original positions; those of empty slots are arbitrary."""
         return self._pairs(new).k
 
-    def values(self, new: New) -> Float[Array, "b h c e"]:
+    def values(self, new: LayerTokens) -> Float[Array, "b h c e"]:
         """Return decoded values; those of empty slots are arbitrary."""
         return self._pairs(new).v
 
-    def _pairs(self, new: New) -> Pairs:
+    def _pairs(self, new: LayerTokens) -> Pairs:
         return restored(new.config.rope, self.kv, self.position, self.state.codec, new.k.dtype)
 
 
-def nothing(new: New) -> Float[Array, "b h t"]:
+def nothing(new: LayerTokens) -> Float[Array, "b h t"]:
     """Return a zero for each new token and KV head, in the dtype of accumulated attention."""
     return jnp.zeros(new.k.shape[:3], wide(new.k.dtype))
+
+
+__getattr__ = renamed(__name__, {"New": "LayerTokens", "Reading": "TokenBatch"})

@@ -22,7 +22,7 @@ NEW_TOKENS = 10
 """Tokens of a greedy answer: a number of seven digits and the text before it."""
 
 
-def questions(model: kvjax.Model, family: str, count: int) -> list[dict[str, Any]]:
+def flatten_requests(model: kvjax.Model, family: str, count: int) -> list[dict[str, Any]]:
     """Return cases whose contexts all have exactly `LENGTH` tokens, filled up with hay in front.
 
     Args:
@@ -76,7 +76,7 @@ def main() -> None:
         options.write.mkdir(parents=True, exist_ok=True)
         write_checkpoint(model.weights, model.config, options.write)
         model.tokenizer.save_pretrained(options.write)
-    families = [questions(model, name, options.count) for name in FAMILIES] + [
+    families = [flatten_requests(model, name, options.count) for name in FAMILIES] + [
         texts(model, options.text, options.count)
     ]
     made = [case for cases_of_index in zip(*families, strict=True) for case in cases_of_index]

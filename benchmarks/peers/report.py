@@ -190,7 +190,7 @@ def page(sides: Sides, overlaps: Sequence[Row]) -> str:
         for n in sides.cases
     )
     peaks = {name: max(row["peak_bytes"] for row in rows) / 2**20 for name, rows in sides.rows.items()}
-    questions, every = ("single", "multi_key"), ("single", "multi_key", "text")
+    flatten_requests, every = ("single", "multi_key"), ("single", "multi_key", "text")
     counted = {name: len(sides.values("kvjax", "full", 0.0, [name], lambda row: 1.0)) for name in every}
 
     def match(row: Row) -> float:
@@ -204,9 +204,9 @@ def page(sides: Sides, overlaps: Sequence[Row]) -> str:
         "cases": ", ".join(f"{count} of `{name}`" for name, count in counted.items()),
         "apart": f"{apart:.1e}",
         "overlaps": overlap_table(overlaps, sides.ratios),
-        "question_nats": sides.measured(questions, nats),
+        "question_nats": sides.measured(flatten_requests, nats),
         "text_nats": sides.measured(("text",), nats),
-        "match": sides.measured(questions, match),
+        "match": sides.measured(flatten_requests, match),
         "contexts": context_table(sides),
         "costs": cost_table(sides),
         "peaks": f"{peaks['kvpress']:,.0f} MiB for kvpress and {peaks['kvjax']:,.0f} MiB for kvjax",

@@ -157,14 +157,14 @@ _KINDS = (kvjax.Score, kvjax.Protection, kvjax.Plan, kvjax.Residual, kvjax.Selec
 def _asks(sources: Iterable[Any]) -> str:
     """What the parts ask of attention, as their methods say."""
     sources = list(sources)
-    asking = [source for source in sources if getattr(source, "asks", Part.asks) is not Part.asks]
+    asking = [source for source in sources if getattr(source, "asks", Part.attention_stats) is not Part.attention_stats]
     if any(isinstance(source, type) and issubclass(source, kvjax.Selection) for source in sources):
         return "## What it asks of attention\n\nEvery probability: what a query reads is picked from them."
     if not asking:
         return "## What it asks of attention\n\nNothing: any kernel of attention will do."
     lines = []
     for source in asking:
-        wanted = re.findall(r"\b(Sums|Near|Probs|Again|Damage|Peak)\b", inspect.getsource(source.asks))
+        wanted = re.findall(r"\b(Sums|Near|Probs|Again|Damage|Peak)\b", inspect.getsource(source.attention_stats))
         names = ", ".join(f"{{py:class}}`kvjax.{name}`" for name in dict.fromkeys(wanted))
         lines.append(f"- {names}: {(inspect.getdoc(source.asks) or '').partition(chr(10))[0]}")
     return "\n".join(["## What it asks of attention\n", *lines])

@@ -126,8 +126,8 @@ def recalled(report: Report) -> Section:
             rows.append([distance, label, None, f"{ours['whole']:.1%}", ours["mean"]])
             if ours["whole"] >= 1:
                 continue
-            policy, questions = FIXED[STRONGEST], 20 * len(ours["share"])
-            slots = report.slots(ours["bytes"], questions, policy)
+            policy, flatten_requests = FIXED[STRONGEST], 20 * len(ours["share"])
+            slots = report.slots(ours["bytes"], flatten_requests, policy)
             other = ask(STRONGEST, policy, slots, distance)
             rows.append([distance, STRONGEST, slots, f"{ours['whole']:.1%}", other["mean"]])
             claims.append(

@@ -12,7 +12,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.models import decoder
 from kvjax.models.attention import Attention
 from kvjax.models.config import ModelConfig
@@ -20,7 +20,7 @@ from kvjax.models.decoder import LayerWeights, Weights
 from kvjax.models.linear import Linear, Norm
 from kvjax.models.mlp import DenseMlp
 from kvjax.rope import rotate
-from kvjax.types import Reading, setting
+from kvjax.types import TokenBatch, setting
 
 Causal = Callable[..., Float[Array, "b h g t d"]]
 
@@ -93,7 +93,7 @@ def forward(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], causal: Causal = xla_causal
 ) -> Float[Array, "b t vocab"]:
     """Return logits of every position, in float32 for any dtype of weights."""
-    reading = Reading.of_text(tokens, jnp.full(len(tokens), tokens.shape[1]))
+    reading = TokenBatch.of_text(tokens, jnp.full(len(tokens), tokens.shape[1]))
     x = decoder.embed(weights, config, tokens, reading.position)
     for layer in decoder.layers_of(weights, config):
         x, _ = decoder.block(layer, _Whole(causal=causal), reading, x)
@@ -106,7 +106,7 @@ class _Whole(LayerCache):
     causal: Causal = setting(None)
 
     def attend(
-        self, tokens: LayerTokens, q: Array, k: Array, v: Array, sink_logits: Array | None
+        self, tokens: MixerInput, q: Array, k: Array, v: Array, sink_logits: Array | None
     ) -> tuple[Array, _Whole]:
         rope, positions = tokens.shape.rope, tokens.reading.position
         q, k = rotate(rope, q, positions[:, None, None]), rotate(rope, k, positions[:, None])

@@ -16,15 +16,34 @@ from kvjax.cache.recompute import (
     near_sums,
     newest_attention,
     select_by_blocks,
-    with_again,
-    without_again,
+    with_replayed,
+    without_replayed,
 )
-from kvjax.cache.stats import answer, answered, drawn, normalised, over_heads, seen_slots, summed, tempered, weighed
+from kvjax.cache.stats import (
+    drawn,
+    normalised,
+    over_heads,
+    seen_slots,
+    stat_from_probs,
+    stats_from_probs,
+    summed,
+    tempered,
+    weighed,
+)
 from kvjax.policies.codec import Operands
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Selection
-from kvjax.policies.stats import Ask, Damage, Near, Noise, Peak, Probs, Sums, questions
-from kvjax.types import SLOTS, New, PyTree, View, wide
+from kvjax.policies.stats import (
+    AttentionProbs,
+    AttentionSum,
+    Damage,
+    LocalAttention,
+    Noise,
+    Peak,
+    StatRequest,
+    flatten_requests,
+)
+from kvjax.types import SLOTS, LayerTokens, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, power_below, query_block, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, ScoreNoise, decode_attention
 from pallas_kernels.noise import layer_seed
@@ -35,7 +54,13 @@ Question = tuple[Any, Noise | None]
 
 
 def attend_slots(
-    policy: Policy, view: View, new: New, asks: PyTree, evicted: LowRank | Partial | None, *, block: bool = False
+    policy: Policy,
+    view: View,
+    new: LayerTokens,
+    requests: PyTree,
+    evicted: LowRank | Partial | None,
+    *,
+    block: bool = False,
 ) -> Attended:
     """Attend from new tokens, which have slots already, to all slots of a layer.
 
@@ -48,15 +73,15 @@ def attend_slots(
     if operands.k is not new.k:  # a whole text has no slots with a bias yet
         new, operands = operands.with_bias(new, policy.slot_bias(view))
     attend = attend_block if block else attend_token
-    partial, stats = attend(operands, view, new, without_again(asks), evicted, policy.selection)
-    return Attended(partial, with_again(asks, stats, policy.codec, operands, view, new))
+    partial, stats = attend(operands, view, new, without_replayed(requests), evicted, policy.selection)
+    return Attended(partial, with_replayed(requests, stats, policy.codec, operands, view, new))
 
 
 def attend_token(
     given: Operands,
     view: View,
-    new: New,
-    asks: PyTree,
+    new: LayerTokens,
+    requests: PyTree,
     remembered: LowRank | Partial | None,
     selection: Selection | None,
 ) -> tuple[Partial, PyTree]:
@@ -66,7 +91,11 @@ def attend_token(
     `remembered` attention over evicted tokens if it is of low rank.
     """
     alone = selection is None and new.spread.slots == 1
-    scores, summed = kernel_scores(asks, new) if alone else ("each" if selection or questions(asks)[0] else None, False)
+    scores, summed = (
+        kernel_scores(requests, new)
+        if alone
+        else ("each" if selection or flatten_requests(requests)[0] else None, False)
+    )
     low_rank = remembered if alone and isinstance(remembered, LowRank) else None
     found = decode_attention(
         given.q[:, :, :, 0],
@@ -81,22 +110,22 @@ def attend_token(
         **new.kernels._asdict(),
     )
     if new.spread.slots > 1:
-        return _shared(found, given, view.position, new, asks, remembered, selection)
+        return _shared(found, given, view.position, new, requests, remembered, selection)
     partial = found.partial
     if selection is not None:
         assert found.scores is not None
         partial = narrowed(selection, found.scores[:, :, :, None], given.v, view.position, new, found.lse[..., None])
     if low_rank is None:
         partial = with_evicted(partial, remembered)
-    return partial, requested_stats(asks, found, given, view.position, new, summed=summed)
+    return partial, requested_stats(requests, found, given, view.position, new, summed=summed)
 
 
-def kernel_scores(asks: PyTree, new: New) -> tuple[str | ScoreNoise | None, bool]:
+def kernel_scores(requests: PyTree, new: LayerTokens) -> tuple[str | ScoreNoise | None, bool]:
     """Return the scores that a kernel must compute for one token per row, and whether it sums them as requested."""
-    leaves, _ = questions(asks)
-    if any(isinstance(ask, Near) for ask in leaves):
+    leaves, _ = flatten_requests(requests)
+    if any(isinstance(request, LocalAttention) for request in leaves):
         raise ValueError("Near statistics need a prompt that is read as a whole, not a single token.")
-    kinds = {_question(ask, prompt=False) for ask in leaves}
+    kinds = {_question(request, prompt=False) for request in leaves}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None:
         return ("each" if leaves else None), False
@@ -104,44 +133,44 @@ def kernel_scores(asks: PyTree, new: New) -> tuple[str | ScoreNoise | None, bool
 
 
 def requested_stats(
-    asks: PyTree, found: Decoded, given: Operands, position: Int[Array, "b h c"], new: New, *, summed: bool
+    requests: PyTree, found: Decoded, given: Operands, position: Int[Array, "b h c"], new: LayerTokens, *, summed: bool
 ) -> PyTree:
     """Compute the requested statistics of one token per row from the kernel scores that `kernel_scores` chose."""
-    leaves, tree = questions(asks)
+    leaves, tree = flatten_requests(requests)
     if not leaves:
-        return asks
+        return requests
     assert found.scores is not None
     if summed:
-        return tree.unflatten(over_heads(ask, weighed(ask, found.scores), new) for ask in leaves)
-    return answered(asks, found.scores[:, :, :, None], given.v, position, new)
+        return tree.unflatten(over_heads(request, weighed(request, found.scores), new) for request in leaves)
+    return stats_from_probs(requests, found.scores[:, :, :, None], given.v, position, new)
 
 
 def _shared(
     found: Decoded,
     given: Operands,
     position: Int[Array, "b h c"],
-    new: New,
-    asks: PyTree,
+    new: LayerTokens,
+    requests: PyTree,
     remembered: LowRank | Partial | None,
     selection: Selection | None,
 ) -> tuple[Partial, PyTree]:
     # Returns attention of heads that share their slots with other devices, and the statistics of this device's slots.
     # Only the output features that this device's output weights read are valid.
     # One collective carries log-sum-exps, counts and, without a selection, outputs.
-    leaves, tree = questions(asks)
+    leaves, tree = flatten_requests(requests)
     local = None if found.scores is None else found.scores[:, :, :, None]
     powers: dict[int, Array] = {}
     told, kind = [found.lse], found.lse.dtype
-    for i, ask in enumerate(leaves):
-        if isinstance(ask, Sums) and not ask.plain:
+    for i, request in enumerate(leaves):
+        if isinstance(request, AttentionSum) and not request.plain:
             # This softmax is sharded, too; its numerators are powers of the plain softmax's probabilities.
             assert local is not None
-            powers[i] = tempered(ask, local, position, new)
-            tau = jnp.asarray(ask.tau, kind)
+            powers[i] = tempered(request, local, position, new)
+            tau = jnp.asarray(request.tau, kind)
             lse = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0) / (tau[:, :, None] if tau.ndim else tau)
             told.append(jnp.log(powers[i].sum((-2, -1))) + lse)
     sums = len(told)
-    if any(isinstance(ask, Probs) for ask in leaves):
+    if any(isinstance(request, AttentionProbs) for request in leaves):
         told.append(jnp.broadcast_to(seen_slots(position, new).sum(-1), found.lse.shape).astype(kind))
     here = jnp.stack(told, axis=-1)
     rows, heads, groups, width = found.out.shape
@@ -164,16 +193,18 @@ def _shared(
         out, lse = new.spread.over_slots(out), lse[..., 0]
     partial = with_evicted(Partial(out, lse[..., None]), remembered)  # which is replicated on these devices
 
-    def of_here(i: int, ask: Ask) -> Any:
+    def of_here(i: int, request: StatRequest) -> Any:
         assert probs is not None
         if i not in powers:
-            visible = every[..., sums].sum(0)[..., :1].astype(jnp.int32) if isinstance(ask, Probs) else None
-            return answer(ask, probs, given.v, position, new, visible)
-        assert isinstance(ask, Sums)
+            visible = (
+                every[..., sums].sum(0)[..., :1].astype(jnp.int32) if isinstance(request, AttentionProbs) else None
+            )
+            return stat_from_probs(request, probs, given.v, position, new, visible)
+        assert isinstance(request, AttentionSum)
         own = shares[..., 1 + list(powers).index(i), None, None]
-        return over_heads(ask, summed(ask, own * normalised(powers[i], powers[i].sum(-1, keepdims=True))), new)
+        return over_heads(request, summed(request, own * normalised(powers[i], powers[i].sum(-1, keepdims=True))), new)
 
-    return partial, tree.unflatten(of_here(i, ask) for i, ask in enumerate(leaves))
+    return partial, tree.unflatten(of_here(i, request) for i, request in enumerate(leaves))
 
 
 def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -190,7 +221,7 @@ class Share(NamedTuple):
     """Queries of a block that this device computes: all, or every n-th run if n devices hold the same slots."""
 
     given: Operands
-    new: New
+    new: LayerTokens
     """These queries with their positions, and the keys and values of the whole block."""
     token: Int[Array, " m"] | None
     """Indices of these queries in the block, where the last one replaces those beyond the block; None for all."""
@@ -198,7 +229,7 @@ class Share(NamedTuple):
     """Queries in a run."""
 
     @classmethod
-    def of(cls, given: Operands, new: New) -> Share:
+    def of(cls, given: Operands, new: LayerTokens) -> Share:
         """Return the queries of this device."""
         tokens = new.position.shape[1]
         # Give each device several runs: later queries see more keys, so the last run takes longest.
@@ -212,15 +243,15 @@ class Share(NamedTuple):
         share = given._replace(q=given.q[:, :, :, token], places=places)
         return cls(share, new.replace(q=share.q, position=position), token, size)
 
-    def weighed(self, ask: Ask) -> Ask:
+    def weighed(self, request: StatRequest) -> StatRequest:
         """Restrict a request about a whole block to these queries."""
-        if self.token is None or not isinstance(ask, Sums | Damage | Peak):
-            return ask
-        weights = None if ask.weights is None else ask.weights[..., self.token]
-        if not isinstance(ask, Sums):
-            return ask.replace(weights=weights)
-        tau = jnp.asarray(ask.tau)
-        return ask.replace(weights=weights, tau=tau[:, self.token] if tau.ndim else ask.tau)
+        if self.token is None or not isinstance(request, AttentionSum | Damage | Peak):
+            return request
+        weights = None if request.weights is None else request.weights[..., self.token]
+        if not isinstance(request, AttentionSum):
+            return request.replace(weights=weights)
+        tau = jnp.asarray(request.tau)
+        return request.replace(weights=weights, tau=tau[:, self.token] if tau.ndim else request.tau)
 
     def whole(self, own: Array, axis: int) -> Array:
         """Gather an array over all queries from the devices' arrays, along an axis."""
@@ -230,14 +261,14 @@ class Share(NamedTuple):
 def attend_block(
     given: Operands,
     view: View,
-    new: New,
-    asks: PyTree,
+    new: LayerTokens,
+    requests: PyTree,
     remembered: LowRank | Partial | None,
     selection: Selection | None,
 ) -> tuple[Partial, PyTree]:
     """Attend from a block of a text to all slots, of which the last hold the block; see `attend_token`."""
-    leaves, tree = questions(asks)
-    kinds = [_question(ask, prompt=True) for ask in leaves]
+    leaves, tree = flatten_requests(requests)
+    kinds = [_question(request, prompt=True) for request in leaves]
     fused = next((kind for kind in kinds if kind is not None), None)
     together = [i for i, kind in enumerate(kinds) if kind is not None and kind == fused]
     share = Share.of(given, new)
@@ -260,61 +291,70 @@ def attend_block(
     )
     partial = Partial(found.out, found.lse)
     lse = share.whole(found.lse, 3)
-    answers: dict[int, Any] = {}
+    stats: dict[int, Any] = {}
     sums = None if found.scores is None else new.spread.over_queries(found.scores)
     for i, row in zip(together, rows, strict=True):
         assert sums is not None
-        answers[i] = over_heads(leaves[i], sums[:, :, row], new)
-    rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums | Damage | Peak) and i not in answers]
+        stats[i] = over_heads(leaves[i], sums[:, :, row], new)
+    rest = [
+        i for i, request in enumerate(leaves) if isinstance(request, AttentionSum | Damage | Peak) and i not in stats
+    ]
     if rest:
         more = by_blocks(share.given, view, share.new, [share.weighed(leaves[i]) for i in rest], partial.lse)
         for i, part in zip(rest, more, strict=True):
             together = new.spread.most_of_queries if isinstance(leaves[i], Peak) else new.spread.over_queries
-            answers[i] = over_heads(leaves[i], together(part), new)
-    for i, ask in enumerate(leaves):
-        if isinstance(ask, Near):
+            stats[i] = over_heads(leaves[i], together(part), new)
+    for i, request in enumerate(leaves):
+        if isinstance(request, LocalAttention):
             if view.capacity != new.position.shape[1]:
                 raise ValueError("Near statistics need a prompt that is read as a whole, not a part of it.")
-            answers[i] = near_sums(new, lse, ask)
-        elif isinstance(ask, Probs):
-            answers[i] = newest_attention(given, view, new, ask, lse)
+            stats[i] = near_sums(new, lse, request)
+        elif isinstance(request, AttentionProbs):
+            stats[i] = newest_attention(given, view, new, request, lse)
     if selection is not None:
         partial = select_by_blocks(share.given, view, share.new, selection, partial)
         lse = share.whole(partial.lse, 3)
     partial = with_evicted(Partial(share.whole(partial.out, 3), lse), remembered)
-    return partial, tree.unflatten(answers[i] for i in range(len(leaves)))
+    return partial, tree.unflatten(stats[i] for i in range(len(leaves)))
 
 
-def _question(ask: Ask, prompt: bool) -> Question | None:
+def _question(request: StatRequest, prompt: bool) -> Question | None:
     # Returns the softmax for a kernel, or None: kernels sum over a group, with one noise value per key.
-    if not isinstance(ask, Sums) or ask.group != "sum" or (ask.noise is not None and ask.noise.fresh):
+    if (
+        not isinstance(request, AttentionSum)
+        or request.group != "sum"
+        or (request.noise is not None and request.noise.fresh)
+    ):
         return None
-    if prompt and not isinstance(ask.tau, float):
+    if prompt and not isinstance(request.tau, float):
         return None
-    return ask.tau if isinstance(ask.tau, float) else id(ask), ask.noise
+    return request.tau if isinstance(request.tau, float) else id(request), request.noise
 
 
-def _gumbel(ask: Ask, new: New) -> ScoreNoise:
-    assert isinstance(ask, Sums)
-    tau = jnp.asarray(ask.tau)
+def _gumbel(request: StatRequest, new: LayerTokens) -> ScoreNoise:
+    assert isinstance(request, AttentionSum)
+    tau = jnp.asarray(request.tau)
     tau = tau[:, 0] if tau.ndim else jnp.full(new.seed.shape, tau)
     # The layer's number is in the seed, so that layers share the kernel.
-    seed, kind = layer_seed(new.seed, new.layer), "none" if ask.noise is None else ask.noise.kind
+    seed, kind = layer_seed(new.seed, new.layer), "none" if request.noise is None else request.noise.kind
     return ScoreNoise(seed, tau, 0, kind, None if new.head is None else new.head[:, 0])
 
 
-def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b #h m t"] | None]:
+def _stacked(requests: Sequence[StatRequest], new: LayerTokens) -> tuple[list[int], Float[Array, "b #h m t"] | None]:
     # Stacks one row of weights per request; requests that weight all queries equally share a row.
-    if all(isinstance(ask, Sums) and ask.weights is None for ask in asks):
-        return [0] * len(asks), None
-    kind, equally = wide(new.q.dtype), any(isinstance(ask, Sums) and ask.weights is None for ask in asks)
+    if all(isinstance(request, AttentionSum) and request.weights is None for request in requests):
+        return [0] * len(requests), None
+    kind, equally = (
+        wide(new.q.dtype),
+        any(isinstance(request, AttentionSum) and request.weights is None for request in requests),
+    )
     stack = [jnp.ones((new.position.shape[0], 1, new.position.shape[1]), kind)] if equally else []
     rows: list[int] = []
-    for ask in asks:
-        assert isinstance(ask, Sums)
-        rows.append(0 if ask.weights is None else len(stack))
-        if ask.weights is not None:
-            stack.append(ask.weights.astype(kind))
+    for request in requests:
+        assert isinstance(request, AttentionSum)
+        rows.append(0 if request.weights is None else len(stack))
+        if request.weights is not None:
+            stack.append(request.weights.astype(kind))
     heads = max(row.shape[1] for row in stack)
     shape = (stack[0].shape[0], heads, stack[0].shape[2])
     return rows, jnp.stack([jnp.broadcast_to(row, shape) for row in stack], axis=2)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache import ranks
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking
-from kvjax.types import KV, Evicted, New, Parts, PyTree, View, restored, wide
+from kvjax.types import KV, Evicted, LayerTokens, Parts, PyTree, View, restored, wide
 from kvjax.utils.dependence import depends_on
 from pallas_kernels.evict import evict, replace_slots
 from pallas_kernels.fused_decode import Hashed
@@ -26,12 +26,12 @@ Replaced = tuple[Int[Array, "b h"], Any, Int[Array, "b h c"], dict[str, PyTree]]
 """Evicted position of each head, content of its slot or None, and positions and buffers with the new token."""
 
 
-def entries(policy: Policy, view: View, new: New) -> dict[str, PyTree]:
+def entries(policy: Policy, view: View, new: LayerTokens) -> dict[str, PyTree]:
     """Return what new tokens store in their slots, except positions: leaves [b h t ...]."""
     return {"kv": policy.codec.encode(new, view.state.codec), "slots": policy.slots(new, view.state)}
 
 
-def prepared(policy: Policy, view: V, new: New) -> V:
+def prepared(policy: Policy, view: V, new: LayerTokens) -> V:
     """Return the slots in which one new token per row can take one slot of each head."""
     if policy.may_shrink:
         view = shrunk(policy, view, new)
@@ -41,7 +41,7 @@ def prepared(policy: Policy, view: V, new: New) -> V:
 def write_token(
     policy: Policy,
     view: V,
-    new: New,
+    new: LayerTokens,
     *,
     ranking: Ranks | None = None,
     victim: ranks.Victim | None = None,
@@ -70,7 +70,7 @@ def write_token(
     return after, evicted_pairs(view.state, new, evicted["kv"] if pairs else None, evicted_position)
 
 
-def shrunk(policy: Policy, view: V, new: New) -> V:
+def shrunk(policy: Policy, view: V, new: LayerTokens) -> V:
     """Evict the lowest-ranked slots of rows whose slot limit has just fallen; the new token finds an empty slot."""
     before = jnp.maximum(new.read - 1, new.prompt_length)
     fewer = ranks.slots_at(policy, view.limit, new) < ranks.slots_at(policy, view.limit, new, before)
@@ -106,7 +106,7 @@ class Ranks(NamedTuple):
     """Codes whose distances replace scores; None if there are none."""
 
 
-def ranked(policy: Policy, view: View, new: New) -> Ranks:
+def ranked(policy: Policy, view: View, new: LayerTokens) -> Ranks:
     """Rank a layer's slots by the policy when one token per row arrives; raise a ValueError for a quota."""
     # A policy that evicts several tokens at once has emptied a slot for this one.
     equal = jnp.zeros(view.position.shape, wide(new.k.dtype)) if policy.ranks_at_evictions else None
@@ -132,7 +132,7 @@ def hashed_codes(ranking: Ranking, view: View) -> Hashed | None:
 
 
 def replace_slot(
-    policy: Policy, view: View, new: New, ranking: Ranks, buffers: tuple[Any, ...], *, pairs: bool
+    policy: Policy, view: View, new: LayerTokens, ranking: Ranks, buffers: tuple[Any, ...], *, pairs: bool
 ) -> Replaced:
     """Write one token per row into the lowest-ranked slot of each head; with `pairs`, return its former content.
 
@@ -146,7 +146,7 @@ def replace_slot(
     return replace_slots(slot, *buffers, pairs=pairs)[1:]
 
 
-def foreseen(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> bool:
+def foreseen(policies: Sequence[Policy], views: Sequence[View], new: Sequence[LayerTokens]) -> bool:
     """Return whether the victims of several layers depend on nothing of the new tokens but their positions."""
     names = "q", "k", "v", "raw_q", "raw_k", "hidden"
 
@@ -158,7 +158,9 @@ def foreseen(policies: Sequence[Policy], views: Sequence[View], new: Sequence[Ne
     return not depends_on(rankings, {"contents": contents})
 
 
-def victims_of(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> tuple[ranks.Victim, ...]:
+def victims_of(
+    policies: Sequence[Policy], views: Sequence[View], new: Sequence[LayerTokens]
+) -> tuple[ranks.Victim, ...]:
     """Return the slots that one token per row takes in several layers, where devices share the slots of heads.
 
     One collective serves all layers, because small collectives take about equally long.
@@ -171,7 +173,7 @@ def victims_of(policies: Sequence[Policy], views: Sequence[View], new: Sequence[
 
 
 def replace_slot_sharded(
-    view: View, new: New, victim: ranks.Victim, buffers: tuple[Any, ...], *, pairs: bool
+    view: View, new: LayerTokens, victim: ranks.Victim, buffers: tuple[Any, ...], *, pairs: bool
 ) -> Replaced:
     """Write tokens into known slots like `replace_slot`, where several devices share a head's slots.
 
@@ -189,7 +191,7 @@ def replace_slot_sharded(
     return evicted_position, {"kv": kv, "slots": states}, position, written
 
 
-def evicted_pairs(state: Parts, new: New, kv: KV | None, position: Int[Array, "b h"]) -> Evicted:
+def evicted_pairs(state: Parts, new: LayerTokens, kv: KV | None, position: Int[Array, "b h"]) -> Evicted:
     """Return the pairs that one token per row evicts, in at least 32 bits, for a residual.
 
     `kv` is the former content of the slots, None for no pairs, and `position` is -1 where the slot was empty.

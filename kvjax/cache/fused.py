@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from kvjax.cache.attention import kernel_scores, requested_stats
 from kvjax.cache.evict import Ranks, evicted_pairs
 from kvjax.cache.ranks import Attended
-from kvjax.cache.recompute import with_again, without_again
+from kvjax.cache.recompute import with_replayed, without_replayed
 from kvjax.policies.codec import Operands
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import AccumulatedScore
-from kvjax.types import KV, Evicted, New, PyTree, View
+from kvjax.types import KV, Evicted, LayerTokens, PyTree, View
 from pallas_kernels.fused_decode import Query, Slots, Token, fused_decode, one_pass
 from pallas_kernels.fused_decode import Ranking as Choice
 
@@ -25,8 +25,8 @@ class FusedStep(NamedTuple):
     policy: Policy
     view: View
     """Slots from `prepared`."""
-    new: New
-    asks: PyTree
+    new: LayerTokens
+    requests: PyTree
     ranking: Ranks
     operands: Operands
 
@@ -43,7 +43,7 @@ class FusedStep(NamedTuple):
 
     @property
     def _scores(self) -> tuple[Any, bool]:
-        return kernel_scores(without_again(self.asks), self.new)
+        return kernel_scores(without_replayed(self.requests), self.new)
 
     def _query(self, scores: Any) -> Query:
         return Query(self.operands.q[:, :, :, 0], self.new.config.spec, self.operands.sinks, scores)
@@ -53,12 +53,12 @@ class FusedStep(NamedTuple):
 
         Statistics are None if scores include them already.
         """
-        policy, view, new, asks, ranking, operands = self
+        policy, view, new, requests, ranking, operands = self
         scores, summed = self._scores
         token = {"kv": policy.codec.numbers(new, view.state.codec), "slots": policy.slots(new, view.state)}
         token = jax.tree.map(lambda leaf: leaf[:, :, 0], token)
         before = view.slots.score
-        adds = isinstance(policy.score, AccumulatedScore) and policy.score.only_adds(asks, new)
+        adds = isinstance(policy.score, AccumulatedScore) and policy.score.only_adds(requests, new)
         adds &= summed and ranking.scores is before and before.dtype == jnp.float32
         stats, states, token_states = None, view.slots, token["slots"]
         if adds or ranking.hashed is not None:  # the kernel itself writes the score's state
@@ -81,8 +81,8 @@ class FusedStep(NamedTuple):
         after = view.replace(position=position, kv=view.kv.replace(k=k, v=v), slots=states)
         if not adds:
             operands = operands._replace(k=k, v=v)
-            stats = requested_stats(without_again(asks), step.attended, operands, position, new, summed=summed)
-            stats = with_again(asks, stats, policy.codec, operands, after, new)
+            stats = requested_stats(without_replayed(requests), step.attended, operands, position, new, summed=summed)
+            stats = with_replayed(requests, stats, policy.codec, operands, after, new)
         evicted = None if step.pair is None else evicted_pairs(view.state, new, KV(*step.pair), step.evicted_position)
         return after, Attended(step.attended.partial, stats), evicted
 

@@ -16,7 +16,7 @@ from kvjax.cache.paged.select import select
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import between_heads
 from kvjax.policies.residual import Queries, SlotResidual
-from kvjax.types import Heads, New, Parts, PyTree, View
+from kvjax.types import Heads, LayerTokens, Parts, PyTree, View
 
 V = TypeVar("V", bound=View)
 
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 
 
 def keep_best(
-    policy: Policy, view: View, new: New, capacity: int, *, select_heads: bool, queries: Queries | None = None
+    policy: Policy, view: View, new: LayerTokens, capacity: int, *, select_heads: bool, queries: Queries | None = None
 ) -> Kept:
     """Evict the lowest-ranked tokens of a layer, and let the residual absorb them or change the slots that stay.
 
@@ -59,7 +59,7 @@ def keep_best(
     return Kept(after if selected is None else selected.replace(view=after), undefined)
 
 
-def compressed(policy: Policy, view: V, new: New, capacity: int) -> tuple[V, Bool[Array, "b h c"]]:
+def compressed(policy: Policy, view: V, new: LayerTokens, capacity: int) -> tuple[V, Bool[Array, "b h c"]]:
     """Keep the best slots of each head in buffers of `capacity` slots; also return a mask of the evicted slots.
 
     Rows without new tokens keep their slots in place.
@@ -70,7 +70,7 @@ def compressed(policy: Policy, view: V, new: New, capacity: int) -> tuple[V, Boo
     return policy.codec.settle(smaller, new), leaving
 
 
-def _rewritten(policy: Policy, before: View, after: View, queries: Queries, new: New) -> View:
+def _rewritten(policy: Policy, before: View, after: View, queries: Queries, new: LayerTokens) -> View:
     """Return the slots that stay, as a residual of slots changes them for what has left."""
     residual = policy.residual
     rewritten = residual.rewrite(before, after, queries, new) if isinstance(residual, SlotResidual) else None
@@ -81,16 +81,16 @@ def _rewritten(policy: Policy, before: View, after: View, queries: Queries, new:
     return after.replace(kv=after.kv.replace(v=values), slots=after.slots.replace(residual=states))
 
 
-def allocated(policy: Policy, view: V, answers: PyTree, new: New) -> V:
+def allocated(policy: Policy, view: V, stats: PyTree, new: LayerTokens) -> V:
     """Return a layer, with all slots of a prompt, in which each head may use the slots that the plan gives it."""
     sizing, slot_ranks = policy.plan.sizing, None
     if sizing.per_head and sizing.mode == "budget":
         slot_ranks = _ranks(policy, view, new)
-    limit, state = policy.plan.head_budgets(answers, view, slot_ranks, new)
+    limit, state = policy.plan.head_budgets(stats, view, slot_ranks, new)
     return _within_window(view, limit, view.state.plan if state is None else state, new)
 
 
-def allocated_together(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> list[View]:
+def allocated_together(policies: Sequence[Policy], views: Sequence[View], new: Sequence[LayerTokens]) -> list[View]:
     """Return all layers with the slots that their plan gives each head, under `Sizing.all_layers`.
 
     Layers with a window shorter than a row's text keep that window and are not part of the allocation.
@@ -109,17 +109,17 @@ def allocated_together(policies: Sequence[Policy], views: Sequence[View], new: S
     return [_within_window(view, limit, view.state.plan, tokens) for view, limit, tokens in layers]
 
 
-def _ranks(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
+def _ranks(policy: Policy, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
     of_slots = ranks.rank(policy, view, new, between_heads)
     return ranks.with_newest(of_slots, view.position, new)  # each head keeps its newest token
 
 
-def _bounded_by_window(new: New) -> Bool[Array, " b"] | None:
+def _bounded_by_window(new: LayerTokens) -> Bool[Array, " b"] | None:
     # Rows whose text exceeds the layer's window, which then overrides the budget.
     return None if new.config.window is None else new.config.bounds(new.end)
 
 
-def _within_window(view: V, limit: Int[Array, "b h"], plan: PyTree, new: New) -> V:
+def _within_window(view: V, limit: Int[Array, "b h"], plan: PyTree, new: LayerTokens) -> V:
     # Allocates slots; no head has more than its layer's window, and rows whose text exceeds it keep what they had.
     bounded, window = _bounded_by_window(new), new.config.window
     if bounded is not None and window is not None:

@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.pending import Pending
 from kvjax.policies.policy import Policy
 from kvjax.rope import Turns
-from kvjax.types import OF_ROWS, LayerConfig, New, Reading
+from kvjax.types import OF_ROWS, LayerConfig, LayerTokens, TokenBatch
 
 
-class LayerTokens(NamedTuple):
+class MixerInput(NamedTuple):
     """Tokens that one layer reads, for its mixer and its cache."""
 
-    reading: Reading
+    reading: TokenBatch
     hidden: Float[Array, "b t width"]
     """Input of the layer's block, before its norm."""
     shape: LayerConfig
@@ -35,7 +35,7 @@ class LayerTokens(NamedTuple):
         k: Float[Array, "b h t d"],
         v: Float[Array, "b h t e"],
         sink_logits: Float[Array, "h g"] | None,
-    ) -> New:
+    ) -> LayerTokens:
         """Return the tokens with their queries, keys and values, which are not rotated yet."""
         return self.reading.of_layer(self.shape, self.number, self.hidden, q, k, v, sink_logits)
 
@@ -63,7 +63,7 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
         """True if the cache needs sums over all layers before it is closed."""
         return self.pending is not None and self.pending.over_layers
 
-    def waits_after(self, tokens: LayerTokens) -> bool:
+    def waits_after(self, tokens: MixerInput) -> bool:
         """Return whether a decode step of these tokens, whose contents are not known yet, `waits` for all layers."""
         return False
 
@@ -90,7 +90,7 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
         return self
 
     def sum_outputs(
-        self, tokens: LayerTokens, outputs: Float[Array, "b t width"]
+        self, tokens: MixerInput, outputs: Float[Array, "b t width"]
     ) -> tuple[Float[Array, "b t width"], Self]:
         """Sum the outputs of attention over devices, together with what else the cache has to sum."""
         return tokens.shape.spread.over_attention(outputs), self

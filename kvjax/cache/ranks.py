@@ -14,7 +14,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protected
 from kvjax.policies.rankings import Ranking, as_numbers
 from kvjax.policies.residual import Residual
-from kvjax.types import SLOTS, Evicted, New, PyTree, View, restored
+from kvjax.types import SLOTS, Evicted, LayerTokens, PyTree, View, restored
 from pallas_kernels import ranking
 from pallas_kernels.attention import Partial
 from pallas_kernels.ranking import EvictionRules
@@ -31,8 +31,8 @@ class Attended(NamedTuple):
     """Attention over a layer's slots and evicted pairs, with the statistics that the policy requested."""
 
     partial: Partial
-    answers: Any
-    """Statistics in the storage's own format, for its `fold`."""
+    stats: Any
+    """Statistics in the storage's own format, for its `update_slot`."""
 
 
 def last_resort(dtype: DTypeLike) -> float:
@@ -41,7 +41,7 @@ def last_resort(dtype: DTypeLike) -> float:
 
 
 def scores(
-    policy: Policy, view: View, new: New, numbers: Numbers = as_numbers, ranking: Ranking | None = None
+    policy: Policy, view: View, new: LayerTokens, numbers: Numbers = as_numbers, ranking: Ranking | None = None
 ) -> tuple[Float[Array, "b h c"], Protected, Ranking]:
     """Return the score of each slot, its protection and the ranking; tokens to evict last score highest.
 
@@ -59,7 +59,7 @@ def scores(
     return found, guard, ranking
 
 
-def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]:
+def in_window(position: Int[Array, "b h *c"], new: LayerTokens) -> Bool[Array, "b h *c"]:
     """Return a mask of the positions that the newest token still sees: all of them in a layer without a window."""
     if new.config.window is None:
         return jnp.ones(position.shape, bool)
@@ -67,13 +67,13 @@ def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]
     return position > newest - new.config.window
 
 
-def remembered_positions(position: Int[Array, "b h *c"], new: New) -> Int[Array, "b h *c"]:
+def remembered_positions(position: Int[Array, "b h *c"], new: LayerTokens) -> Int[Array, "b h *c"]:
     """Return positions of evicted tokens for `Evicted`: -1 for tokens outside the layer's window."""
     return jnp.where(in_window(position, new), position, -1)
 
 
 def slots_at(
-    policy: Policy, limit: Int[Array, "b h"], new: New, length: Int[Array, " b"] | None = None
+    policy: Policy, limit: Int[Array, "b h"], new: LayerTokens, length: Int[Array, " b"] | None = None
 ) -> Int[Array, "b h"]:
     """Return the slots that heads may use in a text of `length` tokens, by default `new.length`.
 
@@ -83,14 +83,14 @@ def slots_at(
     return jnp.where(new.config.bounds(new.end)[:, None], limit, found) if new.config.local else found
 
 
-def rank(policy: Policy, view: View, new: New, numbers: Numbers = as_numbers) -> Float[Array, "b h c"]:
+def rank(policy: Policy, view: View, new: LayerTokens, numbers: Numbers = as_numbers) -> Float[Array, "b h c"]:
     """Return ranks; the lowest is evicted first: expired (-inf) < empty < scores < protected < sinks (+inf)."""
     found, guard, _ = scores(policy, view, new, numbers)
     newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
     return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
 
 
-def with_newest(ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
+def with_newest(ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], new: LayerTokens) -> Float[Array, "b h c"]:
     """Return ranks that keep the newest token as long as sinks."""
     newest = (position == new.newest[:, None, None]) & (ranks > -jnp.inf)
     return jnp.where(newest, jnp.inf, ranks)
@@ -108,7 +108,7 @@ class Victim(NamedTuple):
 def claim(
     scores: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
-    new: New,
+    new: LayerTokens,
     bounds: EvictionRules,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
@@ -165,7 +165,9 @@ def best_first(
     return order, worth.sum(-1, dtype=jnp.int32)
 
 
-def chosen(policy: Policy, view: View, new: New, coming: int = 0) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
+def chosen(
+    policy: Policy, view: View, new: LayerTokens, coming: int = 0
+) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Return the slots of whole heads from the most to the least important one, and how many of them stay.
 
     `coming` new tokens have no slot yet, and need one.
@@ -186,7 +188,7 @@ def chosen(policy: Policy, view: View, new: New, coming: int = 0) -> tuple[Int[A
 
 
 def best_slots(
-    policy: Policy, view: View, new: New, capacity: int, coming: int = 0
+    policy: Policy, view: View, new: LayerTokens, capacity: int, coming: int = 0
 ) -> tuple[Array, Array, Bool[Array, "b h c"]]:
     """Choose the slots to keep in buffers of `capacity` slots per head, up to the limit of each head; see `chosen`.
 
@@ -232,7 +234,7 @@ def gather(leaf: Array, slots: Int[Array, "b h m"]) -> Array:
     return jnp.take_along_axis(leaf, slots.reshape(*slots.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
 
-def fold_evicted(residual: Residual, view: View, new: New, leaving: Bool[Array, "b h c"]) -> PyTree:
+def fold_evicted(residual: Residual, view: View, new: LayerTokens, leaving: Bool[Array, "b h c"]) -> PyTree:
     """Return a residual's state with the `leaving` slots of a layer added, decoding one block of slots at a time.
 
     Tokens outside the layer's window are not added.
@@ -254,7 +256,7 @@ def fold_evicted(residual: Residual, view: View, new: New, leaving: Bool[Array, 
     return jax.lax.scan(add, view.state.residual, parts)[0]
 
 
-def where_read(new: New, after: PyTree, before: PyTree) -> PyTree:
+def where_read(new: LayerTokens, after: PyTree, before: PyTree) -> PyTree:
     """Return `after` for rows that have read tokens, and `before` for the others, even if a score changes them."""
     reads = new.valid.any(1)
 

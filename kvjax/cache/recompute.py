@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.stats import normalised, reduced, seen_slots
 from kvjax.policies.codec import Codec, Operands
 from kvjax.policies.residual import Selection
-from kvjax.policies.stats import Again, Ask, Near, Peak, Probs, Seen, is_ask
-from kvjax.types import New, PyTree, View, wide
+from kvjax.policies.stats import AttentionProbs, LocalAttention, Peak, ReplayedQueries, Seen, StatRequest, is_request
+from kvjax.types import LayerTokens, PyTree, View, wide
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
 from pallas_kernels.operands import Operand, SplitKV, values
 
@@ -22,7 +22,7 @@ from pallas_kernels.operands import Operand, SplitKV, values
 def _probabilities(
     given: Operands,
     view: View,
-    new: New,
+    new: LayerTokens,
     q: Float[Array, "b h g t d"],
     lse: Float[Array, "b h g t"],
     position: Int[Array, "b t"],
@@ -38,7 +38,7 @@ def _probabilities(
     return jnp.where(seen, jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), 0.0)
 
 
-def _blocks(given: Operands, new: New, lse: Float[Array, "b h g t"]) -> tuple[int, Any]:
+def _blocks(given: Operands, new: LayerTokens, lse: Float[Array, "b h g t"]) -> tuple[int, Any]:
     # Returns the block size, and (q, lse, position, place) split into blocks of queries.
     size = query_block(new.position.shape[1], new.q.shape[0])
     place = None if given.places is None else split_queries(given.places[0], -1, size)
@@ -47,12 +47,14 @@ def _blocks(given: Operands, new: New, lse: Float[Array, "b h g t"]) -> tuple[in
 
 
 def by_blocks(
-    given: Operands, view: View, new: New, asks: Sequence[Any], lse: Float[Array, "b h g t"]
+    given: Operands, view: View, new: LayerTokens, requests: Sequence[Any], lse: Float[Array, "b h g t"]
 ) -> list[Float[Array, "b h *g c"]]:
     """Compute statistics that kernels do not, by recomputing logits one block of queries at a time."""
     size, blocks = _blocks(given, new, lse)
     every = jnp.ones((new.q.shape[0], 1, new.position.shape[1]), lse.dtype)
-    leaves, tree = jax.tree.flatten([ask.replace(weights=every) if ask.weights is None else ask for ask in asks])
+    leaves, tree = jax.tree.flatten(
+        [request.replace(weights=every) if request.weights is None else request for request in requests]
+    )
     # Arrays have an entry for each query in their last axis; the others are numbers.
     of_queries = [split_queries(leaf, -1, size) if jnp.ndim(leaf) else None for leaf in leaves]
 
@@ -64,50 +66,56 @@ def by_blocks(
         def look() -> list[Array]:
             probs = _probabilities(given, view, new, q, lse, position, place)
             return [
-                (jnp.maximum if isinstance(ask, Peak) else jnp.add)(
-                    total, reduced(ask, probs, given.v, view.position, part)
+                (jnp.maximum if isinstance(request, Peak) else jnp.add)(
+                    total, reduced(request, probs, given.v, view.position, part)
                 )
-                for total, ask in zip(sums, some, strict=True)
+                for total, request in zip(sums, some, strict=True)
             ]
 
         # Most queries of a prompt may have weight 0: skip blocks of such queries.
-        counts = jnp.stack([(jnp.abs(ask.weights) > 0).any() for ask in some]).any()
+        counts = jnp.stack([(jnp.abs(request.weights) > 0).any() for request in some]).any()
         return jax.lax.cond(counts, look, lambda: sums), None
 
     none = jnp.zeros(view.position.shape, lse.dtype)
     of_heads = jnp.zeros((*lse.shape[:3], view.capacity), lse.dtype)
-    begun = [of_heads if isinstance(ask, Peak) else none for ask in asks]
+    begun = [of_heads if isinstance(request, Peak) else none for request in requests]
     return jax.lax.scan(add, begun, (blocks, of_queries))[0]
 
 
-def without_again(asks: PyTree) -> PyTree:
+def without_replayed(requests: PyTree) -> PyTree:
     """Return the requests about the new tokens' own attention, with `()` in place of replayed queries."""
-    return jax.tree.map(lambda ask: () if isinstance(ask, Again) else ask, asks, is_leaf=is_ask)
+    return jax.tree.map(
+        lambda request: () if isinstance(request, ReplayedQueries) else request, requests, is_leaf=is_request
+    )
 
 
-def with_again(asks: PyTree, answers: PyTree, codec: Codec, given: Operands, view: View, new: New) -> PyTree:
-    """Add the statistics of replayed queries to those of the requests from `without_again`."""
+def with_replayed(
+    requests: PyTree, stats: PyTree, codec: Codec, given: Operands, view: View, new: LayerTokens
+) -> PyTree:
+    """Add the statistics of replayed queries to those of the requests from `without_replayed`."""
 
-    def answer(ask: Ask, found: PyTree) -> PyTree:
-        return asked_again(codec, given, view, new, ask) if isinstance(ask, Again) else found
+    def stat_from_probs(request: StatRequest, found: PyTree) -> PyTree:
+        return replayed_stats(codec, given, view, new, request) if isinstance(request, ReplayedQueries) else found
 
-    return jax.tree.map(answer, asks, answers, is_leaf=is_ask)
+    return jax.tree.map(stat_from_probs, requests, stats, is_leaf=is_request)
 
 
-def asked_again(codec: Codec, given: Operands, view: View, new: New, ask: Again) -> Float[Array, "b h c"]:
+def replayed_stats(
+    codec: Codec, given: Operands, view: View, new: LayerTokens, request: ReplayedQueries
+) -> Float[Array, "b h c"]:
     """Sum the attention that replayed queries give to each slot, a few queries at a time."""
-    spec, kind = new.config.spec, wide(ask.raw_q.dtype)
-    _, _, count, groups, width = ask.raw_q.shape
+    spec, kind = new.config.spec, wide(request.raw_q.dtype)
+    _, _, count, groups, width = request.raw_q.shape
     # Blocks limit the logits to about a sixteenth of the keys' size; logits of all queries would exceed the cache.
     size = math.gcd(count, 1 << max(0, (width // (16 * groups)).bit_length() - 1))
-    keys = values(given.k, ask.raw_q.dtype)
+    keys = values(given.k, request.raw_q.dtype)
 
     def add(index: Array, sums: Array) -> Array:
         def cut(leaf: Array, axis: int) -> Array:
             return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, axis)
 
-        position, weights = cut(ask.position, 1), cut(ask.weights, 2)
-        q, place = codec.earlier(view, given, new, jnp.moveaxis(cut(ask.raw_q, 2), 3, 2), position)
+        position, weights = cut(request.position, 1), cut(request.weights, 2)
+        q, place = codec.earlier(view, given, new, jnp.moveaxis(cut(request.raw_q, 2), 3, 2), position)
         # Keys come first: otherwise XLA transposes and copies them in each iteration.
         x = jnp.einsum("bhcd,bhgad->bhcga", keys, q, preferred_element_type=kind)
         x = spec.capped(jnp.moveaxis(x, 2, 4))
@@ -115,8 +123,8 @@ def asked_again(codec: Codec, given: Operands, view: View, new: New, ask: Again)
         x = x if bias is None else x + bias.astype(x.dtype)
         # Mask logits once: then the sums fuse with their operands, and little else is allocated.
         seen = spec.mask(position, view.position)
-        seen = seen if ask.newest is None else seen & (view.position <= ask.newest[:, None, None])[:, :, None]
-        x = x.max(2, keepdims=True) if ask.group == "max" else x
+        seen = seen if request.newest is None else seen & (view.position <= request.newest[:, None, None])[:, :, None]
+        x = x.max(2, keepdims=True) if request.group == "max" else x
         x = jnp.where(seen[:, :, None], x, jnp.finfo(kind).min)
         highest = jnp.maximum(new.spread.most_of_slots(x.max(-1, keepdims=True)), jnp.finfo(kind).min / 2)
         shares = jnp.exp(x - highest)
@@ -126,11 +134,15 @@ def asked_again(codec: Codec, given: Operands, view: View, new: New, ask: Again)
 
     # A GPU waits for the host at each condition, so there is one for all blocks.
     none = jnp.zeros(view.position.shape, kind)
-    return jax.lax.cond((ask.weights > 0).any(), lambda: jax.lax.fori_loop(0, count // size, add, none), lambda: none)
+    return jax.lax.cond(
+        (request.weights > 0).any(), lambda: jax.lax.fori_loop(0, count // size, add, none), lambda: none
+    )
 
 
-def newest_attention(given: Operands, view: View, new: New, ask: Probs, lse: Float[Array, "b h g t"]) -> Seen:
-    count = min(ask.newest, new.position.shape[1])
+def newest_attention(
+    given: Operands, view: View, new: LayerTokens, request: AttentionProbs, lse: Float[Array, "b h g t"]
+) -> Seen:
+    count = min(request.newest, new.position.shape[1])
     index = new.counts[:, None] - count + jnp.arange(count)
     at = jnp.maximum(index, 0)
     position = jnp.where(index >= 0, jnp.take_along_axis(new.position, at, 1), -1)
@@ -141,7 +153,7 @@ def newest_attention(given: Operands, view: View, new: New, ask: Probs, lse: Flo
     return Seen(probs, position, seen.sum(-1), seen)
 
 
-def select_by_blocks(given: Operands, view: View, new: New, selection: Selection, partial: Partial) -> Partial:
+def select_by_blocks(given: Operands, view: View, new: LayerTokens, selection: Selection, partial: Partial) -> Partial:
     def look(_: None, block: Any) -> tuple[None, Partial]:
         q, lse, position, place = block
         probs = _probabilities(given, view, new, q, lse, position, place)
@@ -156,7 +168,7 @@ def narrowed(
     probs: Float[Array, "b h g t c"],
     v: Operand | SplitKV,
     position: Int[Array, "b h c"],
-    new: New,
+    new: LayerTokens,
     lse: Float[Array, "b h g t"],
 ) -> Partial:
     # Probabilities of slots that a query sees are above 0 here, however small.
@@ -172,14 +184,14 @@ def narrowed(
     return Partial(out, lse + jnp.log(safe)[..., 0])
 
 
-def near_sums(new: New, lse: Float[Array, "b h g t"], ask: Near) -> Float[Array, "b h t"]:
-    """Compute a requested `Near` in blocks along the diagonal."""
+def near_sums(new: LayerTokens, lse: Float[Array, "b h g t"], request: LocalAttention) -> Float[Array, "b h t"]:
+    """Compute a requested `LocalAttention` in blocks along the diagonal."""
     (b, h, _, t, _), kind, spec = new.q.shape, lse.dtype, new.config.spec
-    if ask.width is None:
+    if request.width is None:
         x = spec.capped(jnp.einsum("bhgtd,bhtd->bhgt", new.q, new.k, preferred_element_type=kind))
         return jnp.where(new.position[:, None, None] >= 0, jnp.exp(x - lse), 0.0).sum(2)
     size = query_block(t, b)
-    span = min(t, -(-ask.most // size) * size + size)
+    span = min(t, -(-request.most // size) * size + size)
 
     def add(sums: Array, queries: Any) -> tuple[Array, None]:
         q, lse, at, width, first = queries
@@ -195,6 +207,6 @@ def near_sums(new: New, lse: Float[Array, "b h g t"], ask: Near) -> Float[Array,
         added += jax.lax.dynamic_slice_in_dim(sums, start, span, axis=2)
         return jax.lax.dynamic_update_slice_in_dim(sums, added, start, axis=2), None
 
-    parts = ((new.q, -2), (lse, -1), (new.position, -1), (ask.width, -1))
+    parts = ((new.q, -2), (lse, -1), (new.position, -1), (request.width, -1))
     blocks = [split_queries(x, axis, size) for x, axis in parts]
     return jax.lax.scan(add, jnp.zeros((b, h, t), kind), (*blocks, jnp.arange(0, t, size)))[0]

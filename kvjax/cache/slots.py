@@ -17,13 +17,13 @@ from kvjax.cache.buffers import in_memory
 from kvjax.cache.evict import entries, prepared, ranked, write_token
 from kvjax.cache.fused import FusedStep, may_fuse
 from kvjax.cache.keep import allocated, keep_best
-from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.pending import Pending
 from kvjax.cache.ranks import Attended, Victim, where_read
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import takes_attention
-from kvjax.policies.stats import of_own_heads, questions, sums_over
-from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, Heads, LayerConfig, New, PyTree, Reading, View, setting
+from kvjax.policies.stats import flatten_requests, of_own_heads, sums_over
+from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, Heads, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
 from pallas_kernels.attention import LowRank, Partial, with_sink
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -42,16 +42,16 @@ class Step(NamedTuple):
 class SlotCache(Heads, LayerCache):
     """Cache whose slots a policy evicts, in buffers or in pages."""
 
-    def waits_after(self, tokens: LayerTokens) -> bool:
+    def waits_after(self, tokens: MixerInput) -> bool:
         score, cache = tokens.policy.score, self
         if score.requires.host_memory:
             cache = self.moved(DEVICE)
         new = tokens.reading.ahead(tokens.shape, tokens.number, tokens.hidden.dtype)
-        return sums_over(score.asks(cache, new), "model")
+        return sums_over(score.attention_stats(cache, new), "model")
 
     def attend(
         self,
-        tokens: LayerTokens,
+        tokens: MixerInput,
         q: Float[Array, "b h g t d"],
         k: Float[Array, "b h t d"],
         v: Float[Array, "b h t e"],
@@ -67,27 +67,27 @@ class SlotCache(Heads, LayerCache):
         new = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns)
         return self.step(tokens.policy, new) if q.shape[3] == 1 else self.steps(tokens.policy, new)
 
-    def step(self, policy: Policy, new: New, *, alone: bool = False) -> tuple[Float[Array, "b h g 1 e"], Self]:
+    def step(self, policy: Policy, new: LayerTokens, *, alone: bool = False) -> tuple[Float[Array, "b h g 1 e"], Self]:
         """Give one token per row a slot, attend from it, and update the score; a row of padding changes nothing.
 
         `alone` is True if the caller combines no statistics of devices, so that they need a collective of their own.
         Statistics that have to be summed over devices or layers before they update the score are left in `pending`.
         """
         cache = self.moved(DEVICE) if policy.score.requires.host_memory else self
-        asks = policy.score.asks(cache, new)
+        requests = policy.score.attention_stats(cache, new)
         # If output weights also sum over slots, statistics of heads need a collective of their own.
         if not alone and new.spread.heads > 1 and new.spread.outputs == 1:
-            asks = of_own_heads(asks)
-        cache, out, stats = cache.evict_and_attend(policy, new, asks)
-        pending = Pending(asks, stats, new)
+            requests = of_own_heads(requests)
+        cache, out, stats = cache.evict_and_attend(policy, new, requests)
+        pending = Pending(requests, stats, new)
         if pending.over_layers or pending.over_devices:
             return out, cache.replace(pending=pending)
         cache = cache.updated(policy, pending)
-        if questions(asks)[0]:
+        if flatten_requests(requests)[0]:
             cache, out = cache.with_scores(out)
         return out, cache.moved(HOST) if policy.score.requires.host_memory else cache
 
-    def steps(self, policy: Policy, new: New) -> tuple[Float[Array, "b h g t e"], Self]:
+    def steps(self, policy: Policy, new: LayerTokens) -> tuple[Float[Array, "b h g t e"], Self]:
         """Run a `step` for each of some known tokens, one after another.
 
         None of the statistics that the policy requests is a sum over layers.
@@ -103,19 +103,19 @@ class SlotCache(Heads, LayerCache):
         return out, cache
 
     def sum_outputs(
-        self, tokens: LayerTokens, outputs: Float[Array, "b t width"]
+        self, tokens: MixerInput, outputs: Float[Array, "b t width"]
     ) -> tuple[Float[Array, "b t width"], Self]:
         """Sum output projections over devices; means over the heads of a layer, if requested, share the collective."""
         pending, spread = self.pending, tokens.shape.spread
         if pending is None or not pending.over_devices:
             return super().sum_outputs(tokens, outputs)
-        asks, tree = questions(pending.asks)
-        stats = tree.flatten_up_to(pending.answers)
-        means = [place for place, ask in enumerate(asks) if getattr(ask, "over", None) == "device"]
+        requests, tree = flatten_requests(pending.requests)
+        stats = tree.flatten_up_to(pending.stats)
+        means = [place for place, request in enumerate(requests) if getattr(request, "over", None) == "device"]
         outputs, sums = spread.over_attention_and_heads(outputs, [stats[place] for place in means])
         for place, mean in zip(means, sums, strict=True):
             stats[place] = mean
-        return outputs, self.updated(tokens.policy, pending._replace(answers=tree.unflatten(stats)))
+        return outputs, self.updated(tokens.policy, pending._replace(stats=tree.unflatten(stats)))
 
     def close(self, policy: Policy) -> LayerCache:
         """Update the score with the statistics that had to wait."""
@@ -123,27 +123,27 @@ class SlotCache(Heads, LayerCache):
 
     def updated(self, policy: Policy, pending: Pending) -> Self:
         """Return the cache with a score that is updated after attention."""
-        asks, stats, new = pending
+        requests, stats, new = pending
         cache = self.replace(pending=None)
-        if asks is None or not (questions(asks)[0] or takes_attention(type(policy.score))):
+        if requests is None or not (flatten_requests(requests)[0] or takes_attention(type(policy.score))):
             return cache
         with jax.named_scope("scores"):
-            state = policy.score.advance(cache, new)
+            state = policy.score.update_head(cache, new)
             if not policy.score.requires.keeps_idle_rows:
                 state = where_read(new, state, cache.state.score)
-            cache = cache.fold(policy, asks, stats, new)
+            cache = cache.update_slot(policy, requests, stats, new)
         return cache if state is None else cache.with_state(score=state)
 
     def with_state(self, **state: PyTree) -> Self:
         """Replace the states of some parts, given by the parts' names."""
         return self.replace(state=self.state.replace(**state))
 
-    def memory_of_evicted(self, policy: Policy, new: New) -> LowRank | Partial | None:
+    def memory_of_evicted(self, policy: Policy, new: LayerTokens) -> LowRank | Partial | None:
         """Return the attention of the new queries to evicted pairs, as the residual has it; None without a residual."""
         with jax.named_scope("residual"):
             return None if policy.residual is None else policy.residual.share(self.state.residual, new)
 
-    def write(self, policy: Policy, new: New, **options: Any) -> tuple[Self, Evicted]:
+    def write(self, policy: Policy, new: LayerTokens, **options: Any) -> tuple[Self, Evicted]:
         """Write one token per row into a slot of each head, and let the residual absorb the evicted pairs.
 
         Return the evicted pairs, too. Without a residual they are empty, unless the option `pairs` is True.
@@ -156,26 +156,26 @@ class SlotCache(Heads, LayerCache):
         with jax.named_scope("residual"):
             return cache.with_state(residual=policy.residual.absorb(cache.state.residual, evicted)), evicted
 
-    def evict_and_attend(self, policy: Policy, new: New, asks: PyTree, **options: Any) -> Step:
+    def evict_and_attend(self, policy: Policy, new: LayerTokens, requests: PyTree, **options: Any) -> Step:
         """Write one token per row into a slot of each head, and attend to all slots, in two kernels."""
         cache, _ = self.write(policy, new, **options)
         evicted = cache.memory_of_evicted(policy, new)
         with jax.named_scope("attention"):
-            cache, attended = cache.attend_token(policy, new, asks, evicted)
-            return Step(cache, with_sink(attended.partial, new.sink_logits).out, attended.answers)
+            cache, attended = cache.attend_token(policy, new, requests, evicted)
+            return Step(cache, with_sink(attended.partial, new.sink_logits).out, attended.stats)
 
     @abc.abstractmethod
-    def write_token(self, policy: Policy, new: New, *, pairs: bool, **options: Any) -> tuple[Self, Evicted]:
+    def write_token(self, policy: Policy, new: LayerTokens, *, pairs: bool, **options: Any) -> tuple[Self, Evicted]:
         """Write one token per row into a slot of each head; return the evicted pairs, too, if `pairs` is True."""
 
     @abc.abstractmethod
     def attend_token(
-        self, policy: Policy, new: New, asks: PyTree, evicted: LowRank | Partial | None
+        self, policy: Policy, new: LayerTokens, requests: PyTree, evicted: LowRank | Partial | None
     ) -> tuple[Self, Attended]:
         """Attend from one token per row, which has a slot, to all slots and to evicted pairs."""
 
     @abc.abstractmethod
-    def fold(self, policy: Policy, asks: PyTree, stats: Any, new: New) -> Self:
+    def update_slot(self, policy: Policy, requests: PyTree, stats: Any, new: LayerTokens) -> Self:
         """Update the score of each slot with the requested statistics."""
 
     def with_scores(self, out: Array) -> tuple[Self, Array]:
@@ -189,45 +189,45 @@ class Slots(View, SlotCache, kw_only=True):
     victim: Victim | None = None
     """Slot of each head that the next token takes, if devices share slots and it is known before the layer runs."""
 
-    def evict_and_attend(self, policy: Policy, new: New, asks: PyTree, **options: Any) -> Step:
+    def evict_and_attend(self, policy: Policy, new: LayerTokens, requests: PyTree, **options: Any) -> Step:
         """Write one token per row into a slot of each head, and attend to all slots, in one kernel if there is one."""
         if new.spread.slots > 1 or not may_fuse(policy, self):
-            return super().evict_and_attend(policy, new, asks)
+            return super().evict_and_attend(policy, new, requests)
         with jax.named_scope("eviction"):
             slots = prepared(policy, self, new)
             ranking = ranked(policy, slots, new)
         operands = policy.codec.operands(slots, new, room=ranking.bounds.limit)
-        fused = FusedStep(policy, slots, new, asks, ranking, operands)
+        fused = FusedStep(policy, slots, new, requests, ranking, operands)
         if not fused.supported:
-            return super(Slots, slots).evict_and_attend(policy, new, asks, ranking=ranking)
+            return super(Slots, slots).evict_and_attend(policy, new, requests, ranking=ranking)
         with jax.named_scope("attention"):
             slots, attended, evicted = fused()
             partial = with_sink(attended.partial, new.sink_logits)
         if evicted is None:
-            return Step(slots, partial.out, attended.answers)
+            return Step(slots, partial.out, attended.stats)
         assert policy.residual is not None  # only a residual requests the evicted pair
         with jax.named_scope("residual"):
             # Absorbed late, to the same effect: the residual has its own state.
             state, out = policy.residual.step(slots.state.residual, evicted, new, partial)
-            return Step(slots.with_state(residual=state), out, attended.answers)
+            return Step(slots.with_state(residual=state), out, attended.stats)
 
-    def write_token(self, policy: Policy, new: New, *, pairs: bool, **options: Any) -> tuple[Self, Evicted]:
+    def write_token(self, policy: Policy, new: LayerTokens, *, pairs: bool, **options: Any) -> tuple[Self, Evicted]:
         slots = self if "ranking" in options else prepared(policy, self, new)
         return write_token(policy, slots, new, victim=slots.victim, pairs=pairs, **options)
 
     def attend_token(
-        self, policy: Policy, new: New, asks: PyTree, evicted: LowRank | Partial | None
+        self, policy: Policy, new: LayerTokens, requests: PyTree, evicted: LowRank | Partial | None
     ) -> tuple[Self, Attended]:
-        return self, attend_slots(policy, self, new, asks, evicted)
+        return self, attend_slots(policy, self, new, requests, evicted)
 
     def close(self, policy: Policy) -> LayerCache:
         return super().close(policy).replace(victim=None)
 
-    def fold(self, policy: Policy, asks: PyTree, stats: PyTree, new: New) -> Self:
+    def update_slot(self, policy: Policy, requests: PyTree, stats: PyTree, new: LayerTokens) -> Self:
         """Update scores with the requested statistics. If there are none, the kernel has already added them."""
         if stats is None:
             return self
-        score = where_read(new, policy.score.fold(stats, self, new), self.slots.score)
+        score = where_read(new, policy.score.update_slot(stats, self, new), self.slots.score)
         return self.replace(slots=self.slots.replace(score=score))
 
     def with_scores(self, out: Array) -> tuple[Self, Array]:
@@ -245,7 +245,7 @@ class Slots(View, SlotCache, kw_only=True):
         kv, position, slots = jax.tree.map(change, (self.kv, self.position, self.slots))
         return self.replace(kv=kv, position=position, slots=slots)
 
-    def appended(self, policy: Policy, new: New) -> Self:
+    def appended(self, policy: Policy, new: LayerTokens) -> Self:
         """Return the slots with those of a block of text behind them; no token is evicted."""
         slots = policy.codec.begin(self, new)
         position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
@@ -269,7 +269,7 @@ class GrowingSlots(Slots, kw_only=True):
 
     def attend(
         self,
-        tokens: LayerTokens,
+        tokens: MixerInput,
         q: Float[Array, "b h g t d"],
         k: Float[Array, "b h t d"],
         v: Float[Array, "b h t e"],
@@ -279,17 +279,25 @@ class GrowingSlots(Slots, kw_only=True):
         policy, new = tokens.policy, tokens.attending(q, k, v, sink_logits).rotated(tokens.turns)
         slots = in_memory(self, DEVICE) if policy.score.requires.host_memory else self
         slots = slots.appended(policy, new)
-        asks = {"score": policy.score.asks(slots, new), "plan": policy.plan.asks(slots, new) if self.is_prompt else ()}
+        requests = {
+            "score": policy.score.attention_stats(slots, new),
+            "plan": policy.plan.attention_stats(slots, new) if self.is_prompt else (),
+        }
         evicted = slots.memory_of_evicted(policy, new)
-        attended = attend_slots(policy, slots, new, asks, evicted, block=True)
+        attended = attend_slots(policy, slots, new, requests, evicted, block=True)
         out = with_sink(attended.partial, new.sink_logits).out
-        return out, slots.replace(pending=Pending(asks, attended.answers, new))
+        return out, slots.replace(pending=Pending(requests, attended.stats, new))
+
+    def sum_outputs(
+        self, tokens: MixerInput, outputs: Float[Array, "b t width"]
+    ) -> tuple[Float[Array, "b t width"], Self]:
+        return LayerCache.sum_outputs(self, tokens, outputs)  # statistics of a block have collectives of their own
 
     def close(self, policy: Policy) -> LayerCache:
         """Update the score, allocate slots to heads after a prompt, and evict the lowest-ranked tokens."""
         assert self.pending is not None
-        asks, stats, new = self.pending
-        slots = Slots(**_fields(self.updated(policy, Pending(asks["score"], stats["score"], new))))
+        requests, stats, new = self.pending
+        slots = Slots(**_fields(self.updated(policy, Pending(requests["score"], stats["score"], new))))
         if self.is_prompt:
             slots = allocated(policy, slots, stats["plan"], new)
         select_heads = self.is_prompt and policy.plan.sizing.per_head
@@ -319,9 +327,9 @@ def empty_slots(
         dtype: dtype of the model.
     """
     rows = len(limit)
-    none = Reading.of_text(jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, jnp.int32))
+    none = TokenBatch.of_text(jnp.zeros((rows, 0), jnp.int32), jnp.zeros(rows, jnp.int32))
     new = none.ahead(shape, number, dtype)
-    state = policy.init(new)
+    state = policy.init_head(new)
 
     def empty_buffer(leaf: Array) -> Array:
         return jnp.zeros((*limit.shape, slots, *leaf.shape[3:]), leaf.dtype)

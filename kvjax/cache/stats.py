@@ -9,74 +9,78 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.policies.stats import Ask, Damage, Noise, Peak, Probs, Seen, Sums, questions
-from kvjax.types import New, PyTree
+from kvjax.policies.stats import AttentionProbs, AttentionSum, Damage, Noise, Peak, Seen, StatRequest, flatten_requests
+from kvjax.types import LayerTokens, PyTree
 from pallas_kernels import noise as hashed
 from pallas_kernels.attention import noisy_numerators as numerators
 from pallas_kernels.operands import Operand, SplitKV
 from pallas_kernels.operands import values as numbers
 
 
-def answered(
-    asks: PyTree, probs: Float[Array, "b h g 1 c"], v: Operand | SplitKV, position: Int[Array, "b h c"], new: New
-) -> PyTree:
-    """Compute the requested statistics of one token per row from its attention over whole heads."""
-    leaves, tree = questions(asks)
-    return tree.unflatten(answer(ask, probs, v, position, new) for ask in leaves)
-
-
-def answer(
-    ask: Ask,
+def stats_from_probs(
+    requests: PyTree,
     probs: Float[Array, "b h g 1 c"],
     v: Operand | SplitKV,
     position: Int[Array, "b h c"],
-    new: New,
+    new: LayerTokens,
+) -> PyTree:
+    """Compute the requested statistics of one token per row from its attention over whole heads."""
+    leaves, tree = flatten_requests(requests)
+    return tree.unflatten(stat_from_probs(request, probs, v, position, new) for request in leaves)
+
+
+def stat_from_probs(
+    request: StatRequest,
+    probs: Float[Array, "b h g 1 c"],
+    v: Operand | SplitKV,
+    position: Int[Array, "b h c"],
+    new: LayerTokens,
     visible: Int[Array, "b h 1"] | None = None,
 ) -> Any:
     """Compute a requested statistic of one token per row; `visible` counts slots on other devices, too."""
-    if isinstance(ask, Probs):
+    if isinstance(request, AttentionProbs):
         seen = seen_slots(position, new)
         return Seen(probs, new.position, seen.sum(-1) if visible is None else visible, seen)
-    return over_heads(ask, reduced(ask, probs, v, position, new), new)
+    return over_heads(request, reduced(request, probs, v, position, new), new)
 
 
-def seen_slots(position: Int[Array, "b h c"], new: New) -> Bool[Array, "b h t c"]:
+def seen_slots(position: Int[Array, "b h c"], new: LayerTokens) -> Bool[Array, "b h t c"]:
     """Return which slots each of the new tokens sees."""
     return new.config.spec.mask(new.position, position)
 
 
-def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
+def weighed(request: StatRequest, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
     """Multiply a sum over one query by the query's weight."""
-    assert isinstance(ask, Sums)
-    return sums if ask.weights is None else sums * ask.weights.astype(sums.dtype)
+    assert isinstance(request, AttentionSum)
+    return sums if request.weights is None else sums * request.weights.astype(sums.dtype)
 
 
-def over_heads(ask: Ask, found: Float[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
+def over_heads(request: StatRequest, found: Float[Array, "b h c"], new: LayerTokens) -> Float[Array, "b h c"]:
     """Reduce a sum over a KV head's queries over heads, as the request specifies."""
-    if not isinstance(ask, Sums) or ask.over not in ("layer", "device"):
+    if not isinstance(request, AttentionSum) or request.over not in ("layer", "device"):
         return found
     mean = found.mean(1, keepdims=True)
-    if ask.over == "layer":
+    if request.over == "layer":
         mean = new.spread.over_heads(mean) / new.spread.heads
     return jnp.broadcast_to(mean, found.shape)
 
 
-def drawn(noise: Noise, position: Int[Array, "b h c"], new: New, dtype: DTypeLike) -> Array:
+def drawn(noise: Noise, position: Int[Array, "b h c"], new: LayerTokens, dtype: DTypeLike) -> Array:
     """Return the noise zeta of every slot [b h c], or of every query and slot [b h t c] if `noise.fresh`."""
     query = new.position if noise.fresh else None
     return hashed.KINDS[noise.kind](hashed.uniform_at(new.seed, new.layer, position, query, new.head).astype(dtype))
 
 
 def tempered(
-    ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
+    request: AttentionSum, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: LayerTokens
 ) -> Float[Array, "b h g t c"]:
     """Return the numerators of the softmax that a request specifies."""
-    tau = jnp.asarray(ask.tau, probs.dtype)
+    tau = jnp.asarray(request.tau, probs.dtype)
     tau = tau[:, None, None, :, None] if tau.ndim else tau
-    if ask.noise is None:
+    if request.noise is None:
         return numerators(probs, None, tau)
-    zeta = drawn(ask.noise, position, new, probs.dtype)
-    return numerators(probs, zeta[:, :, None] if ask.noise.fresh else zeta[:, :, None, None], tau)
+    zeta = drawn(request.noise, position, new, probs.dtype)
+    return numerators(probs, zeta[:, :, None] if request.noise.fresh else zeta[:, :, None, None], tau)
 
 
 def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Float[Array, "*n c"]:
@@ -85,19 +89,23 @@ def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Flo
 
 
 def reduced(
-    ask: Ask, probs: Float[Array, "b h g t c"], v: Operand | SplitKV, position: Int[Array, "b h c"], new: New
+    request: StatRequest,
+    probs: Float[Array, "b h g t c"],
+    v: Operand | SplitKV,
+    position: Int[Array, "b h c"],
+    new: LayerTokens,
 ) -> Float[Array, "b h *g c"]:
     """Compute a requested statistic of some queries from their probabilities, before it is reduced over heads."""
-    if isinstance(ask, Damage):
+    if isinstance(request, Damage):
         values = numbers(v, probs.dtype).astype(probs.dtype)
-        return damage(ask, probs, values, jax.tree.map(new.spread.over_slots, outputs(probs, values)))
-    if isinstance(ask, Peak):
-        return highest(ask, probs)
-    assert isinstance(ask, Sums)
-    if not ask.plain:
-        probs = tempered(ask, probs, position, new)
+        return damage(request, probs, values, jax.tree.map(new.spread.over_slots, outputs(probs, values)))
+    if isinstance(request, Peak):
+        return highest(request, probs)
+    assert isinstance(request, AttentionSum)
+    if not request.plain:
+        probs = tempered(request, probs, position, new)
         probs = normalised(probs, probs.sum(-1, keepdims=True))
-    return summed(ask, probs)
+    return summed(request, probs)
 
 
 class Outputs(NamedTuple):
@@ -125,7 +133,7 @@ def outputs(probs: Float[Array, "b h g t c"], values: Float[Array, "b h c e"]) -
 
 
 def damage(
-    ask: Damage, probs: Float[Array, "b h g t c"], values: Float[Array, "b h c e"], of: Outputs
+    request: Damage, probs: Float[Array, "b h g t c"], values: Float[Array, "b h c e"], of: Outputs
 ) -> Float[Array, "b h c"]:
     """Compute a requested `Damage` to the outputs of some queries."""
     out = of.light + of.share[..., None] * of.heavy
@@ -136,28 +144,28 @@ def damage(
     light = jnp.where(probs > 0.5, 0.0, probs)
     found = jnp.where(probs > 0.5, of_heavy[..., None], (light / (1 - light)) ** 2 * jnp.maximum(apart, 0.0))
     found = jnp.where(probs > 0, found, 0.0).sum(2)
-    if ask.weights is None:
+    if request.weights is None:
         return found.sum(2)
-    weights = jnp.broadcast_to(ask.weights, found.shape[:3])
+    weights = jnp.broadcast_to(request.weights, found.shape[:3])
     return jnp.einsum("bhtc,bht->bhc", found, weights.astype(found.dtype))
 
 
-def highest(ask: Peak, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h g c"]:
+def highest(request: Peak, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h g c"]:
     """Return the largest weighted attention over queries."""
-    if ask.weights is not None:
-        probs = probs * ask.weights.astype(probs.dtype)[:, :, None, :, None]
+    if request.weights is not None:
+        probs = probs * request.weights.astype(probs.dtype)[:, :, None, :, None]
     return probs.max(3)
 
 
-def summed(ask: Sums, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h c"]:
+def summed(request: AttentionSum, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h c"]:
     """Sum attention over groups and queries."""
-    if ask.group == "max":
+    if request.group == "max":
         probs = probs.max(2)
-    elif ask.weights is None:
+    elif request.weights is None:
         return probs.sum((2, 3))
     else:
         probs = probs.sum(2)
-    if ask.weights is None:
+    if request.weights is None:
         return probs.sum(2)
-    weights = jnp.broadcast_to(ask.weights, probs.shape[:3])
+    weights = jnp.broadcast_to(request.weights, probs.shape[:3])
     return jnp.einsum("bhtc,bht->bhc", probs, weights.astype(probs.dtype))

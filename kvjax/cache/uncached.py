@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.rope import rotate
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, with_sink
 
@@ -16,7 +16,7 @@ class Uncached(LayerCache):
 
     def attend(
         self,
-        tokens: LayerTokens,
+        tokens: MixerInput,
         q: Float[Array, "b h g t d"],
         k: Float[Array, "b h t d"],
         v: Float[Array, "b h t e"],

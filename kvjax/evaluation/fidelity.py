@@ -21,7 +21,7 @@ from kvjax.methods.registry import policy as policy_by_name
 from kvjax.model import Model
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.types import LayerConfig, New, Parts, View, restored, wide
+from kvjax.types import LayerConfig, LayerTokens, Parts, View, restored, wide
 from pallas_kernels.attention import attend
 from pallas_kernels.operands import values
 
@@ -35,7 +35,7 @@ def hellinger(p: Float[Array, "*b n"], q: Float[Array, "*b n"]) -> Float[Array, 
 class Watched(Policy):
     """Wrapper of a policy that also stores the query of each token in its slot."""
 
-    def slots(self, new: New, state: Parts) -> Parts:
+    def slots(self, new: LayerTokens, state: Parts) -> Parts:
         """Return the slot state of each new token, with its query in the residual's unused field."""
         return super().slots(new, state).replace(residual=jnp.moveaxis(new.q, 3, 2))
 

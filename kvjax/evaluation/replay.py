@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.slots import Slots
 from kvjax.evaluation.fidelity import by_position
 from kvjax.evaluation.perplexity import begin, judge
@@ -22,7 +22,7 @@ from kvjax.model import Model
 from kvjax.models.decoder import block, embed, unembed
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
-from kvjax.types import New, View, setting, wide
+from kvjax.types import LayerTokens, View, setting, wide
 
 
 class Masked(NamedTuple):
@@ -106,7 +106,9 @@ def _sums(state: State, tokens: Int[Array, "b n"]) -> tuple[Float[Array, "b laye
     def start(view: View) -> tuple[Array, Array]:
         return jnp.zeros(view.position.shape), jnp.zeros(view.position.shape)
 
-    def look(sums: tuple[Array, Array], view: View, new: New, policy: Policy, found: Replayed) -> tuple[Array, Array]:
+    def look(
+        sums: tuple[Array, Array], view: View, new: LayerTokens, policy: Policy, found: Replayed
+    ) -> tuple[Array, Array]:
         score = jnp.where(view.live, policy.standing(view, new)[0], 0.0)
         assert found.probs is not None
         return sums[0] + score, sums[1] + found.probs.mean((2, 3))
@@ -131,7 +133,7 @@ def replayed(
     tokens: Int[Array, "b n"],
     mask: str,
     start: Callable[[View], Any] = lambda view: None,
-    look: Callable[[Any, View, New, Policy, Replayed], Any] = lambda found, *_: found,
+    look: Callable[[Any, View, LayerTokens, Policy, Replayed], Any] = lambda found, *_: found,
 ) -> tuple[Float[Array, "b n width"], list[tuple[View, Any]]]:
     """Run whole texts through all layers, and replay a policy over the queries, keys and values of each.
 
@@ -159,11 +161,11 @@ class _Text(LayerCache):
     slots: Slots
     result: Any
     mask: str = setting("decode")
-    look: Callable[[Any, View, New, Policy, Replayed], Any] = setting(None)
+    look: Callable[[Any, View, LayerTokens, Policy, Replayed], Any] = setting(None)
 
     def attend(
         self,
-        tokens: LayerTokens,
+        tokens: MixerInput,
         q: Float[Array, "b h g n d"],
         k: Float[Array, "b h n d"],
         v: Float[Array, "b h n e"],

@@ -21,7 +21,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Layer, Weights, layers_of
 from kvjax.models.sharding import on_device
 from kvjax.policies.policy import Policy
-from kvjax.types import Heads, Kernels, Reading, View, setting
+from kvjax.types import Heads, Kernels, TokenBatch, View, setting
 from kvjax.utils.processes import on_host
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active", "rope_length")
@@ -70,7 +70,7 @@ class Cache(struct.PyTreeNode):
         active = jnp.ones(len(horizon), bool)
         return Cache(layers, none, none + prompt_length, horizon, end, key, seed, active, rope_length)
 
-    def reading(self, token: Int[Array, "b t"], position: Int[Array, "b t"], read: Int[Array, " b"]) -> Reading:
+    def reading(self, token: Int[Array, "b t"], position: Int[Array, "b t"], read: Int[Array, " b"]) -> TokenBatch:
         """Return generated tokens in the form that layers read; `read` counts each row's tokens, these included."""
         planned: dict[str, Any] = dict(
             prompt_length=self.prompt_length,
@@ -79,16 +79,16 @@ class Cache(struct.PyTreeNode):
             seed=self.seed,
             rope_length=self.rope_length,
         )
-        return Reading(token=token, position=position, read=read, given=False, **planned)
+        return TokenBatch(token=token, position=position, read=read, given=False, **planned)
 
-    def following(self, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> Reading:
+    def following(self, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> TokenBatch:
         """Return given texts, padded on the right, at the positions after the cache's own text, as layers read them."""
         place = jnp.arange(tokens.shape[1])
         position = jnp.where(place < lengths[:, None], self.position[:, None] + place, -1)
         return self.reading(tokens, position, self.position + lengths).replace(given=True)
 
     @property
-    def newest(self) -> Reading:
+    def newest(self) -> TokenBatch:
         """Newest token of each row without its contents, to rank the present slots."""
         at = (self.position - 1)[:, None]
         return self.reading(jnp.zeros_like(at), at, self.position).replace(given=True)

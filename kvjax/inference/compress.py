@@ -31,8 +31,8 @@ from kvjax.models.model import ModelOrigin, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import SlotResidual
-from kvjax.policies.stats import questions
-from kvjax.types import OF_HEADS, New, Reading
+from kvjax.policies.stats import flatten_requests
+from kvjax.types import OF_HEADS, LayerTokens, TokenBatch
 from kvjax.utils.dependence import depends_on
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
@@ -184,7 +184,7 @@ def _renewed_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     return views, tokens
 
 
-def _renewed(layer: Layer, reading: Reading, view: Slots, dtype: DTypeLike) -> tuple[Slots, New]:
+def _renewed(layer: Layer, reading: TokenBatch, view: Slots, dtype: DTypeLike) -> tuple[Slots, LayerTokens]:
     policy, shape, number = layer.policy, layer.shape, layer.number
     new, order = reading.ahead(shape, number, dtype), text_order(view.position)
     keys, values = (jnp.take_along_axis(x, order[..., None], axis=2) for x in (view.keys(new), view.values(new)))
@@ -195,13 +195,13 @@ def _renewed(layer: Layer, reading: Reading, view: Slots, dtype: DTypeLike) -> t
     def read(**unknown: Array) -> Slots:
         block = tokens.replace(**unknown)
         slots = empty_slots(policy, shape, number, limit=view.limit, slots=0, dtype=dtype).appended(policy, block)
-        asks = policy.score.asks(slots, block)
-        if questions(asks)[0]:
+        requests = policy.score.attention_stats(slots, block)
+        if flatten_requests(requests)[0]:
             raise ValueError(
                 f"{named(policy)} ranks by attention of the text, which a cache does not hold; read the text with "
                 "kvjax.prefill."
             )
-        return slots.updated(policy, Pending(asks, asks, block))
+        return slots.updated(policy, Pending(requests, requests, block))
 
     def ranks(**unknown: Array) -> Any:
         slots = read(**unknown)

@@ -18,7 +18,7 @@ from kvjax.models.sharding import on_device
 from kvjax.policies.base import Part
 from kvjax.policies.contract import check_layer
 from kvjax.policies.policy import Policy
-from kvjax.types import HEADS, REPLICATED, Reading
+from kvjax.types import HEADS, REPLICATED, TokenBatch
 
 TOKENS = 16
 """Tokens of the abstract prompt, unless a score needs more."""
@@ -101,10 +101,10 @@ def _check_layers(policy: Policy, *, config: ModelConfig, mesh: Mesh | None, dty
     return on_mesh(here, mesh, lambda: ((policy_specs(policy),), REPLICATED))(policy)
 
 
-def _reading(rows: int, start: int, count: int, prompt: int) -> Reading:
+def _reading(rows: int, start: int, count: int, prompt: int) -> TokenBatch:
     position = jnp.broadcast_to(start + jnp.arange(count, dtype=jnp.int32), (rows, count))
     each = jnp.full(rows, prompt, jnp.int32)
-    return Reading(
+    return TokenBatch(
         token=jnp.zeros_like(position),
         position=position,
         prompt_length=each,

@@ -291,7 +291,7 @@ def check_step(decoder: Decoder, cache: Cache) -> None:
     def look(policy: Policy, cache: Cache) -> tuple[()]:
         reading, shape = cache.newest.replace(given=False), decoder.config.layer_configs[0]
         new = reading.ahead(shape, 0, decoder.weights.dtype)
-        check_asks(policy, policy.layer(0).score.asks(cache.attending[0], new))
+        check_asks(policy, policy.layer(0).score.attention_stats(cache.attending[0], new))
         return ()
 
     if cache.pool is not None:

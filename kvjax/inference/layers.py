@@ -15,7 +15,7 @@ from kvjax.cache.pending import sum_over_layers
 from kvjax.inference.cache import Bound, Cache
 from kvjax.models.decoder import Layer, block, embed
 from kvjax.rope import Rope, Turns
-from kvjax.types import Reading, View, wide
+from kvjax.types import TokenBatch, View, wide
 
 STEPS = 512
 """Most tokens, of all rows, that a layer reads by decode steps before the next layer does."""
@@ -29,7 +29,7 @@ _block_once = jax.jit(block)
 def read(
     layers: Sequence[Layer],
     caches: Sequence[LayerCache],
-    reading: Reading,
+    reading: TokenBatch,
     x: Float[Array, "b t width"],
     *,
     pool: Any = None,
@@ -71,7 +71,7 @@ def read(
     return tuple(after), pool, x
 
 
-def read_steps(decoder: Bound, cache: Cache, reading: Reading) -> tuple[Cache, Float[Array, "b t width"]]:
+def read_steps(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache, Float[Array, "b t width"]]:
     """Run tokens through all layers by decode steps; before attention, a policy chooses the slot that each one takes.
 
     Each layer reads all tokens, one after another, before the next layer does, so that its weights are read once. If
@@ -89,13 +89,13 @@ def read_steps(decoder: Bound, cache: Cache, reading: Reading) -> tuple[Cache, F
     return jax.lax.fori_loop(0, reading.counts.max(), one, (cache, hidden))
 
 
-def _waits(decoder: Bound, cache: Cache, reading: Reading) -> bool:
+def _waits(decoder: Bound, cache: Cache, reading: TokenBatch) -> bool:
     x = jnp.zeros((*reading.token.shape, decoder.config.width), decoder.weights.dtype)
     layers = zip(decoder.layers, cache.layers, strict=True)
     return any(of_layer.waits_after(layer.tokens(reading, x)) for layer, of_layer in layers)
 
 
-def _through_layers(decoder: Bound, cache: Cache, reading: Reading) -> tuple[Cache, Float[Array, "b t width"]]:
+def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache, Float[Array, "b t width"]]:
     x = embed(decoder.weights, decoder.config, reading.token, reading.position)
     layers, score = decoder.layers, decoder.policy.score
     ropes = dict.fromkeys(layer.shape.rope for layer in layers if layer.shape.rope is not None)
@@ -111,7 +111,7 @@ def _through_layers(decoder: Bound, cache: Cache, reading: Reading) -> tuple[Cac
     return cache.replace(layers=caches, pool=pool and pool.replace(logits=None)), x
 
 
-def _with_victims(layers: Sequence[Layer], caches: Caches, reading: Reading, x: Float[Array, "b t width"]) -> Caches:
+def _with_victims(layers: Sequence[Layer], caches: Caches, reading: TokenBatch, x: Float[Array, "b t width"]) -> Caches:
     """Choose all victims together if devices share slots and no layer has to run first.
 
     One collective then serves all layers.
@@ -131,7 +131,7 @@ def _with_victims(layers: Sequence[Layer], caches: Caches, reading: Reading, x: 
 
 
 def read_chunks(
-    decoder: Bound, cache: Cache, reading: Reading, chunk: int, *, every: bool = False
+    decoder: Bound, cache: Cache, reading: TokenBatch, chunk: int, *, every: bool = False
 ) -> tuple[Cache, Float[Array, "b *t width"]]:
     """Run given texts through all layers, and evict after each chunk; chunks of one token are decode steps.
 
@@ -162,7 +162,7 @@ def read_chunks(
 
 
 def read_block(
-    decoder: Bound, caches: Caches, reading: Reading, slots: Sequence[int] | None = None
+    decoder: Bound, caches: Caches, reading: TokenBatch, slots: Sequence[int] | None = None
 ) -> tuple[Caches, Float[Array, "b t width"]]:
     """Run a block of text through all layers: attend, update scores, keep the highest-ranked slots.
 

@@ -30,7 +30,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Layer, Weights, embed, unembed
 from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import on_device, weight_specs
-from kvjax.types import OF_HEADS, OF_ROWS, Kernels, PyTree, Reading
+from kvjax.types import OF_HEADS, OF_ROWS, Kernels, PyTree, TokenBatch
 from kvjax.utils.dependence import depends_on
 
 DEEP = 12
@@ -114,8 +114,8 @@ def _texts(prompts: Prompts) -> tuple[Any, ...]:
 @functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))
 def _begin(
     weights: Weights, *texts: Array, config: ModelConfig, kernels: Kernels, mesh: Mesh | None
-) -> tuple[Reading, Float[Array, "b n width"]]:
-    def here(weights: Weights, *texts: Array) -> tuple[Reading, Float[Array, "b n width"]]:
+) -> tuple[TokenBatch, Float[Array, "b n width"]]:
+    def here(weights: Weights, *texts: Array) -> tuple[TokenBatch, Float[Array, "b n width"]]:
         reading = _reading(kernels, *texts)
         return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
 
@@ -129,7 +129,7 @@ def _begin(
 def read_one_layer(
     layer: Layer,
     limit: Int[Array, "b h"],
-    reading: Reading,
+    reading: TokenBatch,
     x: Float[Array, "b n width"],
     *,
     capacity: int,
@@ -137,7 +137,7 @@ def read_one_layer(
 ) -> tuple[LayerCache, Float[Array, "b n width"]]:
     """Read whole prompts through one layer; equal layers share the program."""
 
-    def here(layer: Layer, limit: Array, reading: Reading, x: Array) -> tuple[LayerCache, Float[Array, "b n width"]]:
+    def here(layer: Layer, limit: Array, reading: TokenBatch, x: Array) -> tuple[LayerCache, Float[Array, "b n width"]]:
         layer = layer.replace(config=on_device(layer.config, mesh))
         cache = layer.init_cache(limit, 0, x.dtype).grow(capacity)
         caches, _, x = read((layer,), (cache,), reading, x)
@@ -151,9 +151,9 @@ def read_one_layer(
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def _end(
-    weights: Weights, reading: Reading, x: Float[Array, "b n width"], *, config: ModelConfig, mesh: Mesh | None
+    weights: Weights, reading: TokenBatch, x: Float[Array, "b n width"], *, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
-    def end(weights: Weights, reading: Reading, x: Array) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
+    def end(weights: Weights, reading: TokenBatch, x: Array) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
         logits = unembed(weights, on_device(config, mesh), reading.at_last(x, otherwise=x[:, 0]))
         return jnp.copy(reading.prompt_length), logits
 
@@ -214,10 +214,10 @@ def _reading(
     horizon: Int[Array, " b"],
     keys: Key[Array, " b"],
     rope_length: Int[Array, " b"] | None,
-) -> Reading:
-    """Return a `Reading` of whole prompts."""
+) -> TokenBatch:
+    """Return a `TokenBatch` of whole prompts."""
     place = jnp.arange(tokens.shape[1])
-    return Reading(
+    return TokenBatch(
         token=tokens,
         position=jnp.where(place < lengths[:, None], place, -1),
         prompt_length=lengths,

@@ -29,8 +29,8 @@ from kvjax.models.config import ModelConfig
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Queries, SlotResidual
-from kvjax.policies.stats import questions
-from kvjax.types import HEADS, OF_HEADS, OF_POOL, OF_ROWS, ROWS, New, PyTree
+from kvjax.policies.stats import flatten_requests
+from kvjax.types import HEADS, OF_HEADS, OF_POOL, OF_ROWS, ROWS, LayerTokens, PyTree
 from kvjax.utils.dependence import depends_on
 from kvjax.utils.processes import on_host
 
@@ -45,7 +45,7 @@ Asking = tuple[tuple[Float[Array, "b h g n d"], ...], Bool[Array, "b n"]]
 Limits = tuple[Int[Array, "b h"], ...]
 """Slots that each head may use, by layer."""
 
-Ranked = tuple[Sequence[Slots], Sequence[New]]
+Ranked = tuple[Sequence[Slots], Sequence[LayerTokens]]
 """All slots of a device's heads, by layer, and the tokens that rank them."""
 
 
@@ -118,7 +118,7 @@ def _press_on_device(
     policies, (views, new) = [layer.policy for layer in decoder.layers], layers_of(decoder, cache, limits)
     layers = list(zip(policies, views, new, strict=True))
     for policy, view, tokens in layers:
-        if questions(policy.plan.asks(view, tokens))[0]:
+        if flatten_requests(policy.plan.attention_stats(view, tokens))[0]:
             raise ValueError(f"plan {policy.plan.label} needs attention of the text, which a cache does not hold.")
     sizing = policies[0].plan.sizing
     if sizing.all_layers:

@@ -21,8 +21,8 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import block, embed
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import Replay
-from kvjax.policies.stats import Seen, is_ask
-from kvjax.types import OF_HEADS, Reading
+from kvjax.policies.stats import Seen, is_request
+from kvjax.types import OF_HEADS, TokenBatch
 from kvjax.utils.processes import on_host
 
 LEAST = 32
@@ -95,7 +95,7 @@ def replayed_queries(
     return run_on_mesh(here, decoder, cache, tokens, lengths, out_specs=lambda: OF_HEADS)
 
 
-def _pending(decoder: Bound, slots: tuple[Slots, ...], reading: Reading) -> list[Pending]:
+def _pending(decoder: Bound, slots: tuple[Slots, ...], reading: TokenBatch) -> list[Pending]:
     # Attention statistics and tokens of each layer, from a text that follows the cache and gets no slots.
     x, pending = embed(decoder.weights, decoder.config, reading.token, reading.position), list[Pending]()
     for layer, cache in zip(decoder.layers, slots, strict=True):
@@ -111,5 +111,5 @@ def _of_cache(pending: Pending, slots: int) -> Pending:
             return stats._replace(probs=stats.probs[..., :slots], seen=stats.seen[..., :slots])
         return stats[..., :slots]
 
-    asks = pending.asks["score"]
-    return Pending(asks, jax.tree.map(cut, asks, pending.answers["score"], is_leaf=is_ask), pending.new)
+    requests = pending.requests["score"]
+    return Pending(requests, jax.tree.map(cut, requests, pending.stats["score"], is_leaf=is_request), pending.new)

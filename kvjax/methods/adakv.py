@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_part
 from kvjax.policies.allocation import Sizing, Uniform
-from kvjax.types import Heads, New, PyTree, number, one_of, setting, share
+from kvjax.types import Heads, LayerTokens, PyTree, number, one_of, setting, share
 
 
 @register_part("adakv")
@@ -42,7 +42,7 @@ class AdaKV(Uniform, interface=True):
         return Sizing(per_head=True, all_layers=self.over == "model")
 
     def head_budgets(
-        self, answers: PyTree, view: Heads, ranks: Float[Array, "b h c"] | None, new: New
+        self, stats: PyTree, view: Heads, ranks: Float[Array, "b h c"] | None, new: LayerTokens
     ) -> tuple[Int[Array, "b h"], PyTree]:
         """Return the slots of each head, by the number of its tokens among the highest-ranked ones of all heads."""
         assert ranks is not None

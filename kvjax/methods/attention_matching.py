@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.methods.register import register_part, register_score
 from kvjax.policies.residual import Queries, Rewritten, SlotResidual
 from kvjax.policies.score import PromptScore, Requirements
-from kvjax.types import Limit, New, View, above_zero, at_least, derived, setting, wide
+from kvjax.types import LayerTokens, Limit, View, above_zero, at_least, derived, setting, wide
 
 STEPS = 2
 """Projected steps after least squares."""
@@ -61,7 +61,7 @@ class Matching(SlotResidual):
     ridge: float = setting(1e-2, above_zero("a number"))
     bound: float = setting(3.0, Limit(lambda x: 0 < x < 30, "a number above 0 and below 30"))
 
-    def rewrite(self, before: View, after: View, queries: Queries, new: New) -> Rewritten | None:
+    def rewrite(self, before: View, after: View, queries: Queries, new: LayerTokens) -> Rewritten | None:
         """Return values and biases of the slots that stay, fitted to the attention over the slots before eviction."""
         if new.spread.slots > 1:
             raise ValueError("attention_matching fits all slots of a head together; use a mesh without slots.")
@@ -131,7 +131,7 @@ class Pursuit(PromptScore):
     def layer(self, index: int) -> Pursuit:
         return self.replace(lines=self.lines[index : index + 1])
 
-    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _ranked(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         """Return 1 for the key chosen first, less for later ones, and 0 for those that are not chosen."""
         q, counts = sampled(Queries(new.q, new.valid), self.queries, wide(new.k.dtype))
         logits = slot_logits(q, view, new)
@@ -202,7 +202,7 @@ def with_rows(
     return jax.lax.dynamic_update_slice(inverse, corner, (0, 0, start, start))
 
 
-def slot_logits(q: Float[Array, "b h r d"], view: View, new: New) -> Float[Array, "b h r c"]:
+def slot_logits(q: Float[Array, "b h r d"], view: View, new: LayerTokens) -> Float[Array, "b h r c"]:
     """Return the logits of queries at every slot, with its bias and at any position; -inf for empty slots."""
     logits = jnp.einsum("bhrd,bhcd->bhrc", q, view.keys(new).astype(q.dtype), precision="highest")
     logits, bias = new.config.spec.capped(logits), view.slots.residual

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.queries import Expected, MomentScore
-from kvjax.types import New, View, at_least, number
+from kvjax.types import LayerTokens, View, at_least, number
 
 
 @register_score("capkv", paper="CapKV, 2026", group="ranked once for each prompt or turn", recent=32)
@@ -37,7 +37,7 @@ class Capacity(MomentScore):
 
     tau: float = number(5.0, at_least(0, "a number"))
 
-    def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
+    def _expected(self, of: Expected, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         keys, values, mean, counts = of.keys, of.values, of.mean, of.counts[:, :, None]
         match = jnp.where(counts, jnp.einsum("bhcd,bhgd->bhgc", _unit(keys), _unit(mean)), -jnp.inf)
         highest = match.max(-1, keepdims=True)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy, name_of
 from kvjax.policies import UNRANKED, Policy, ScoreOver, as_numbers, is_ranked
-from kvjax.types import Heads, New, PyTree, View, at_least, nothing, setting
+from kvjax.types import Heads, LayerTokens, PyTree, View, at_least, nothing, setting
 
 
 class ChunkSum(ScoreOver):
@@ -30,21 +30,21 @@ class ChunkSum(ScoreOver):
 
     length: int = setting(20, at_least(1, "a number of tokens"))
 
-    def slot(self, new: New, state: PyTree) -> tuple[PyTree, Float[Array, "b h t"]]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> tuple[PyTree, Float[Array, "b h t"]]:
         """Return what the other score stores, and the lowest sum."""
-        return self.base_score.slot(new, state), jnp.full_like(nothing(new), UNRANKED)
+        return self.base_score.init_slot(new, state), jnp.full_like(nothing(new), UNRANKED)
 
-    def asks(self, heads: Heads, new: New) -> PyTree:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> PyTree:
         """Return the requests of the other score; prompts and turns are always ranked."""
-        requests = self.base_score.asks(heads, new)
+        requests = self.base_score.attention_stats(heads, new)
         return () if requests is None and new.given else requests
 
-    def fold(self, answers: PyTree, view: View, new: New) -> tuple[PyTree, Float[Array, "b h c"]]:
+    def update_slot(self, stats: PyTree, view: View, new: LayerTokens) -> tuple[PyTree, Float[Array, "b h c"]]:
         """Update the other score, and sum it at the end of a prompt or turn."""
         base, summed = view.slots.score
         inner = view.replace(slots=view.slots.replace(score=base))
-        if self.base_score.asks(view, new) is not None:
-            base = self.base_score.fold(answers, inner, new)
+        if self.base_score.attention_stats(view, new) is not None:
+            base = self.base_score.update_slot(stats, inner, new)
             inner = view.replace(slots=view.slots.replace(score=base))
         if not new.given or new.token.shape[1] == 1:
             return base, summed
@@ -62,7 +62,7 @@ class ChunkSum(ScoreOver):
         of_heads = jax.vmap(jax.vmap(lambda x, number: jax.ops.segment_sum(x, number, view.capacity)[number]))
         return jnp.take_along_axis(of_heads(scores, number), jnp.argsort(order, axis=-1), axis=-1)
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         return view.slots.score[1]
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
 from kvjax.policies import UNRANKED, PromptScore, recent_slots, standardized
-from kvjax.types import SEED, New, View, at_least, number, setting, wide
+from kvjax.types import SEED, LayerTokens, View, at_least, number, setting, wide
 
 
 class TextScore(PromptScore):
@@ -29,7 +29,7 @@ class TextScore(PromptScore):
     sinks: int = setting(0)
     recent: int | float = number(0)
 
-    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _ranked(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         """Return the scores of cached tokens, and z-scores of the new ones."""
         past = new.position[:, None] <= new.newest[:, None, None] - recent_slots(self.recent, view.limit)[..., None]
         counts = new.valid[:, None] & (new.position[:, None] >= self.sinks) & past
@@ -40,7 +40,7 @@ class TextScore(PromptScore):
         return jnp.concatenate([cached, scores.astype(cached.dtype)], axis=-1)
 
     @abc.abstractmethod
-    def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
+    def _of_text(self, view: View, new: LayerTokens, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
         """Return the score of new tokens, computed over those in the mask `counts`."""
 
 
@@ -72,7 +72,7 @@ class Leverage(TextScore):
         normals = (jax.random.normal(key, shape, jnp.float32) for key, shape in zip(keys, shapes, strict=True))
         return self.replace(projections=tuple(x * self.sketch**-0.5 for x in normals))
 
-    def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
+    def _of_text(self, view: View, new: LayerTokens, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
         keys, weight = new.raw_k.astype(wide(new.k.dtype)), counts[..., None]
         mean = jnp.where(weight, keys, 0.0).sum(2, keepdims=True) / jnp.maximum(weight.sum(2, keepdims=True), 1)
         x = jnp.einsum("bhtd,hdm->bhtm", jnp.where(weight, keys - mean, 0.0), self.projections)
@@ -101,11 +101,11 @@ class NonCausal(TextScore):
 
     chunk: int = setting(256, at_least(1, "a number of tokens"))
 
-    def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
+    def _of_text(self, view: View, new: LayerTokens, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
         return noncausal_attention(new, counts, self.sinks, self.chunk)
 
 
-def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size: int) -> Float[Array, "b h t"]:
+def noncausal_attention(new: LayerTokens, counts: Bool[Array, "b h t"], sinks: int, size: int) -> Float[Array, "b h t"]:
     """Return z-scores of the attention between the tokens in `counts`, in chunks of `size` tokens after the sinks."""
     kind, tokens = wide(new.k.dtype), counts.shape[-1]
     chunks = -(-tokens // size)
@@ -150,7 +150,7 @@ class Compacted(Leverage):
     chunk: int = setting(256, at_least(1, "a number of tokens"))
     blending: float | None = setting(None)
 
-    def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
+    def _of_text(self, view: View, new: LayerTokens, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
         share: Any = self.blending
         if share is None:
             tokens = jnp.maximum(view.live.sum(-1), 1)

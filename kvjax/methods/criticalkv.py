@@ -14,7 +14,7 @@ from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy, name_of
 from kvjax.models.model import LanguageModel
 from kvjax.policies import Policy, Requirements, ScoreOver, SplitRanking, as_numbers, is_ranked, recent_slots
-from kvjax.types import New, PyTree, View, number, wide
+from kvjax.types import LayerTokens, PyTree, View, number, wide
 
 BLOCK = 128
 """Number of tokens whose projected values are in memory at a time."""
@@ -56,14 +56,14 @@ class Critical(ScoreOver):
         weights = output_weights(model, lambda weights: weights.swapaxes(1, 2))
         return super().bind(model).replace(outputs=weights)
 
-    def slot(self, new: New, state: Any) -> tuple[PyTree, Float[Array, "b h t"]]:
+    def init_slot(self, new: LayerTokens, state: Any) -> tuple[PyTree, Float[Array, "b h t"]]:
         """Return the base's state of each token, and the norm of its projected value."""
-        return self.base_score.slot(new, state), self._norms(new.v)
+        return self.base_score.init_slot(new, state), self._norms(new.v)
 
-    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        return self.base_score.fold(answers, _of_base(view), new), view.slots.score[1]
+    def update_slot(self, stats: PyTree, view: View, new: LayerTokens) -> PyTree:
+        return self.base_score.update_slot(stats, _of_base(view), new), view.slots.score[1]
 
-    def score(self, view: View, new: New) -> SplitRanking:
+    def score(self, view: View, new: LayerTokens) -> SplitRanking:
         """Return F within heads, and s between them."""
         base = _of_base(view)
         s = as_numbers(self.base_score.score(base, new), base)

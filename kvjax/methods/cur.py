@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.methods.neighbors import in_text_order
 from kvjax.methods.register import register_score
 from kvjax.policies import Requirements, Score, coarse
-from kvjax.types import New, View, at_least, setting, wide
+from kvjax.types import LayerTokens, View, at_least, setting, wide
 from pallas_kernels.noise import uniform_at
 
 
@@ -42,13 +42,13 @@ class LeverageProduct(Score):
     def requires(self) -> Requirements:
         return Requirements(whole_heads=True)
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         position = new.spread.all_slots(view.position)
         shares = [self._share(x, view, position, new) for x in (view.keys(new), view.values(new))]
         return coarse(new.spread.own_slots(shares[0] * shares[1]))
 
     def _share(
-        self, x: Float[Array, "b h c d"], view: View, position: Int[Array, "b h all"], new: New
+        self, x: Float[Array, "b h c d"], view: View, position: Int[Array, "b h all"], new: LayerTokens
     ) -> Float[Array, "b h all"]:
         x = x if self.projections is None else projected(x, self.projections, new)
         norms = jnp.where(view.live, (x.astype(wide(x.dtype)) ** 2).sum(-1), 0.0)
@@ -64,7 +64,7 @@ class LeverageProduct(Score):
 
 
 def projected(
-    x: Float[Array, "b h c d"], columns: int, new: New, draw: Int[Array, "b 1"] | None = None
+    x: Float[Array, "b h c d"], columns: int, new: LayerTokens, draw: Int[Array, "b 1"] | None = None
 ) -> Float[Array, "b h c m"]:
     """Multiply keys or values by a standard Gaussian matrix [d, columns], one for each row, layer, head and `draw`."""
     rows, heads, _, width = x.shape

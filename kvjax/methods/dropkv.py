@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from kvjax.methods.register import register_score
 from kvjax.methods.step_windows import begin, ended, shifted, weights
 from kvjax.policies import Damage, Score
-from kvjax.types import Heads, New, View, at_least, nothing, setting
+from kvjax.types import Heads, LayerTokens, View, at_least, nothing, setting
 
 Windows = tuple[Float[Array, "b h c"], Float[Array, "b h c"]]
 
@@ -35,11 +35,11 @@ class DropDamage(Score):
 
     window: int = setting(32, at_least(1, "a number of queries"))
 
-    def slot(self, new: New, state: object) -> Windows:
+    def init_slot(self, new: LayerTokens, state: object) -> Windows:
         """Return zeros, the initial damage to the queries of the previous and of the current window."""
         return nothing(new), nothing(new)
 
-    def asks(self, heads: Heads, new: New) -> Damage | tuple[Damage, ...]:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> Damage | tuple[Damage, ...]:
         """Request the damage to the new token's output, or in a block the damage to the outputs of both windows."""
         if new.position.shape[1] == 1:
             return Damage()
@@ -47,11 +47,11 @@ class DropDamage(Score):
         windows = (position >= since - self.window) & (position < since), position >= since
         return tuple(Damage(weights(queries, new)) for queries in windows)
 
-    def fold(self, answers: Array | tuple[Array, Array], view: View, new: New) -> Windows:
+    def update_slot(self, stats: Array | tuple[Array, Array], view: View, new: LayerTokens) -> Windows:
         """Return both sums with the new queries' damage added; a completed window replaces the previous one."""
         before, current = shifted(view.slots.score, ended(new, self.window))
-        added = answers if isinstance(answers, tuple) else (0.0, answers)
+        added = stats if isinstance(stats, tuple) else (0.0, stats)
         return before + added[0], current + added[1]
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         return view.slots.score[0] + view.slots.score[1]

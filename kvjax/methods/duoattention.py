@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.methods.ends import EndsOrAll, ends_policy
 from kvjax.methods.register import register_score
 from kvjax.models.decoder import Layer, block, embed, layers_of
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import require_weights
 from kvjax.rope import rotate
-from kvjax.types import New, PyTree, Reading, View, at_least, setting, share
+from kvjax.types import LayerTokens, PyTree, TokenBatch, View, at_least, setting, share
 from pallas_kernels.attention import attend, with_sink
 
 
@@ -74,7 +74,7 @@ class RetrievalHeads(EndsOrAll):
         config, lag = model.config, min(self.length, model.config.max_positions // 2)
         half = np.random.default_rng(self.seed).integers(0, config.vocab_size, lag)
         tokens = jnp.asarray([[*half, *half]], jnp.int32)
-        reading, scores = Reading.of_text(tokens, jnp.full(1, 2 * lag)), []
+        reading, scores = TokenBatch.of_text(tokens, jnp.full(1, 2 * lag)), []
         x = embed(model.weights, config, tokens, reading.position)
         for layer in layers_of(model.weights, config):
             x, score = _read(layer.replace(number=0), reading, x, lag=lag)
@@ -82,7 +82,7 @@ class RetrievalHeads(EndsOrAll):
         return scores
 
     def head_budgets(
-        self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
+        self, stats: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: LayerTokens
     ) -> tuple[Int[Array, "b h"], PyTree]:
         assert isinstance(self.full, jax.Array)
         return self.slots_of(~self.full[None], view, new), view.state.plan
@@ -96,7 +96,7 @@ class _Repetition(LayerCache):
 
     def attend(
         self,
-        tokens: LayerTokens,
+        tokens: MixerInput,
         q: Float[Array, "1 h g t d"],
         k: Float[Array, "1 h t d"],
         v: Float[Array, "1 h t e"],
@@ -113,7 +113,7 @@ class _Repetition(LayerCache):
 
 @functools.partial(jax.jit, static_argnames="lag")
 def _read(
-    layer: Layer, reading: Reading, x: Float[Array, "1 t width"], *, lag: int
+    layer: Layer, reading: TokenBatch, x: Float[Array, "1 t width"], *, lag: int
 ) -> tuple[Float[Array, "1 t width"], Float[Array, " h"]]:
     """Run a layer over a repeated text, and return its output and F of its heads."""
     x, cache = block(layer, _Repetition(lag=lag), reading, x)

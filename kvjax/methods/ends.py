@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.methods.register import combine
 from kvjax.methods.window import Recency
 from kvjax.policies import Policy, Protection, Sizing, Uniform
-from kvjax.types import New, View, at_least, setting
+from kvjax.types import LayerTokens, View, at_least, setting
 
 
 class EndsOrAll(Uniform, interface=True):
@@ -29,7 +29,7 @@ class EndsOrAll(Uniform, interface=True):
         """Slots computed from the prompt, for a text of the planned length."""
         return Sizing(mode="profiled", per_head=True, fixed_length=True)
 
-    def slots_of(self, ends: Bool[Array, "b #h"], view: View, new: New) -> Int[Array, "b h"]:
+    def slots_of(self, ends: Bool[Array, "b #h"], view: View, new: LayerTokens) -> Int[Array, "b h"]:
         """Return slots for the ends, and for special tokens of the prompt, in the heads of a mask, else for all."""
         end_slots, length, special = self.sinks + self.recent, new.end[:, None], view.slots.protection
         if special is not None:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.queries import Expected, MomentScore
-from kvjax.types import New, View, at_least, number
+from kvjax.types import LayerTokens, View, at_least, number
 
 
 @register_score(
@@ -34,7 +34,7 @@ class ExpectedAttention(MomentScore):
 
     epsilon: float = number(0.0, at_least(0, "a number"))
 
-    def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
+    def _expected(self, of: Expected, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         assert of.spread is not None
         keys = of.keys
         scale = new.config.scale

@@ -13,9 +13,23 @@ from kvjax.cache.ranks import sum_of_most
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import combine, register
 from kvjax.models.model import LanguageModel
-from kvjax.policies import Near, Policy, Sizing, Sums, Uniform
+from kvjax.policies import AttentionSum, LocalAttention, Policy, Sizing, Uniform
 from kvjax.policies.protection import Protected, Protection, Quota
-from kvjax.types import Heads, Limit, New, Parts, View, at_least, check, number, one_of, setting, share, wide, written
+from kvjax.types import (
+    Heads,
+    LayerTokens,
+    Limit,
+    Parts,
+    View,
+    at_least,
+    check,
+    number,
+    one_of,
+    setting,
+    share,
+    wide,
+    written,
+)
 
 PARTS = ("special", "punctuation", "frequent", "local")
 SPECIAL, PUNCTUATION, FREQUENT, EVERYTHING = 1, 2, 4, 8
@@ -96,7 +110,7 @@ class TokenClasses(Protection):
             classes[[i for i in ids if 0 <= i < size]] |= bit
         return self.replace(classes=jnp.asarray(classes), markers=tuple(map(tuple, markers)))
 
-    def slot(self, new: New, state: Parts) -> UInt8[Array, "b h t"]:
+    def init_slot(self, new: LayerTokens, state: Parts) -> UInt8[Array, "b h t"]:
         """Return the classes of new tokens; in prompts and turns, markers and sinks count as special tokens."""
         assert self.classes is not None
         special = (new.position < self.sinks) & new.given
@@ -113,7 +127,7 @@ class TokenClasses(Protection):
         bits = self.classes[new.token] | (SPECIAL * special + generated).astype(jnp.uint8)
         return jnp.broadcast_to(bits[:, None], new.k.shape[:3])
 
-    def guard(self, view: View, new: New) -> Protected:
+    def guard(self, view: View, new: LayerTokens) -> Protected:
         """Protect what each head's choice keeps (Algorithm 2); its fractions are of the tokens before the new one."""
         profile: Profile = view.state.plan
         window = _share(profile.local, length_before(new)[:, None])
@@ -189,7 +203,7 @@ class Profiled(Uniform):
         """Token classes of each choice; the full cache comes last and has none."""
         return (*(self.order[: i + 1] for i in range(len(self.order))), ())
 
-    def init(self, shape: New) -> Profile:
+    def init_head(self, shape: LayerTokens) -> Profile:
         rows, heads = shape.k.shape[:2]
         none = jnp.zeros((rows, heads), wide(shape.k.dtype))
         return Profile(
@@ -199,19 +213,23 @@ class Profiled(Uniform):
             local=none,
         )
 
-    def asks(self, heads: Heads, new: New) -> tuple[Sums, Near, Near]:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> tuple[AttentionSum, LocalAttention, LocalAttention]:
         """Request the attention to each prompt token from all queries, from those nearby, and from itself."""
         widest = max(int(self.local * new.position.shape[1]) + 1, self.recent, 1)
-        newest = Near(jnp.full_like(new.position, self.recent), self.recent) if self.recent > 1 else Near()
+        newest = (
+            LocalAttention(jnp.full_like(new.position, self.recent), self.recent)
+            if self.recent > 1
+            else LocalAttention()
+        )
         # The window of a row of eq. 1 in tokens, the row's own token included.
         window = jnp.maximum(_share(self.local, new.position + 1), max(1, self.recent))
-        return Sums(), Near(window, widest), newest
+        return AttentionSum(), LocalAttention(window, widest), newest
 
     def head_budgets(
-        self, answers: tuple[Array, Array, Array], view: View, ranks: Float[Array, "b h c"] | None, new: New
+        self, stats: tuple[Array, Array, Array], view: View, ranks: Float[Array, "b h c"] | None, new: LayerTokens
     ) -> tuple[Int[Array, "b h"], Profile]:
         """Return the slots of the first choice whose recovered attention, averaged over queries, reaches T (eq. 1)."""
-        total, local, newest = answers
+        total, local, newest = stats
         position, classes = view.position, view.slots.protection
         queries = (new.q.shape[2] * new.read)[:, None]
         recovered = []
@@ -243,7 +261,7 @@ class Profiled(Uniform):
     def _has(self, part: str, choice: Int[Array, "b h"]) -> Bool[Array, "b h"]:
         return jnp.asarray([part in parts for parts in self.choices])[choice]
 
-    def _slots(self, choice: Array, class_tokens: Array, new: New) -> Int[Array, "b h"]:
+    def _slots(self, choice: Array, class_tokens: Array, new: LayerTokens) -> Int[Array, "b h"]:
         """Return the slots that heads need up to the planned length of the text."""
         end = new.end[:, None]
         spare = jnp.ceil(self.spare_punctuation * new.horizon - 1e-6).astype(jnp.int32)[:, None]
@@ -259,7 +277,7 @@ class Profiled(Uniform):
         return jnp.where(choice == len(self.order), end, jnp.minimum(slots, end))
 
 
-def length_before(new: New) -> Int[Array, " b"]:
+def length_before(new: LayerTokens) -> Int[Array, " b"]:
     """Return the length L of Algorithm 2: all tokens of a prompt, or in a decode step those before the new one."""
     return jnp.minimum(new.read - (not new.given), new.end)
 

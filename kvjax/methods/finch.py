@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_score
 from kvjax.methods.snapkv import PromptWindow
-from kvjax.policies import Requirements, Sums
-from kvjax.types import Heads, Limit, New, View, derived, setting
+from kvjax.policies import AttentionSum, Requirements
+from kvjax.types import Heads, LayerTokens, Limit, View, derived, setting
 
 QUESTION = 1e30
 """Score of the tokens of the question, above all others."""
@@ -46,7 +46,7 @@ class Question(PromptWindow):
     def requires(self) -> Requirements:
         return Requirements(whole_prompt=self.delimiter is not None)
 
-    def _begin(self, heads: Heads, new: New) -> Int[Array, "b h 1"]:
+    def _begin(self, heads: Heads, new: LayerTokens) -> Int[Array, "b h 1"]:
         newest = super()._begin(heads, new)
         if self.delimiter is None:
             return newest
@@ -54,12 +54,12 @@ class Question(PromptWindow):
         last = jnp.where(delimiters, new.position, -1).max(1)[:, None, None]
         return jnp.where(last >= 0, last + 1, newest)
 
-    def asks(self, heads: Heads, new: New) -> Sums | None:
-        request = super().asks(heads, new)
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> AttentionSum | None:
+        request = super().attention_stats(heads, new)
         if request is None or request.weights is None:
             return request
         return request.replace(weights=request.weights * (new.position[:, None] + 1))
 
-    def _pooled(self, sums: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+    def _pooled(self, sums: Float[Array, "b h c"], view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         question = view.position >= self._begin(view, new)
         return jnp.where(question, QUESTION, super()._pooled(sums, view, new))

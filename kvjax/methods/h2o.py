@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvjax.methods.register import register_score
-from kvjax.policies import AccumulatedScore, Sums
-from kvjax.types import Heads, New
+from kvjax.policies import AccumulatedScore, AttentionSum
+from kvjax.types import Heads, LayerTokens
 
 
 @register_score("h2o", paper="H2O, Algorithm 1", group="ranked by attention at every token", recent=0.5)
@@ -21,6 +21,6 @@ class Accumulated(AccumulatedScore):
     with a tenth.
     """
 
-    def asks(self, heads: Heads, new: New) -> Sums:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> AttentionSum:
         """Request a_t, summed over queries and query heads."""
-        return Sums()
+        return AttentionSum()

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, View, at_least, setting, wide
+from kvjax.types import LayerTokens, View, at_least, setting, wide
 
 
 @register_score("keydiff", paper="KeyDiff, eq. 5", group="ranked by keys, values or chance, without attention")
@@ -32,7 +32,7 @@ class KeyDifference(Score):
     def requires(self) -> Requirements:
         return Requirements(prompt_chunk=self.block, whole_heads=True)
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         keys = view.keys(new).astype(wide(new.k.dtype))
         length = jnp.linalg.norm(keys, axis=-1)
         # Keys of unit length would be an array of the cache's size, which a GPU would write and read.

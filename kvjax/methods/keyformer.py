@@ -7,8 +7,8 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import register_score
-from kvjax.policies import Noise, Requirements, Sums
-from kvjax.types import Heads, Limit, New, above_zero, derived, number, setting, written
+from kvjax.policies import AttentionSum, Noise, Requirements
+from kvjax.types import Heads, LayerTokens, Limit, above_zero, derived, number, setting, written
 
 _NOISES = ("gumbel", "gaussian", "constant", "none")
 
@@ -58,20 +58,20 @@ class GumbelSoftmax(Accumulated):
         """Layers that share a score hold the same tokens."""
         return Requirements(shared_slots="layers" if self.shared else "none")
 
-    def asks(self, heads: Heads, new: New) -> Sums:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> AttentionSum:
         """Request the fractions of equation 9; queries of a block are damped as if they had been read one by one."""
         weights = None
         if self.damped and new.position.shape[1] > 1:
             weights = jnp.where(new.valid, self.damping**new.age, 0.0)[:, None]
         noise = None if self.noise in ("none", "constant") else Noise(self.noise, self.fresh_noise)
-        return Sums(weights, self._temperature(new), noise, over="model" if self.shared else "group")
+        return AttentionSum(weights, self._temperature(new), noise, over="model" if self.shared else "group")
 
-    def _temperature(self, new: New) -> float | Float[Array, "b t"]:
+    def _temperature(self, new: LayerTokens) -> float | Float[Array, "b t"]:
         # Equation 10.
         if new.given or self.steady:
             return float(self.tau_init)
         step = jnp.clip(new.position - new.prompt_length[:, None] + 1, 0, new.horizon[:, None])
         return self.tau_init + step * ((self.tau_end - self.tau_init) / new.horizon[:, None])
 
-    def retained(self, new: New) -> Float[Array, " b"] | None:
+    def retained(self, new: LayerTokens) -> Float[Array, " b"] | None:
         return self.damping ** new.valid.sum(1) if self.damped else None

@@ -10,7 +10,7 @@ from kvjax.methods.outputs import output_weights
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
 from kvjax.policies import UNRANKED, Peak, Replay, Requirements, StoredScore
-from kvjax.types import Heads, New, View, at_least, nothing, setting, wide
+from kvjax.types import Heads, LayerTokens, View, at_least, nothing, setting, wide
 
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_LATER = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -71,11 +71,11 @@ class Reconstruction(StoredScore):
             gram = output_weights(model, lambda columns: jnp.einsum("hgew,hgfw->hgef", columns, columns))
         return self.replace(prompt=prompt, later=later, gram=gram)
 
-    def slot(self, new: New, state: object) -> Float[Array, "b h t"]:
+    def init_slot(self, new: LayerTokens, state: object) -> Float[Array, "b h t"]:
         """Return the lowest score, that of tokens that have not been read again."""
         return jnp.full_like(nothing(new), UNRANKED)
 
-    def asks(self, heads: Heads, new: New) -> Peak | None:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> Peak | None:
         """Request the largest attention from tokens that are read again, divided by the norm of h for F+."""
         if not new.replayed:
             return None
@@ -84,13 +84,13 @@ class Reconstruction(StoredScore):
         norm = jnp.linalg.norm(new.hidden.astype(wide(new.q.dtype)), axis=-1)
         return Peak(jnp.where(new.valid, 1 / jnp.maximum(norm, 1e-30), 0.0)[:, None])
 
-    def fold(self, answers: Float[Array, "b h g c"], view: View, new: New) -> Float[Array, "b h c"]:
+    def update_slot(self, stats: Float[Array, "b h g c"], view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         """Return the larger one of the score and the new attention."""
         if self.gram is not None:
-            values = view.values(new).astype(answers.dtype)
+            values = view.values(new).astype(stats.dtype)
             squares = jnp.einsum("bhce,hgef,bhcf->bhgc", values, self.gram, values)
-            answers = answers * jnp.sqrt(jnp.maximum(squares, 0.0))
-        return jnp.maximum(view.slots.score, answers.max(2))
+            stats = stats * jnp.sqrt(jnp.maximum(squares, 0.0))
+        return jnp.maximum(view.slots.score, stats.max(2))
 
 
 def _ids(name: str, request: str | tuple[int, ...], model: LanguageModel) -> tuple[int, ...]:

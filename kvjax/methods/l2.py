@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
 from kvjax.policies import OldestFirst, Ranking, Score, coarse
-from kvjax.types import New, PyTree, View, at_least, check, derived, setting, wide
+from kvjax.types import LayerTokens, PyTree, View, at_least, check, derived, setting, wide
 
 
 @register_score("l2", paper="Devoto et al. 2024", group="ranked by keys, values or chance, without attention")
@@ -39,8 +39,8 @@ class KeyNorm(Score):
     def layer(self, index: int) -> KeyNorm:
         return self.replace(skipped=index < self.skip_layers)
 
-    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> Float[Array, "b h t"]:
         return coarse(jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1))
 
-    def score(self, view: View, new: New) -> Ranking:
+    def score(self, view: View, new: LayerTokens) -> Ranking:
         return OldestFirst() if self.skipped else -view.slots.score

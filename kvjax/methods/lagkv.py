@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.register import register_score
 from kvjax.policies.score import PromptScore
-from kvjax.types import New, View, at_least, setting, wide
+from kvjax.types import LayerTokens, View, at_least, setting, wide
 
 
 @register_score("lagkv", paper="LagKV, 2025", group="ranked once for each prompt or turn", recent=32)
@@ -40,7 +40,7 @@ class LagRelative(PromptScore):
     sinks: int = setting(4)
     lag: int = setting(128, at_least(2, "a number of tokens"))
 
-    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _ranked(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         kind, capacity = wide(new.k.dtype), view.capacity
         order = text_order(view.position)
         chunks = max(capacity - self.sinks, 0) // self.lag

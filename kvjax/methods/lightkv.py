@@ -14,9 +14,9 @@ from kvjax.methods.last_queries import no_queries, positions_of_queries, with_ne
 from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.step_windows import shifted
 from kvjax.models.model import LanguageModel
-from kvjax.policies import Again, Plan, Policy, Requirements, Score, Sizing, StoredScore, Sums
+from kvjax.policies import AttentionSum, Plan, Policy, ReplayedQueries, Requirements, Score, Sizing, StoredScore
 from kvjax.policies.protection import Protection, one_slot_in
-from kvjax.types import Heads, New, PyTree, View, at_least, check, nothing, number, one_of, setting, wide
+from kvjax.types import Heads, LayerTokens, PyTree, View, at_least, check, nothing, number, one_of, setting, wide
 
 
 @register_part("arithmetic")
@@ -161,19 +161,19 @@ class LastQueries(_Observed, StoredScore):
     def layer(self, index: int) -> LastQueries:
         return self.replace(lines=self.lines[index : index + 1])
 
-    def init(self, shape: New) -> PyTree:
+    def init_head(self, shape: LayerTokens) -> PyTree:
         if self.alpha is None and not self.lines:
             raise ValueError("alpha=None is as many queries as a layer has slots: call `Policy.sized` first.")
         return no_queries(shape, self.lines[0] if self.alpha is None else self.alpha)
 
-    def asks(self, heads: Heads, new: New) -> PyTree:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> PyTree:
         """Request equation 4 for the last queries, including the new ones."""
-        queries = self.advance(heads, new)
+        queries = self.update_head(heads, new)
         position = positions_of_queries(queries.shape[2], new, self._alpha(heads)[:, :1])
         counts = jnp.broadcast_to(position[:, None] >= 0, queries.shape[:3])
-        return Again(queries, position, counts.astype(wide(new.q.dtype)))
+        return ReplayedQueries(queries, position, counts.astype(wide(new.q.dtype)))
 
-    def advance(self, heads: Heads, new: New) -> PyTree:
+    def update_head(self, heads: Heads, new: LayerTokens) -> PyTree:
         return with_newest_queries(heads.state.score, new, self._alpha(heads)[:, :1])
 
 
@@ -200,37 +200,37 @@ class RunningQueries(_Observed):
 
     window: ClassVar[str] = "running"
 
-    def init(self, shape: New) -> Windows:
+    def init_head(self, shape: LayerTokens) -> Windows:
         heads = shape.k.shape[:2]
         return Windows(jnp.full(heads, -1, jnp.int32), jnp.full(heads, -(2**30), jnp.int32))
 
-    def slot(self, new: New, state: PyTree) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
         """Return zeros, the initial attention in the older and the newer window."""
         return nothing(new), nothing(new)
 
-    def _windows(self, heads: Heads, new: New) -> tuple[Windows, Int[Array, "b h t"]]:
+    def _windows(self, heads: Heads, new: LayerTokens) -> tuple[Windows, Int[Array, "b h t"]]:
         # Where windows lie once the new tokens are read, and how many windows ago each of these came.
         alpha, prompt_end = self._alpha(heads), heads.state.score.prompt_end
         end = jnp.where(prompt_end < 0, new.prompt_length[:, None], prompt_end)
         window = (new.read[:, None] - end) // alpha
         return Windows(end, window), window[..., None] - (new.position[:, None] - end[..., None]) // alpha[..., None]
 
-    def asks(self, heads: Heads, new: New) -> tuple[Sums, Sums]:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> tuple[AttentionSum, AttentionSum]:
         """Request equation 4 for each of the two windows."""
         back = self._windows(heads, new)[1]
         kind = wide(new.q.dtype)
-        return tuple(Sums((new.valid[:, None] & (back == ago)).astype(kind)) for ago in (1, 0))  # type: ignore[return-value]
+        return tuple(AttentionSum((new.valid[:, None] & (back == ago)).astype(kind)) for ago in (1, 0))  # type: ignore[return-value]
 
-    def fold(self, answers: tuple[Array, Array], view: View, new: New) -> tuple[Array, Array]:
+    def update_slot(self, stats: tuple[Array, Array], view: View, new: LayerTokens) -> tuple[Array, Array]:
         """Return the sums of the older and the newer window; a completed window replaces the older one."""
         turns = (self._windows(view, new)[0].newest - view.state.score.newest)[..., None]
         older, newer = shifted(view.slots.score, turns)
-        return older + answers[0], newer + answers[1]
+        return older + stats[0], newer + stats[1]
 
-    def advance(self, heads: Heads, new: New) -> Windows:
+    def update_head(self, heads: Heads, new: LayerTokens) -> Windows:
         return self._windows(heads, new)[0]
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         return view.slots.score[0] + view.slots.score[1]
 
 

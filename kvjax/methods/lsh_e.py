@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, UInt32
 from kvjax.methods.register import register_score
 from kvjax.models.model import LanguageModel
 from kvjax.policies import HammingDistance, Requirements, Score
-from kvjax.types import SEED, Limit, New, PyTree, View, one_of, setting
+from kvjax.types import SEED, LayerTokens, Limit, PyTree, View, one_of, setting
 from pallas_kernels.hamming import Hashing
 
 
@@ -59,7 +59,7 @@ class Hamming(Score):
         planes = (projections(self.seed, i, layer.kv_heads, self.bits, layer.key_width) for i, layer in layers)
         return self.replace(planes=tuple(planes))
 
-    def _hashing(self, new: New) -> Hashing:
+    def _hashing(self, new: LayerTokens) -> Hashing:
         # R, q_t and k_t.
         planes: Any = self.planes
         if planes is None:
@@ -68,11 +68,11 @@ class Hamming(Score):
             planes = planes[new.head - new.spread.first(len(planes))]
         return Hashing(planes, new.last_query, new.k)
 
-    def slot(self, new: New, state: PyTree) -> tuple[UInt32[Array, "b h t"], ...]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> tuple[UInt32[Array, "b h t"], ...]:
         """Return h(k), with a buffer for each word; one buffer for all words would be padded to 128 lanes on a TPU."""
         return self._hashing(new).of_keys()
 
-    def score(self, view: View, new: New) -> HammingDistance:
+    def score(self, view: View, new: LayerTokens) -> HammingDistance:
         return HammingDistance(self._hashing(new), view.slots.score)
 
 

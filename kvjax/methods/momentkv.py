@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_part
 from kvjax.policies.residual import Residual
-from kvjax.types import Evicted, New, Partial, wide
+from kvjax.types import Evicted, LayerTokens, Partial, wide
 
 
 class MomentState(NamedTuple):
@@ -48,7 +48,7 @@ class Moments(Residual):
 
     against_alibi: ClassVar[str] = "momentkv sums keys without their distances"
 
-    def init(self, shape: New) -> MomentState:
+    def init_head(self, shape: LayerTokens) -> MomentState:
         rows, heads, _, keys = shape.k.shape
         values, dtype = shape.v.shape[-1], wide(shape.k.dtype)
         shapes = [(rows, heads), (rows, heads, keys), (rows, heads, values), (rows, heads, values, keys)]
@@ -75,7 +75,7 @@ class Moments(Residual):
             state.products + products + between,
         )
 
-    def share(self, state: MomentState, new: New) -> Partial:
+    def share(self, state: MomentState, new: LayerTokens) -> Partial:
         """Return the attention to evicted pairs, to first order."""
         q = new.q.astype(state.pairs.dtype)
         uncapped = jnp.einsum("bhgtd,bhd->bhgt", q, state.key, precision="highest")

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies.score import Score
-from kvjax.types import New, PyTree, View
+from kvjax.types import LayerTokens, PyTree, View
 from pallas_kernels.noise import uniform_at
 
 
@@ -21,10 +21,10 @@ class Random(Score):
     under `h2o` (SmolLM2 on WikiText-2).
     """
 
-    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> Float[Array, "b h t"]:
         """Return one priority per layer, head and token."""
         position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3])
         return uniform_at(new.seed, new.layer, position, head=new.head)
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         return view.slots.score

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.register import register_score
-from kvjax.policies.stats import Again
-from kvjax.types import Limit, New, View, at_least, derived, number, setting, wide
+from kvjax.policies.stats import ReplayedQueries
+from kvjax.types import LayerTokens, Limit, View, at_least, derived, number, setting, wide
 
 
 @register_score("rkv", paper="R-KV", group="ranked by attention at every token")
@@ -39,10 +39,10 @@ class Redundancy(WindowAttention):
     importance: float = number(0.1)
     threshold: float = setting(0.5, Limit(lambda cosine: -1 <= cosine <= 1, "a cosine"))
 
-    def _looking(self, queries: Again, new: New) -> Again:
+    def _looking(self, queries: ReplayedQueries, new: LayerTokens) -> ReplayedQueries:
         return queries.replace(newest=new.newest - self.recent, group="max")
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         keys = view.keys(new).astype(wide(new.k.dtype))
         length = jnp.linalg.norm(keys, axis=-1, keepdims=True)
         unit = jnp.where(view.live[..., None], keys / jnp.where(length > 0, length, 1.0), 0.0)

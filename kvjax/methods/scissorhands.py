@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, UInt32
 
 from kvjax.methods.register import register_score
-from kvjax.policies import Probs, Score, Seen
-from kvjax.types import Heads, Limit, New, PyTree, View, setting
+from kvjax.policies import AttentionProbs, Score, Seen
+from kvjax.types import Heads, LayerTokens, Limit, PyTree, View, setting
 
 WORD = 32
 _HISTORY = Limit(lambda queries: queries in range(WORD, 2**16 + 1, WORD), "a multiple of 32 queries from 32 to 65536")
@@ -34,16 +34,16 @@ class Persistence(Score):
 
     history: int = setting(128, _HISTORY)
 
-    def slot(self, new: New, state: PyTree) -> UInt32[Array, "b h t words"]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> UInt32[Array, "b h t words"]:
         return jnp.zeros((*new.k.shape[:3], self.history // WORD), jnp.uint32)
 
-    def asks(self, heads: Heads, new: New) -> Probs:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> AttentionProbs:
         """Request the attention of the window's queries; the ring has no bits for older ones."""
-        return Probs(self.history)
+        return AttentionProbs(self.history)
 
-    def fold(self, answers: Seen, view: View, new: New) -> UInt32[Array, "b h c words"]:
+    def update_slot(self, stats: Seen, view: View, new: LayerTokens) -> UInt32[Array, "b h c words"]:
         """Set the bits of queries that attended below average; clear those of the queries they replace."""
-        probs, position, visible, mask = answers
+        probs, position, visible, mask = stats
         counts = position >= 0
         place = jnp.where(counts, position % self.history, 0).astype(jnp.uint32)
         # An average share is none below, however a softmax rounds it: the first query's is 1, or just less.
@@ -67,5 +67,5 @@ class Persistence(Score):
         bit = jnp.where(counts, jnp.uint32(1) << (place % size), 0)
         return jnp.where(place[..., None] // size == jnp.arange(self.history // size), bit[..., None], 0)
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         return -jax.lax.population_count(view.slots.score).sum(-1).astype(jnp.float32)

@@ -7,8 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.methods.ends import EndsOrAll, ends_policy
 from kvjax.methods.register import register_score
-from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, PyTree, View, number, share, wide
+from kvjax.policies.stats import AttentionSum
+from kvjax.types import Heads, LayerTokens, PyTree, View, number, share, wide
 
 
 @register_score("simlayerkv", paper="SimLayerKV, 2024", group="ranked once for each prompt or turn", make=ends_policy)
@@ -36,16 +36,16 @@ class LazyLayers(EndsOrAll):
 
     threshold: float = number(0.9, share("a share of attention"))
 
-    def asks(self, heads: Heads, new: New) -> Sums:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> AttentionSum:
         """Request the attention of the last query, a mean over the layer's heads."""
         last = new.position == new.newest[:, None]
-        return Sums(last[:, None].astype(wide(new.q.dtype)), over="layer")
+        return AttentionSum(last[:, None].astype(wide(new.q.dtype)), over="layer")
 
     def head_budgets(
-        self, answers: Float[Array, "b h c"], view: View, ranks: Float[Array, "b h c"] | None, new: New
+        self, stats: Float[Array, "b h c"], view: View, ranks: Float[Array, "b h c"] | None, new: LayerTokens
     ) -> tuple[Int[Array, "b h"], PyTree]:
         ends = (view.position < self.sinks) | (view.position > new.newest[:, None, None] - self.recent)
-        mass = jnp.where(view.live & ends, answers, 0.0).sum(-1) / new.q.shape[2]
+        mass = jnp.where(view.live & ends, stats, 0.0).sum(-1) / new.q.shape[2]
         longer = new.read > self.sinks + self.recent
         lazy = (mass > self.threshold) & (self.threshold < 1) & longer[:, None]
         return self.slots_of(lazy, view, new), view.state.plan

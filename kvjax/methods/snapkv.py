@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.methods.register import register_score
-from kvjax.policies import Again, Score, Sums, recent_slots
-from kvjax.types import ODD, Heads, New, PyTree, View, nothing, number, one_of, setting, wide
+from kvjax.policies import AttentionSum, ReplayedQueries, Score, recent_slots
+from kvjax.types import ODD, Heads, LayerTokens, PyTree, View, nothing, number, one_of, setting, wide
 
 
 @register_score("snapkv", paper="SnapKV, Listing 1", group="ranked once for each prompt or turn")
@@ -40,32 +40,32 @@ class PromptWindow(Score):
     pooling: str = setting("average", one_of("average", "max"))
     group: str = setting("mean", one_of("mean", "max"))
 
-    def slot(self, new: New, state: PyTree) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
         """Return zeros: the attention of the window's queries, and the same pooled over neighbors."""
         return nothing(new), nothing(new)
 
-    def _begin(self, heads: Heads, new: New) -> Float[Array, "b h 1"]:
+    def _begin(self, heads: Heads, new: LayerTokens) -> Float[Array, "b h 1"]:
         # The position from which queries are in the window.
         width = jnp.broadcast_to(recent_slots(self.recent, heads.limit), heads.limit.shape)
         return (new.read[:, None] - width)[..., None]
 
-    def asks(self, heads: Heads, new: New) -> Sums | None:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> AttentionSum | None:
         """Request the attention of the last w queries of a prompt or turn; nothing for a generated token."""
         if not new.given:
             return None
         in_window = new.valid[:, None] & (new.position[:, None] < new.prompt_length[:, None, None])
         in_window &= new.position[:, None] >= self._begin(heads, new)
-        return Sums(in_window.astype(wide(new.q.dtype)), group="max" if self.group == "max" else "sum")
+        return AttentionSum(in_window.astype(wide(new.q.dtype)), group="max" if self.group == "max" else "sum")
 
-    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> tuple[Array, Array]:
+    def update_slot(self, stats: Float[Array, "b h c"], view: View, new: LayerTokens) -> tuple[Array, Array]:
         """Sum the attention of the windows, and pool it at the end of a block."""
-        added = answers if self.group == "max" else answers / new.q.shape[2]
+        added = stats if self.group == "max" else stats / new.q.shape[2]
         sums, scores = view.slots.score
         if new.token.shape[1] == 1:
             return sums + added, scores + added
         return sums + added, self._pooled(sums + added, view, new)
 
-    def _pooled(self, sums: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+    def _pooled(self, sums: Float[Array, "b h c"], view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         # Scores of the tokens before the window, pooled over neighbours in position order.
         before = view.live & (view.position < self._begin(view, new))
         scores = jnp.where(before, sums, 0.0)
@@ -73,7 +73,7 @@ class PromptWindow(Score):
         # Window tokens are not scored: one that leaves the window later counts as a generated token does.
         return jnp.where(before, scores, 0.0)
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         return view.slots.score[1]
 
 
@@ -96,8 +96,8 @@ class NewestWindow(WindowAttention):
     When: for long generated texts; `snapkv` ranks only prompts and turns. It has not been measured on many models yet.
     """
 
-    def _looking(self, queries: Again, new: New) -> Again:
+    def _looking(self, queries: ReplayedQueries, new: LayerTokens) -> ReplayedQueries:
         return queries.replace(weights=queries.weights / new.q.shape[2])
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         return self.with_window(new.spread.own_slots(self.attention(view, new)), view, new)

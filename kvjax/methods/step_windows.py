@@ -5,15 +5,15 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.types import New, wide
+from kvjax.types import LayerTokens, wide
 
 
-def begin(new: New, width: int) -> Int[Array, " b"]:
+def begin(new: LayerTokens, width: int) -> Int[Array, " b"]:
     """Return the position of the first query of the window that is being filled: a multiple of its width."""
     return new.newest // width * width
 
 
-def ended(new: New, width: int) -> Int[Array, "b 1 1"]:
+def ended(new: LayerTokens, width: int) -> Int[Array, "b 1 1"]:
     """Return the number of windows that ended between the token before the new ones and the newest token."""
     return (new.newest // width - (new.position[:, 0] - 1) // width)[:, None, None]
 
@@ -29,6 +29,6 @@ def shifted(sums: tuple[Float[Array, "b h c"], ...], windows: Int[Array, "b #h 1
     return tuple(output)
 
 
-def weights(queries: Bool[Array, "b t"], new: New) -> Float[Array, "b 1 t"]:
+def weights(queries: Bool[Array, "b t"], new: LayerTokens) -> Float[Array, "b 1 t"]:
     """Return weights of 1 for some of the new queries, and of 0 for the others and for padding."""
     return (queries & new.valid)[:, None].astype(wide(new.q.dtype))

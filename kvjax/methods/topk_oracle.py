@@ -13,7 +13,7 @@ from kvjax.methods.full import Unbounded
 from kvjax.methods.register import combine, register, register_part
 from kvjax.methods.window import Recency
 from kvjax.policies import Policy, Selection
-from kvjax.types import Limit, New, check, is_share, number
+from kvjax.types import LayerTokens, Limit, check, is_share, number
 
 _K = Limit(lambda k: k >= 1 if isinstance(k, int) else 0 < k <= 1, "a number of tokens from 1, or a fraction up to 1.0")
 
@@ -41,7 +41,7 @@ class TopK(Selection):
         check(isinstance(budget, (int, float)), "budget", budget, "one number, which topk_oracle takes as k")
         return self.replace(k=budget)
 
-    def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
+    def pick(self, probs: Float[Array, "b h g t c"], new: LayerTokens) -> Bool[Array, "b h g t c"]:
         if self.k is None:
             raise ValueError("topk_oracle has no k: give a budget, as prefill does.")
         k: Any = jnp.ceil(self.k * (probs > 0).sum(-1, keepdims=True)) if is_share(self.k) else self.k

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvjax.methods.register import register_score
-from kvjax.policies import Requirements, StoredScore, Sums
-from kvjax.types import Heads, New, wide
+from kvjax.policies import AttentionSum, Requirements, StoredScore
+from kvjax.types import Heads, LayerTokens, wide
 
 
 @register_score("tova", paper="TOVA, 4", group="ranked by attention at every token", recent=1)
@@ -24,7 +24,9 @@ class LastAttention(StoredScore):
         """One score for all heads of a layer, which hold the same tokens."""
         return Requirements(shared_slots="heads")
 
-    def asks(self, heads: Heads, new: New) -> Sums:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> AttentionSum:
         """Request a_t of the newest token, a mean over the layer's heads of sums over query groups."""
         last = (new.position == new.newest[:, None]) & new.valid
-        return Sums(last[:, None].astype(wide(new.q.dtype)) if new.position.shape[1] > 1 else None, over="layer")
+        return AttentionSum(
+            last[:, None].astype(wide(new.q.dtype)) if new.position.shape[1] > 1 else None, over="layer"
+        )

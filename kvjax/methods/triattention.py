@@ -17,7 +17,7 @@ from kvjax.models.fingerprint import fingerprints
 from kvjax.models.model import LanguageModel
 from kvjax.policies import Requirements, Score, standardized
 from kvjax.rope import Rope, Turns, rotate_by, turns_of
-from kvjax.types import Limit, New, View, directory, setting, wide
+from kvjax.types import LayerTokens, Limit, View, directory, setting, wide
 from kvjax.utils.files import check_regular, damage_named, expanded, written_aside
 
 FILE = "queries.safetensors"
@@ -163,11 +163,11 @@ class TriAttention(Score):
             return self
         return self.replace(means=QueryMeans(self.means.center[index], self.means.norm[index]))
 
-    def slot(self, new: New, state: object) -> Bool[Array, "b h t"] | None:
+    def init_slot(self, new: LayerTokens, state: object) -> Bool[Array, "b h t"] | None:
         """Return whether new tokens are given text, which stays; None if that makes no difference."""
         return jnp.full(new.k.shape[:3], new.given) if self.keep_prompt else None
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         scores = standardized(self._logits(view, new), view.live[:, :, None], new.spread).max(2)
         if not self.keep_prompt:
             return scores
@@ -175,7 +175,7 @@ class TriAttention(Score):
         above = 1e7 * jnp.where(scores >= 0, 1 + scores, 1 / (1 - scores))
         return jnp.where(view.slots.score, above, scores)
 
-    def _logits(self, view: View, new: New) -> Float[Array, "b h g c"]:
+    def _logits(self, view: View, new: LayerTokens) -> Float[Array, "b h g c"]:
         rope, keys = new.config.rope, view.keys(new).astype(wide(new.k.dtype))
         assert self.means is not None and rope is not None
         center, norm = (jnp.asarray(x, keys.dtype) for x in self.means)

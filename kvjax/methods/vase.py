@@ -9,8 +9,8 @@ from kvjax.methods.cur import projected
 from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.methods.register import register_score
 from kvjax.methods.step_windows import begin, ended, shifted, weights
-from kvjax.policies import Requirements, Score, Sums, coarse, recent_slots
-from kvjax.types import ODD, Heads, New, View, at_least, nothing, number, one_of, setting, wide
+from kvjax.policies import AttentionSum, Requirements, Score, coarse, recent_slots
+from kvjax.types import ODD, Heads, LayerTokens, View, at_least, nothing, number, one_of, setting, wide
 from pallas_kernels.noise import gumbel, uniform_at
 
 COLUMNS = 20
@@ -57,28 +57,28 @@ class ValueSpread(Score):
     def requires(self) -> Requirements:
         return Requirements(whole_heads=True)
 
-    def slot(self, new: New, state: object) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
+    def init_slot(self, new: LayerTokens, state: object) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
         """Return zeros: attention of the last r queries, and of those since the last multiple of r."""
         return nothing(new), nothing(new)
 
-    def asks(self, heads: Heads, new: New) -> Sums | tuple[Sums, ...]:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> AttentionSum | tuple[AttentionSum, ...]:
         """Request the attention of a new token, or in a prompt or turn that for both sums."""
         if not new.given:
-            return Sums()
+            return AttentionSum()
         last = new.position > (new.newest - self.evict_every)[:, None]
         after = new.position >= begin(new, self.evict_every)[:, None]
-        return tuple(Sums(weights(queries, new)) for queries in (last, after))
+        return tuple(AttentionSum(weights(queries, new)) for queries in (last, after))
 
-    def fold(
-        self, answers: Array | tuple[Array, Array], view: View, new: New
+    def update_slot(
+        self, stats: Array | tuple[Array, Array], view: View, new: LayerTokens
     ) -> tuple[Float[Array, "b h c"], Float[Array, "b h c"]]:
         """Return both sums with the new queries' attention added."""
         (before,) = shifted(view.slots.score[1:], ended(new, self.evict_every))
-        if isinstance(answers, tuple):
-            return answers[0], before + answers[1]
-        return before + answers, before + answers
+        if isinstance(stats, tuple):
+            return stats[0], before + stats[1]
+        return before + stats, before + stats
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         size = jnp.where(view.position < self.sinks, jnp.inf, self._size(view, new))
         position, size, attention = map(new.spread.all_slots, (view.position, size, view.slots.score[0]))
         recent = jnp.broadcast_to(recent_slots(self.recent, view.limit), view.limit.shape)
@@ -92,12 +92,12 @@ class ValueSpread(Score):
         highest = float(jnp.finfo(scores.dtype).max) / 4
         return new.spread.own_slots(jnp.where(candidates & ~chosen, scores, highest))
 
-    def _size(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _size(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         keys, values = view.keys(new), view.values(new).astype(wide(new.k.dtype))
         if self.by == "range":
             return coarse(values.max(-1) - values.min(-1))
         norms = [(projected(x, COLUMNS, new, self._ranking(new)) ** 2).sum(-1) for x in (keys, values)]
         return coarse(norms[0] * norms[1])
 
-    def _ranking(self, new: New) -> Int[Array, "b 1"]:
+    def _ranking(self, new: LayerTokens) -> Int[Array, "b 1"]:
         return (new.newest // self.evict_every)[:, None]

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
 from kvjax.policies import OldestFirst, Score
-from kvjax.types import New, View, at_least, number
+from kvjax.types import LayerTokens, View, at_least, number
 
 
 @register_score("window", paper="Longformer, 3.1", group="ranked by position")
@@ -20,7 +20,7 @@ class Recency(Score):
     under `lambda_mask`, which also keeps the first four.
     """
 
-    def score(self, view: View, new: New) -> OldestFirst:
+    def score(self, view: View, new: LayerTokens) -> OldestFirst:
         return OldestFirst()
 
 
@@ -43,7 +43,7 @@ class Dilated(Score):
 
     dilation: int = number(1, at_least(0, "a whole number"))
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         """Return the position, lowered below zero in a gap (exact in float32 for the first 16 million tokens)."""
         position = view.position.astype(jnp.float32)
         return jnp.where(view.position % (self.dilation + 1) == 0, position, position - 2.0**24)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.layer import LayerTokens
+from kvjax.cache.layer import MixerInput
 from kvjax.cache.slots import Slots, empty_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import Linear, Norm, normalise
@@ -30,7 +30,7 @@ class Attention:
     key_norm: Norm | None = None
     sink_logits: Float[Array, " heads"] | None = None
 
-    def init_cache(self, tokens: LayerTokens, limit: Int[Array, "b h"], slots: int) -> Slots:
+    def init_cache(self, tokens: MixerInput, limit: Int[Array, "b h"], slots: int) -> Slots:
         """Return a cache of empty slots.
 
         Args:
@@ -42,7 +42,7 @@ class Attention:
         return empty_slots(tokens.policy, tokens.shape, tokens.number, limit=limit, slots=slots, dtype=dtype)
 
     def __call__(
-        self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: LayerTokens
+        self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: MixerInput
     ) -> tuple[Float[Array, "b t width"], Any]:
         """Project tokens, attend from them to the layer's cache, and project back.
 

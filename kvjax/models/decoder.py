@@ -11,20 +11,20 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.uncached import Uncached
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import Linear, Norm, normalise
 from kvjax.policies.policy import Policy
 from kvjax.rope import Turns
-from kvjax.types import HEADS, SLOTS, LayerConfig, Reading, setting
+from kvjax.types import HEADS, SLOTS, LayerConfig, TokenBatch, setting
 from pallas_kernels.attention import wide
 
 
 class Mixer(Protocol):
     """First half of a layer, which mixes tokens: a pytree of weights that knows the kind of its cache."""
 
-    def init_cache(self, tokens: LayerTokens, limit: Int[Array, "b h"], slots: int) -> LayerCache:
+    def init_cache(self, tokens: MixerInput, limit: Int[Array, "b h"], slots: int) -> LayerCache:
         """Return a cache that has read nothing.
 
         Args:
@@ -35,7 +35,7 @@ class Mixer(Protocol):
         ...
 
     def __call__(
-        self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: LayerTokens
+        self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: MixerInput
     ) -> tuple[Float[Array, "b t width"], Any]:
         """Return the outputs of the tokens of `x`, and the cache after they were read."""
         ...
@@ -130,19 +130,19 @@ class Layer(struct.PyTreeNode):
         """Attention of the layer."""
         return self.config.layer(self.like)
 
-    def tokens(self, reading: Reading, x: Float[Array, "b t width"], turns: Turns | None = None) -> LayerTokens:
+    def tokens(self, reading: TokenBatch, x: Float[Array, "b t width"], turns: Turns | None = None) -> MixerInput:
         """Return tokens as the layer reads them, from its input."""
-        return LayerTokens(reading, x, self.shape, self.number, self.policy, turns)
+        return MixerInput(reading, x, self.shape, self.number, self.policy, turns)
 
     def init_cache(self, limit: Int[Array, "b h"], slots: int, dtype: DTypeLike) -> LayerCache:
         """Return a cache that has read nothing, see `Mixer.init_cache`."""
-        reading = Reading.of_text(jnp.zeros((len(limit), 0), jnp.int32), jnp.zeros(len(limit), jnp.int32))
+        reading = TokenBatch.of_text(jnp.zeros((len(limit), 0), jnp.int32), jnp.zeros(len(limit), jnp.int32))
         nothing = jnp.zeros((len(limit), 0, self.shape.width), dtype)
         return self.weights.mixer.init_cache(self.tokens(reading, nothing), limit, slots)
 
 
 def block(
-    layer: Layer, cache: Any, reading: Reading, x: Float[Array, "b t width"], turns: Turns | None = None
+    layer: Layer, cache: Any, reading: TokenBatch, x: Float[Array, "b t width"], turns: Turns | None = None
 ) -> tuple[Float[Array, "b t width"], Any]:
     """Run tokens through a layer: its mixer and its MLP, with norms and residual connections.
 
@@ -205,7 +205,7 @@ def forward(
     """
     # The causal mask hides padding from real tokens, but ids outside the table would still give NaN.
     tokens = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
-    reading = Reading.of_text(tokens, lengths)
+    reading = TokenBatch.of_text(tokens, lengths)
     x = embed(weights, config, tokens, reading.position)
     for layer in layers_of(weights, config):
         x, _ = block(layer, Uncached(), reading, x)

@@ -31,19 +31,22 @@ from kvjax.policies.score import Score as Score
 from kvjax.policies.score import ScoreOver as ScoreOver
 from kvjax.policies.score import StoredScore as StoredScore
 from kvjax.policies.score import is_ranked as is_ranked
-from kvjax.policies.stats import Again as Again
+from kvjax.policies.stats import AttentionProbs as AttentionProbs
+from kvjax.policies.stats import AttentionSum as AttentionSum
 from kvjax.policies.stats import Damage as Damage
-from kvjax.policies.stats import Near as Near
+from kvjax.policies.stats import LocalAttention as LocalAttention
 from kvjax.policies.stats import Noise as Noise
 from kvjax.policies.stats import Peak as Peak
-from kvjax.policies.stats import Probs as Probs
+from kvjax.policies.stats import ReplayedQueries as ReplayedQueries
 from kvjax.policies.stats import Seen as Seen
-from kvjax.policies.stats import Sums as Sums
+from kvjax.utils.moved import RENAMED_STATS, renamed
 
 _MOVED = ("CODECS", "PAPERS", "PLANS", "REGISTRY", "RESIDUALS", "SELECTIONS", "name_of", "settings_in", "settings_of")
 
 
 def __getattr__(name: str) -> Any:
+    if name in RENAMED_STATS:
+        return renamed(__name__, RENAMED_STATS)(name)
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(f"kvjax.policies.{name} has moved to kvjax.methods.{name}", DeprecationWarning, stacklevel=2)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.base import Part
-from kvjax.types import New, PyTree, View, check, number
+from kvjax.types import LayerTokens, PyTree, View, check, number
 from kvjax.utils.fields import check_fields
 
 
@@ -95,12 +95,12 @@ class Plan(Part, interface=True, kw_only=True):
         """Return slots per layer before rounding, float [layers], for an average of `budget` slots per KV head."""
 
     def head_budgets(
-        self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
+        self, stats: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: LayerTokens
     ) -> tuple[Int[Array, "b h"], PyTree]:
         """Return the slots of each head, and the plan's state, once a prompt has been read and ranked.
 
         Args:
-            answers: attention statistics, in the structure of `asks`; () under `Sizing.all_layers`.
+            answers: attention statistics, in the structure of `attention_stats`; () under `Sizing.all_layers`.
             view: all slots of the prompt; under `Sizing.all_layers` a `Heads` with the limits alone.
             ranks: ranks of these slots, from `kvjax.cache.ranks.rank`; empty slots have the lowest finite number. None
                 unless the plan spreads a budget over heads.

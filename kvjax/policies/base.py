@@ -11,8 +11,16 @@ from typing import Any, ClassVar, Self
 
 from flax import struct
 
-from kvjax.types import Heads, New, PyTree, check_kind, setting_names, written
+from kvjax.types import Heads, LayerTokens, PyTree, check_kind, setting_names, written
 from kvjax.utils.fields import check_limit
+
+_RENAMED = {
+    "asks": "attention_stats(heads, new)",
+    "init": "init_head(shape)",
+    "slot": "init_slot(new, state)",
+    "advance": "update_head(heads, new)",
+    "fold": "update_slot(stats, view, new)",
+}
 
 
 class Part(struct.PyTreeNode, abc.ABC):
@@ -42,6 +50,8 @@ class Part(struct.PyTreeNode, abc.ABC):
     """Reason why the part refuses models with ALiBi, in which logits fall with distance; empty if it takes them."""
 
     def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
+        for old in [name for name in _RENAMED if isinstance(vars(cls).get(name), FunctionType)]:
+            raise TypeError(f"{cls.__name__}.{old} is now {_RENAMED[old]}; rename the method.")
         super().__init_subclass__(**rest)  # which makes a dataclass of it
         cls._interface = interface
 
@@ -73,7 +83,7 @@ class Part(struct.PyTreeNode, abc.ABC):
         return self._with_inner("budgeted", budget)
 
     def sized(self, slots: tuple[int, ...]) -> Self:
-        """Return a copy for these numbers of slots per head in each layer; override if `init` depends on them."""
+        """Return a copy for these numbers of slots per head in each layer; override if `init_head` depends on them."""
         return self._with_inner("sized", slots)
 
     def layer(self, index: int) -> Self:
@@ -103,15 +113,15 @@ class Part(struct.PyTreeNode, abc.ABC):
                     values[field.name] = changed
         return self.replace(**values) if values else self
 
-    def init(self, shape: New) -> PyTree:
+    def init_head(self, shape: LayerTokens) -> PyTree:
         """Return the part's initial state of a layer, with leaves [b ...]; `shape` holds no tokens."""
         return None
 
-    def slot(self, new: New, state: Any) -> PyTree:
+    def init_slot(self, new: LayerTokens, state: Any) -> PyTree:
         """Return the part's state of each new token, with leaves [b h t ...]; `state` is the `Parts` of the layer."""
         return None
 
-    def asks(self, heads: Heads, new: New) -> PyTree:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> PyTree:
         """Return the attention statistics that the part requests: a tree of values from `kvjax.policies.stats`.
 
         A score that returns None is not updated with the new tokens.

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.policies.base import Part
 from kvjax.policies.quantizer import CODECS, LEAST_TOKENS, Int4, Int8, Plain, Quantizer, SymmetricQuantizer
 from kvjax.rope import Rope, cos_sin_table, rotate, turns_of
-from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, setting
+from kvjax.types import KV, CodecState, Heads, LayerConfig, LayerTokens, View, check, setting
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK
 from pallas_kernels.decode_attention import Places, Sinks
@@ -47,7 +47,7 @@ class Operands(NamedTuple):
         assert not isinstance(self.k, SplitKV) and not isinstance(self.v, SplitKV)
         return self.k, self.v
 
-    def with_bias(self, new: New, bias: Float[Array, "b h c"] | None) -> tuple[New, Operands]:
+    def with_bias(self, new: LayerTokens, bias: Float[Array, "b h c"] | None) -> tuple[LayerTokens, Operands]:
         """Return tokens of a layer that adds a bias per slot to the logits of a model without ALiBi, and its inputs.
 
         A bias per slot is ALiBi whose slopes are 1 and whose places are the biases.
@@ -139,7 +139,7 @@ class Codec(Part, interface=True, init=False):
                 "of the whole text; use positions='original', or a policy that keeps a window, such as streaming."
             )
 
-    def init(self, shape: New) -> CodecState | None:
+    def init_head(self, shape: LayerTokens) -> CodecState | None:
         scales = jax.eval_shape(self.quantizer.init_scales, shape.k, shape.valid[:, None])
         if not self.ordered and scales is None:
             return None
@@ -148,11 +148,11 @@ class Codec(Part, interface=True, init=False):
             count=jnp.zeros(shape.k.shape[:2], jnp.int32) if self.ordered else None,
         )
 
-    def slot(self, new: New, state: Any) -> Int[Array, "b h t"] | None:
+    def init_slot(self, new: LayerTokens, state: Any) -> Int[Array, "b h t"] | None:
         """Return placeholders for the ranks of new tokens, set once they have a slot; None if ranks are not stored."""
         return jnp.zeros(new.k.shape[:3], jnp.int32) if self.ordered else None
 
-    def begin(self, heads: AnyHeads, new: New) -> AnyHeads:
+    def begin(self, heads: AnyHeads, new: LayerTokens) -> AnyHeads:
         """Return heads with channel factors in the codec's state, which the first text sets before it is stored.
 
         They are 1 after a text of fewer than `LEAST_TOKENS` tokens.
@@ -168,12 +168,12 @@ class Codec(Part, interface=True, init=False):
         known = state.replace(factor=jnp.where(unknown, found, state.factor))
         return heads.replace(state=heads.state.replace(codec=known))
 
-    def encode(self, new: New, state: CodecState | None) -> KV:
+    def encode(self, new: LayerTokens, state: CodecState | None) -> KV:
         """Encode the pairs of new tokens in the form that slots store."""
         pair = self.numbers(new, state)
         return KV(self.stored(pair.k), self.stored(pair.v))
 
-    def numbers(self, new: New, state: CodecState | None) -> KV:
+    def numbers(self, new: LayerTokens, state: CodecState | None) -> KV:
         """Return the pairs of new tokens as the quantizer receives them."""
         return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
 
@@ -191,7 +191,7 @@ class Codec(Part, interface=True, init=False):
     def operands(
         self,
         view: View,
-        new: New,
+        new: LayerTokens,
         *,
         places: int | None = None,
         block: bool = False,
@@ -242,7 +242,12 @@ class Codec(Part, interface=True, init=False):
         return Operands(q * factor[:, :, None, None].astype(q.dtype), k, v, seen, factor, sinks)
 
     def earlier(
-        self, view: View, given: Operands, new: New, raw_q: Float[Array, "b h g a d"], position: Int[Array, "b a"]
+        self,
+        view: View,
+        given: Operands,
+        new: LayerTokens,
+        raw_q: Float[Array, "b h g a d"],
+        position: Int[Array, "b a"],
     ) -> tuple[Float[Array, "b h g a d"], Int[Array, "b h a"]]:
         """Rotate stored queries for attention over the keys of `given`; return them and their positions.
 
@@ -256,7 +261,7 @@ class Codec(Part, interface=True, init=False):
         q = rotate(new.config.rope, raw_q, place[:, :, None], new.rope_length)
         return q if given.factor is None else q * given.factor[:, :, None, None].astype(q.dtype), place
 
-    def _places(self, view: View, new: New) -> Int[Array, "b h t"]:
+    def _places(self, view: View, new: LayerTokens) -> Int[Array, "b h t"]:
         """Count the live slots with an earlier position, for each new token."""
         if new.k.shape[2] == 1:  # the newest token has the last rank
             return view.state.codec.count[..., None] - 1
@@ -267,7 +272,7 @@ class Codec(Part, interface=True, init=False):
         live = jnp.sort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
         return jnp.vectorize(jnp.searchsorted, signature="(c),(t)->(t)")(live, new.position[:, None])
 
-    def settle(self, view: AnyView, new: New) -> AnyView:
+    def settle(self, view: AnyView, new: LayerTokens) -> AnyView:
         """Update the ranks of a layer's slots after a block is appended or tokens are evicted."""
         if self.ordered:
             live = new.spread.all_slots(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max))
@@ -280,14 +285,16 @@ class Codec(Part, interface=True, init=False):
             return _with(view, order, known.replace(count=jnp.where(reads, count, known.count)))
         return view
 
-    def exchanged(self, view: AnyView, new: New, place: Any, left: Int[Array, "b h"]) -> AnyView:
+    def exchanged(self, view: AnyView, new: LayerTokens, place: Any, left: Int[Array, "b h"]) -> AnyView:
         """Update the ranks of a layer's slots, whose state is that before a new token took a slot in each head.
 
         The evicted token had rank `place` and position `left`, which is -1 if no token was evicted.
         """
         return _with(view, self.requeued(view, new, place, left), self.counted(view.state.codec, new, left))
 
-    def requeued(self, view: View, new: New, place: Int[Array, "b h"], left: Int[Array, "b h"]) -> Int[Array, "b h c"]:
+    def requeued(
+        self, view: View, new: LayerTokens, place: Int[Array, "b h"], left: Int[Array, "b h"]
+    ) -> Int[Array, "b h c"]:
         """Return the ranks without the evicted token: later ones move up, the new token is last; slot by slot."""
         gone = jnp.where(left >= 0, place, jnp.iinfo(jnp.int32).max)[..., None]
         order = view.slots.codec - (view.slots.codec > gone)
@@ -296,13 +303,15 @@ class Codec(Part, interface=True, init=False):
         moved = jnp.where(arrived, last[..., None], order)
         return jnp.where(new.valid[:, None, :1], moved, view.slots.codec)
 
-    def counted(self, state: CodecState, new: New, left: Int[Array, "b h"], *, arrives: bool = True) -> CodecState:
+    def counted(
+        self, state: CodecState, new: LayerTokens, left: Int[Array, "b h"], *, arrives: bool = True
+    ) -> CodecState:
         """Count the live slots after an eviction; the new token counts if it `arrives`."""
         assert state.count is not None
         arrived = new.valid[:, :1] & arrives
         return state.replace(count=state.count + arrived - (left >= 0))
 
-    def _nearer_query(self, new: New, gap: Int[Array, "b 1 1"], places: int) -> Sinks | None:
+    def _nearer_query(self, new: LayerTokens, gap: Int[Array, "b 1 1"], places: int) -> Sinks | None:
         """Return a token's query for the sinks, rotated as if they were right before the window.
 
         The query's rank among the live tokens is below `places`.
@@ -315,7 +324,7 @@ class Codec(Part, interface=True, init=False):
             (near,) = config.rotated((new.raw_q,), turns, new.kernels)
         return Sinks(near[:, :, :, 0], self.sinks, None if config.slopes is None else gap[:, 0, 0])
 
-    def _nearer(self, rope: Rope, view: View, new: New, gap: Int[Array, "b 1 1"]) -> Operand:
+    def _nearer(self, rope: Rope, view: View, new: LayerTokens, gap: Int[Array, "b 1 1"]) -> Operand:
         """Return the keys with the sinks moved right before the window, for all queries of a block."""
         # Sinks are in the first slots (`best_first`). If they have just been read they may not be, but the gap is 0.
         count = min(self.sinks, view.capacity)
@@ -335,7 +344,9 @@ class Codec(Part, interface=True, init=False):
 
         return jax.tree.map(write, view.kv.k, first, near)
 
-    def _gap(self, window: int | None, view: View, new: New, room: Int[Array, "b h"] | None) -> Int[Array, "b 1"]:
+    def _gap(
+        self, window: int | None, view: View, new: LayerTokens, room: Int[Array, "b h"] | None
+    ) -> Int[Array, "b 1"]:
         """Count the evicted tokens between sinks and window, which are the same in all heads."""
         position = view.position[:, :1]
         live = new.spread.over_slots((position >= self.sinks).sum(-1))

@@ -18,8 +18,19 @@ from kvjax.policies.quantizer import Quantizer
 from kvjax.policies.rankings import HammingDistance, OldestFirst, SplitRanking
 from kvjax.policies.residual import Queries, Residual, Rewritten, SlotResidual
 from kvjax.policies.score import takes_attention
-from kvjax.policies.stats import Again, Ask, Near, Noise, Peak, Probs, Seen, Sums, is_ask, questions
-from kvjax.types import Evicted, Heads, New, Partial, Parts, PyTree, View, wide
+from kvjax.policies.stats import (
+    AttentionProbs,
+    AttentionSum,
+    LocalAttention,
+    Noise,
+    Peak,
+    ReplayedQueries,
+    Seen,
+    StatRequest,
+    flatten_requests,
+    is_request,
+)
+from kvjax.types import Evicted, Heads, LayerTokens, Partial, Parts, PyTree, View, wide
 from pallas_kernels.attention import LowRank
 
 _FLOAT, _INT, _BOOL = (jnp.floating, "floating-point numbers"), (jnp.integer, "integers"), (jnp.bool_, "booleans")
@@ -27,7 +38,7 @@ _OTHER_HEADS = 2
 """Layers whose heads a plan under `Sizing.all_layers` sees side by side."""
 
 
-def check_layer(policy: Policy, shape: New, block: New, token: New) -> None:
+def check_layer(policy: Policy, shape: LayerTokens, block: LayerTokens, token: LayerTokens) -> None:
     """Refuse a policy of which a member's result has another form than its declaration in the part's interface.
 
     Args:
@@ -42,17 +53,17 @@ def check_layer(policy: Policy, shape: New, block: New, token: New) -> None:
     """
     rows, heads = shape.k.shape[:2]
     _check_quantizer(policy.codec.quantizer, block)
-    state = _of_parts(policy, lambda part: _call(part, "init", shape))
+    state = _of_parts(policy, lambda part: _call(part, "init_head", shape))
     per_head = policy.plan.sizing.per_head or shape.spread.heads > 1
     lead, letters = ((rows, heads), "b h ...") if per_head else ((rows,), "b ...")
     for name, part in _parts(policy):
-        _check_lead(part, "init", getattr(state, name), lead, letters)
+        _check_lead(part, "init_head", getattr(state, name), lead, letters)
     slots = _checked_slots(policy, state, block)
     for new in (shape, token):
         others = _checked_slots(policy, state, new)
         for name, part in _parts(policy):
             what = f"as for {block.k.shape[2]} tokens"
-            _check_same(part, "slot", getattr(others, name), getattr(slots, name), what, skip=2)
+            _check_same(part, "init_slot", getattr(others, name), getattr(slots, name), what, skip=2)
     limit = jnp.full((rows, heads), block.k.shape[2], jnp.int32)
     position = jnp.broadcast_to(block.position[:, None], block.k.shape[:3]).astype(jnp.int32)
     view = View(limit, state, policy.codec.encode(block, state.codec), position, slots)
@@ -82,10 +93,10 @@ def _parts(policy: Policy) -> list[tuple[str, Part]]:
     return [(name, part) for name, part in parts if part is not None]
 
 
-def _checked_slots(policy: Policy, state: Parts, new: New) -> Parts:
-    slots = _of_parts(policy, lambda part: _call(part, "slot", new, state))
+def _checked_slots(policy: Policy, state: Parts, new: LayerTokens) -> Parts:
+    slots = _of_parts(policy, lambda part: _call(part, "init_slot", new, state))
     for name, part in _parts(policy):
-        _check_lead(part, "slot", getattr(slots, name), new.k.shape[:3], "b h t ...")
+        _check_lead(part, "init_slot", getattr(slots, name), new.k.shape[:3], "b h t ...")
     return slots
 
 
@@ -150,7 +161,7 @@ def _check_same(part: Part, member: str, found: PyTree, before: PyTree, what: st
         _refuse(part, member, found, f"{what}: {_described(before)}")
 
 
-def _check_quantizer(quantizer: Quantizer, new: New) -> None:
+def _check_quantizer(quantizer: Quantizer, new: LayerTokens) -> None:
     scales = _call(quantizer, "init_scales", new.k, new.valid[:, None])
     if scales is not None:
         _check(quantizer, "init_scales", scales, (*new.k.shape[:2], new.k.shape[3]), "b h d", _FLOAT)
@@ -162,74 +173,77 @@ def _check_quantizer(quantizer: Quantizer, new: New) -> None:
             _check(quantizer, "decode", decoded, x.shape, "b h c d", (dtype, str(jnp.dtype(dtype))))
 
 
-def _updated(policy: Policy, view: View, new: New) -> View:
+def _updated(policy: Policy, view: View, new: LayerTokens) -> View:
     """Return the slots after attention, as a score changes them."""
     score = policy.score
-    asks = _call(score, "asks", view, new)
-    _check_asks(score, asks, new)
-    if asks is None or not (questions(asks)[0] or takes_attention(type(score))):
+    requests = _call(score, "attention_stats", view, new)
+    _check_asks(score, requests, new)
+    if requests is None or not (flatten_requests(requests)[0] or takes_attention(type(score))):
         return view
-    advanced = _call(score, "advance", view, new)
-    _check_same(score, "advance", advanced, view.state.score, "what its state began with")
-    folded = _folded(policy, asks, view, new)
+    advanced = _call(score, "update_head", view, new)
+    _check_same(score, "update_head", advanced, view.state.score, "what its state began with")
+    folded = _folded(policy, requests, view, new)
     return view.replace(state=view.state.replace(score=advanced), slots=view.slots.replace(score=folded))
 
 
-def _folded(policy: Policy, asks: PyTree, view: View, new: New) -> PyTree:
-    folded = _call(policy.score, "fold", _stats_like(asks, view, new), view, new)
-    _check_same(policy.score, "fold", folded, view.slots.score, "what its slot began with")
+def _folded(policy: Policy, requests: PyTree, view: View, new: LayerTokens) -> PyTree:
+    folded = _call(policy.score, "update_slot", _stats_like(requests, view, new), view, new)
+    _check_same(policy.score, "update_slot", folded, view.slots.score, "what its slot began with")
     return folded
 
 
-def _check_asks(part: Part, asks: PyTree, new: New) -> None:
+def _check_asks(part: Part, requests: PyTree, new: LayerTokens) -> None:
     (rows, heads, groups, tokens, width), name = new.q.shape, type(part).__name__
 
-    def check(ask: Ask, field: str, shapes: list[tuple[int, ...]], letters: str) -> None:
-        value = getattr(ask, field)
+    def check(request: StatRequest, field: str, shapes: list[tuple[int, ...]], letters: str) -> None:
+        value = getattr(request, field)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if getattr(value, "shape", () if number else None) not in shapes:
             expected = " or ".join(str(list(each)) for each in shapes)
             raise ValueError(
-                f"{name}.asks requests {type(ask).__name__} with {field}={_described(value)}, not of shape {expected} "
-                f"[{letters}]."
+                f"{name}.attention_stats requests {type(request).__name__} with {field}={_described(value)}, not of "
+                f"shape {expected} [{letters}]."
             )
 
-    for ask in questions(asks)[0]:
-        if isinstance(ask, Again):
-            stored = ask.raw_q.shape[2] if _is_array(ask.raw_q) and ask.raw_q.ndim == 5 else 0
-            check(ask, "raw_q", [(rows, heads, stored, groups, width)], "b h a g d")
-            check(ask, "position", [(rows, stored)], "b a")
-            check(ask, "weights", [(rows, heads, stored)], "b h a")
-            if ask.newest is not None:
-                check(ask, "newest", [(rows,)], "b")
-        elif isinstance(ask, Near):
-            if ask.width is not None:
-                check(ask, "width", [(rows, tokens)], "b t")
-        elif not isinstance(ask, Probs):
-            if ask.weights is not None:
-                check(ask, "weights", [(rows, 1, tokens), (rows, heads, tokens)], "b h t")
-            if isinstance(ask, Sums):
-                check(ask, "tau", [(), (rows, tokens)], "b t")
-                if not isinstance(ask.noise, Noise | None):
-                    raise ValueError(f"{name}.asks requests Sums with noise={ask.noise!r}, not a kvjax.Noise or None.")
+    for request in flatten_requests(requests)[0]:
+        if isinstance(request, ReplayedQueries):
+            stored = request.raw_q.shape[2] if _is_array(request.raw_q) and request.raw_q.ndim == 5 else 0
+            check(request, "raw_q", [(rows, heads, stored, groups, width)], "b h a g d")
+            check(request, "position", [(rows, stored)], "b a")
+            check(request, "weights", [(rows, heads, stored)], "b h a")
+            if request.newest is not None:
+                check(request, "newest", [(rows,)], "b")
+        elif isinstance(request, LocalAttention):
+            if request.width is not None:
+                check(request, "width", [(rows, tokens)], "b t")
+        elif not isinstance(request, AttentionProbs):
+            if request.weights is not None:
+                check(request, "weights", [(rows, 1, tokens), (rows, heads, tokens)], "b h t")
+            if isinstance(request, AttentionSum):
+                check(request, "tau", [(), (rows, tokens)], "b t")
+                if not isinstance(request.noise, Noise | None):
+                    raise ValueError(
+                        f"{name}.attention_stats requests AttentionSum with noise={request.noise!r}, not a kvjax.Noise "
+                        "or None."
+                    )
 
 
-def _stats_like(asks: PyTree, view: View, new: New) -> PyTree:
+def _stats_like(requests: PyTree, view: View, new: LayerTokens) -> PyTree:
     """Return arrays in the form of the statistics that a score requests."""
     rows, heads, groups, tokens = new.q.shape[:4]
     kind, slots = wide(new.q.dtype), view.capacity
 
-    def stat(ask: Ask) -> Any:
-        if isinstance(ask, Probs):
-            count = min(ask.newest, tokens)
+    def stat(request: StatRequest) -> Any:
+        if isinstance(request, AttentionProbs):
+            count = min(request.newest, tokens)
             seen, at = jnp.zeros((rows, heads, count, slots), bool), jnp.zeros((rows, count), jnp.int32)
             return Seen(jnp.zeros((rows, heads, groups, count, slots), kind), at, seen.sum(-1), seen)
-        return jnp.zeros((rows, heads, groups, slots) if isinstance(ask, Peak) else (rows, heads, slots), kind)
+        return jnp.zeros((rows, heads, groups, slots) if isinstance(request, Peak) else (rows, heads, slots), kind)
 
-    return jax.tree.map(stat, asks, is_leaf=is_ask)
+    return jax.tree.map(stat, requests, is_leaf=is_request)
 
 
-def _check_ranking(policy: Policy, view: View, new: New) -> None:
+def _check_ranking(policy: Policy, view: View, new: LayerTokens) -> None:
     found = _call(policy.score, "score", view, new)
     if isinstance(found, (OldestFirst, HammingDistance)):
         return
@@ -237,7 +251,7 @@ def _check_ranking(policy: Policy, view: View, new: New) -> None:
         _check(policy.score, "score", scores, view.position.shape, "b h c", _FLOAT)
 
 
-def _check_protection(policy: Policy, view: View, new: New) -> None:
+def _check_protection(policy: Policy, view: View, new: LayerTokens) -> None:
     part = policy.protection
     found = _call(part, "guard", view, new)
     if not isinstance(found, Protected):
@@ -254,17 +268,17 @@ def _check_protection(policy: Policy, view: View, new: New) -> None:
         _refuse(part, "guard(...).quota", found.quota, "a kvjax.policies.Quota, or None")
 
 
-def _check_plan(policy: Policy, view: View, new: New) -> None:
+def _check_plan(policy: Policy, view: View, new: LayerTokens) -> None:
     plan, sizing = policy.plan, policy.plan.sizing
     _check(plan, "slots_at", _call(plan, "slots_at", view.limit, new.length), view.limit.shape, "b h", _INT)
-    asks = _call(plan, "asks", view, new)
-    _check_asks(plan, asks, new)
-    answers, heads, ranks = _stats_like(asks, view, new), view, jnp.zeros(view.position.shape, wide(new.q.dtype))
+    requests = _call(plan, "attention_stats", view, new)
+    _check_asks(plan, requests, new)
+    stats, heads, ranks = _stats_like(requests, view, new), view, jnp.zeros(view.position.shape, wide(new.q.dtype))
     if sizing.all_layers:
         limit, ranks = (jnp.concatenate([x] * _OTHER_HEADS, axis=1) for x in (view.limit, ranks))
-        answers, heads = (), Heads(limit=limit, state=Parts())
+        stats, heads = (), Heads(limit=limit, state=Parts())
     ranked = sizing.all_layers or (sizing.per_head and sizing.mode == "budget")
-    found = _call(plan, "head_budgets", answers, heads, ranks if ranked else None, new)
+    found = _call(plan, "head_budgets", stats, heads, ranks if ranked else None, new)
     if not isinstance(found, tuple) or len(found) != 2:
         _refuse(plan, "head_budgets", found, "a pair of slots [b h] and the plan's state")
     _check(plan, "head_budgets", found[0], heads.limit.shape, "b h", _INT)
@@ -272,7 +286,7 @@ def _check_plan(policy: Policy, view: View, new: New) -> None:
         _check_same(plan, "head_budgets", found[1], heads.state.plan, "a state as init returned it")
 
 
-def _check_residual(residual: Residual, view: View, new: New) -> None:
+def _check_residual(residual: Residual, view: View, new: LayerTokens) -> None:
     (rows, heads, groups, tokens), width = new.q.shape[:4], new.v.shape[-1]
     state = view.state.residual
     for count, kind in ((1, wide(new.k.dtype)), (view.capacity, new.k.dtype)):
@@ -295,7 +309,7 @@ def _check_residual(residual: Residual, view: View, new: New) -> None:
         _check_rewritten(residual, view, new)
 
 
-def _check_rewritten(residual: SlotResidual, view: View, new: New) -> None:
+def _check_rewritten(residual: SlotResidual, view: View, new: LayerTokens) -> None:
     kept = view.capacity // 2
     held = jax.tree.map(lambda leaf: leaf[:, :, :kept], (view.kv, view.position, view.slots))
     after = view.replace(kv=held[0], position=held[1], slots=held[2])
@@ -308,7 +322,7 @@ def _check_rewritten(residual: SlotResidual, view: View, new: New) -> None:
         _refuse(residual, "rewrite", found, "a kvjax.policies.Rewritten, or None")
 
 
-def _check_pages(policy: Policy, view: View, new: New) -> None:
+def _check_pages(policy: Policy, view: View, new: LayerTokens) -> None:
     """Check members of a policy whose slots are in pages: each row is a page, with one head."""
     heads = view.limit.shape[1]
 
@@ -325,9 +339,9 @@ def _check_pages(policy: Policy, view: View, new: New) -> None:
         if not policy.score.requires.whole_heads:
             _check_ranking(policy, paged, token)
         _check_protection(policy, paged, token)
-        asks = policy.score.asks(view, new)
-        if asks is not None and takes_attention(type(policy.score)):
-            _folded(policy, asks, paged, token)
+        requests = policy.score.attention_stats(view, new)
+        if requests is not None and takes_attention(type(policy.score)):
+            _folded(policy, requests, paged, token)
     except ValueError as error:
         raise ValueError(
             f"plan {type(policy.plan).__name__} stores slots in pages, each a row with one head, whose number is in "

@@ -18,7 +18,7 @@ from kvjax.policies.quantizer import Quantizer
 from kvjax.policies.rankings import OldestFirst, Ranking, as_numbers
 from kvjax.policies.residual import Residual, Selection, SlotResidual
 from kvjax.policies.score import Requirements, Score
-from kvjax.types import New, Parts, View, derived, setting, wide
+from kvjax.types import LayerTokens, Parts, View, derived, setting, wide
 from kvjax.utils.fields import at_least, fields_line
 
 
@@ -134,18 +134,18 @@ class Policy(Part, interface=True):
         except Exception:  # it looks at slots or tokens, or needs a model first: ranking by age needs nothing
             return False
 
-    def init(self, shape: New) -> Parts:
+    def init_head(self, shape: LayerTokens) -> Parts:
         """Return the initial state of all parts for a layer."""
-        return self._of_parts(lambda part: part.init(shape))
+        return self._of_parts(lambda part: part.init_head(shape))
 
     @property
     def ranks_at_evictions(self) -> bool:
         """True if the score is computed only where tokens leave, and every new token finds an empty slot."""
         return self.evict_every > 1 and self.score.requires.whole_heads
 
-    def slots(self, new: New, state: Parts) -> Parts:
+    def slots(self, new: LayerTokens, state: Parts) -> Parts:
         """Return the state of all parts for each new token."""
-        return self._of_parts(lambda part: part.slot(new, state))
+        return self._of_parts(lambda part: part.init_slot(new, state))
 
     def _of_parts(self, make: Callable[[Part], Any]) -> Parts:
         residual = None if self.residual is None else make(self.residual)
@@ -155,7 +155,7 @@ class Policy(Part, interface=True):
         """Return what the residual adds to the logits of each slot; None for nothing."""
         return view.slots.residual if isinstance(self.residual, SlotResidual) else None
 
-    def ranking(self, view: View, new: New) -> Ranking:
+    def ranking(self, view: View, new: LayerTokens) -> Ranking:
         """Return the score's ranking of the slots.
 
         A score that needs whole heads is computed only if a token must be evicted. Between two evictions each head has
@@ -167,7 +167,7 @@ class Policy(Part, interface=True):
         due = (new.newest % self.evict_every == 0).any()
         return jax.lax.cond(due, lambda: as_numbers(score(view, new), view).astype(zeros.dtype), lambda: zeros)
 
-    def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:
+    def standing(self, view: View, new: LayerTokens) -> tuple[Float[Array, "b h c"], Protected]:
         """Return the score of each slot as a number, and the protection of the slots."""
         return as_numbers(self.ranking(view, new), view), self.protection.guard(view, new)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.policies.base import Part
-from kvjax.types import New, PyTree, View, check, is_share, number, setting, written
+from kvjax.types import LayerTokens, PyTree, View, check, is_share, number, setting, written
 
 MOST = 2**20
 """Bound on the budgets that messages advise."""
@@ -90,7 +90,7 @@ class Protection(Part, interface=True):
         """Half of `one_in`, LightKV's name for the slots of a head over those of its first and newest tokens."""
         return None if self.one_in is None else self.one_in / 2
 
-    def slot(self, new: New, state: PyTree) -> Bool[Array, "b h t"] | None:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> Bool[Array, "b h t"] | None:
         """Return a mask of the special tokens; None if no token ids are special."""
         if not self.special:
             return None
@@ -109,7 +109,7 @@ class Protection(Part, interface=True):
     def _at_least(self, slots: Int[Array, ""], limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
         return slots if self.one_in is None else jnp.maximum(slots, one_slot_in(self.one_in, limit))
 
-    def guard(self, view: View, new: New) -> Protected:
+    def guard(self, view: View, new: LayerTokens) -> Protected:
         """Return the protected tokens and slots of some heads."""
         return Protected(self.sink_slots(view.limit), self.recent_slots(view.limit), view.slots.protection)
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.score import PromptScore
 from kvjax.rope import Turns, rotate_by, turns_of
-from kvjax.types import Heads, New, View, setting, wide
+from kvjax.types import Heads, LayerTokens, View, setting, wide
 from kvjax.utils.fields import at_least
 
 
@@ -25,12 +25,12 @@ class QueryMoments(struct.PyTreeNode):
     """The covariance, times the count; None if it is not needed."""
 
     @staticmethod
-    def none(shape: New, *, covariance: bool = True) -> QueryMoments:
+    def none(shape: LayerTokens, *, covariance: bool = True) -> QueryMoments:
         """Return the moments of no queries, with or without their covariance."""
         zero = jnp.zeros((*shape.q.shape[:3], shape.q.shape[-1]), wide(shape.q.dtype))
         return QueryMoments(zero[:, :, 0, 0], zero, zero[..., None] * zero[..., None, :] if covariance else None)
 
-    def joined(self, new: New, sinks: int) -> QueryMoments:
+    def joined(self, new: LayerTokens, sinks: int) -> QueryMoments:
         """Return the moments with the queries of new text, those of the first `sinks` positions left out."""
         counts = new.valid & (new.position >= sinks)
         raw, weight = new.raw_q.astype(self.mean.dtype), counts.astype(self.mean.dtype)
@@ -46,7 +46,7 @@ class QueryMoments(struct.PyTreeNode):
         return QueryMoments(self.count + added, self.mean + share[..., None, None] * step, spread)
 
 
-def turned_ahead(x: Float[Array, "b h g d"], new: New, future: int) -> Float[Array, "b h g d"]:
+def turned_ahead(x: Float[Array, "b h g d"], new: LayerTokens, future: int) -> Float[Array, "b h g d"]:
     """Return the mean of vectors rotated to each of the next `future` positions."""
     rope = new.config.rope
     if rope is None:
@@ -81,14 +81,14 @@ class MomentScore(PromptScore, interface=True):
     sinks: int = setting(4)
     future: int = setting(512, at_least(1, "a number of positions"))
 
-    def init(self, shape: New) -> QueryMoments:
+    def init_head(self, shape: LayerTokens) -> QueryMoments:
         return QueryMoments.none(shape, covariance=self.covariance)
 
-    def advance(self, heads: Heads, new: New) -> QueryMoments:
+    def update_head(self, heads: Heads, new: LayerTokens) -> QueryMoments:
         return heads.state.score.joined(new, self.sinks)
 
-    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
-        moments, kind = self.advance(view, new), wide(new.k.dtype)
+    def _ranked(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
+        moments, kind = self.update_head(view, new), wide(new.k.dtype)
         spread = moments.spread
         if spread is not None:
             rows = jax.vmap(lambda x: turned_ahead(x, new, self.future), -2, -2)
@@ -100,5 +100,5 @@ class MomentScore(PromptScore, interface=True):
         return self._expected(of, view, new)
 
     @abc.abstractmethod
-    def _expected(self, of: Expected, view: View, new: New) -> Float[Array, "b h c"]:
+    def _expected(self, of: Expected, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         """Return the score of each slot at the end of given text."""

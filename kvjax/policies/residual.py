@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Part
-from kvjax.types import Evicted, New, Partial, PyTree, View, nothing
+from kvjax.types import Evicted, LayerTokens, Partial, PyTree, View, nothing
 from pallas_kernels.attention import LowRank, merge, share_of_evicted
 
 
@@ -34,13 +34,13 @@ class Residual(Part, interface=True):
         """Return the layer's state with some evicted pairs added to it."""
 
     @abc.abstractmethod
-    def share(self, state: Any, new: New) -> LowRank | Partial | None:
+    def share(self, state: Any, new: LayerTokens) -> LowRank | Partial | None:
         """Return the attention of `new.q` to evicted pairs; kernels merge one of low rank in the same pass.
 
         None if slots are all that queries attend to.
         """
 
-    def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
+    def step(self, state: Any, evicted: Evicted, new: LayerTokens, attended: Partial) -> tuple[Any, Array]:
         """Absorb the pairs that one token per row evicted, and merge `share` into its attention [b h g 1 e]."""
         state = self.absorb(state, evicted)
         share = self.share(state, new)
@@ -51,7 +51,7 @@ class SlotResidual(Residual, interface=True):
     """Changes of the slots that stay of a text: a bias of their logits, and new values. It has no memory of its own."""
 
     @abc.abstractmethod
-    def rewrite(self, before: View, after: View, queries: Queries, new: New) -> Rewritten | None:
+    def rewrite(self, before: View, after: View, queries: Queries, new: LayerTokens) -> Rewritten | None:
         """Return new values and biases of the slots that stay of a text that is read in blocks; None to keep them.
 
         Args:
@@ -61,17 +61,17 @@ class SlotResidual(Residual, interface=True):
             new: the tokens that are being read.
         """
 
-    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> Float[Array, "b h t"]:
         return nothing(new)
 
     def absorb(self, state: Any, evicted: Evicted) -> Any:
         """Return the state, which is none: pairs that one token evicts are dropped."""
         return state
 
-    def share(self, state: Any, new: New) -> None:
+    def share(self, state: Any, new: LayerTokens) -> None:
         """Return nothing: slots are all that queries attend to."""
 
-    def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
+    def step(self, state: Any, evicted: Evicted, new: LayerTokens, attended: Partial) -> tuple[Any, Array]:
         return state, attended.out
 
 
@@ -79,5 +79,5 @@ class Selection(Part, interface=True):
     """Choice of the tokens that a query attends to, among those it sees."""
 
     @abc.abstractmethod
-    def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
+    def pick(self, probs: Float[Array, "b h g t c"], new: LayerTokens) -> Bool[Array, "b h g t c"]:
         """Return a mask of the chosen tokens, given the attention of some queries; 0 means unseen."""

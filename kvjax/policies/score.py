@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Part
 from kvjax.policies.rankings import Ranking
-from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
+from kvjax.policies.stats import AttentionSum
+from kvjax.types import Heads, LayerTokens, PyTree, View, check, nothing, setting
 from kvjax.utils.fields import check_fields
 
 
@@ -22,8 +22,8 @@ from kvjax.utils.fields import check_fields
 class Replay:
     """Second reading of a text, over a cache that holds all of it.
 
-    Its tokens attend to the cache and to each other, and get no slots. `asks`, `fold` and `advance` are called with
-    `new.replayed`; `fold` sees only the slots of the cache.
+    Its tokens attend to the cache and to each other, and get no slots. `attention_stats`, `update_slot` and
+    `update_head` are called with `new.replayed`; `update_slot` sees only the slots of the cache.
 
     Args:
         prompt: ids of the tokens that are read before each chunk, a request for example.
@@ -69,7 +69,7 @@ class Requirements:
         min_prompt: tokens that each prompt must have.
         replay: how each prompt is read again before any of its tokens is evicted; None if it is not.
         host_memory: True to keep state of slots and heads in host memory from one token to the next.
-        keeps_idle_rows: True if `advance` does not change rows without new tokens; otherwise steps copy state to
+        keeps_idle_rows: True if `update_head` does not change rows without new tokens; otherwise steps copy state to
             restore them.
     """
 
@@ -97,12 +97,12 @@ class Score(Part, interface=True):
     A decode step makes these calls in each layer:
 
     - `score`; the new token takes the slot that ranks lowest, or an empty slot if there is one.
-    - `slot` of the new token; the result is stored beside its key and value.
-    - After attention `advance` and `fold`, with the statistics that `asks` requests; neither is called if it returns
-      None.
+    - `init_slot` of the new token; the result is stored beside its key and value.
+    - After attention `update_head` and `update_slot`, with the statistics that `attention_stats` requests; neither is
+      called if it returns None.
 
-    A prompt, a turn or a chunk is read as a whole: `slot`, attention, `advance` and `fold`. Then the slots that rank
-    highest are kept.
+    A prompt, a turn or a chunk is read as a whole: `init_slot`, attention, `update_head` and `update_slot`. Then the
+    slots that rank highest are kept.
 
     Example:
         >>> class Oldest(kvjax.Score):
@@ -117,7 +117,7 @@ class Score(Part, interface=True):
     def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
         super().__init_subclass__(interface=interface, **rest)
         if "settle" in vars(cls):
-            raise TypeError(f"{cls.__name__}.settle is now part of fold, which sees whole heads of a block.")
+            raise TypeError(f"{cls.__name__}.settle is now part of update_slot, which sees whole heads of a block.")
         old = {"aligned": "heads", "aligned_layers": "layers"}
         for name in old.keys() & vars(cls).keys():
             made = Requirements(shared_slots=old[name])
@@ -129,10 +129,11 @@ class Score(Part, interface=True):
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Check that a class that requests statistics has a method that uses them."""
-        asks = cls.asks is not Part.asks
-        if asks and not takes_attention(cls):
+        requests = cls.attention_stats is not Part.attention_stats
+        if requests and not takes_attention(cls):
             raise TypeError(
-                f"{cls.__name__} requests attention statistics and never uses them; override fold, which receives them."
+                f"{cls.__name__} requests attention statistics and never uses them; override update_slot, which gets "
+                "them."
             )
         return super().__new__(cls, *values, **named)
 
@@ -141,7 +142,7 @@ class Score(Part, interface=True):
         """Rare needs of the score."""
         return NO_REQUIREMENTS
 
-    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
+    def update_slot(self, stats: PyTree, view: View, new: LayerTokens) -> PyTree:
         """Return the new state of each slot, `view.slots.score`, after attention.
 
         The state after a block of tokens must be that after the same tokens, read one by one: see `new.age`,
@@ -151,18 +152,18 @@ class Score(Part, interface=True):
         state of one may depend on the others.
 
         Args:
-            answers: attention statistics, in the structure of `asks`; () if `asks` is not overridden.
+            stats: attention statistics, in the structure of `attention_stats`; () if that is not overridden.
             view: the slots, those of the new tokens included.
             new: the tokens that attended.
         """
         return view.slots.score
 
-    def advance(self, heads: Heads, new: New) -> PyTree:
-        """Return the new state of whole heads, `heads.state.score`, after attention; `fold` gets the old one."""
+    def update_head(self, heads: Heads, new: LayerTokens) -> PyTree:
+        """Return the new state of whole heads, `heads.state.score`, after attention; `update_slot` gets the old one."""
         return heads.state.score
 
     @abc.abstractmethod
-    def score(self, view: View, new: New) -> Ranking:
+    def score(self, view: View, new: LayerTokens) -> Ranking:
         """Return the importance of each slot [b h c]: the lowest is evicted first, -inf immediately, +inf never.
 
         For a ranking by age or by hash codes, return a `kvjax.OldestFirst` or a `kvjax.HammingDistance`. Kernels then
@@ -176,41 +177,46 @@ class Score(Part, interface=True):
 
 def takes_attention(kind: type[Score]) -> bool:
     """Return whether a class of scores changes its state after attention."""
-    return kind.fold is not Score.fold or kind.advance is not Score.advance
+    return kind.update_slot is not Score.update_slot or kind.update_head is not Score.update_head
 
 
 class StoredScore(Score, interface=True):
-    """Score that slots store: one statistic of attention to each, which a subclass requests in `asks`."""
+    """Score that slots store: one statistic of attention to each, which a subclass requests in `attention_stats`."""
 
-    def slot(self, new: New, state: PyTree) -> PyTree:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> PyTree:
         return nothing(new)
 
-    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        return answers
+    def update_slot(self, stats: PyTree, view: View, new: LayerTokens) -> PyTree:
+        return stats
 
-    def score(self, view: View, new: New) -> Ranking:
+    def score(self, view: View, new: LayerTokens) -> Ranking:
         return view.slots.score
 
 
 class AccumulatedScore(StoredScore, interface=True):
-    """Score that sums one statistic of attention, which a subclass requests in `asks`. Kernels may add it in place."""
+    """Score that sums one statistic of attention, which a subclass requests in `attention_stats`.
 
-    def retained(self, new: New) -> Float[Array, " b"] | None:
+    Kernels may add it in place.
+    """
+
+    def retained(self, new: LayerTokens) -> Float[Array, " b"] | None:
         """Return the factor by which sums are multiplied before new attention is added; None for 1."""
         return None
 
-    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
+    def update_slot(self, stats: PyTree, view: View, new: LayerTokens) -> PyTree:
         kept, before = self.retained(new), view.slots.score
-        return answers + (before if kept is None else kept.astype(answers.dtype)[:, None, None] * before)
+        return stats + (before if kept is None else kept.astype(stats.dtype)[:, None, None] * before)
 
-    def only_adds(self, asks: PyTree, new: New) -> bool:
+    def only_adds(self, requests: PyTree, new: LayerTokens) -> bool:
         """Return whether sums change only by adding a statistic of one query group, which kernels can do.
 
-        A subclass that overrides `slot`, `fold` or `score` is treated like any other score.
+        A subclass that overrides `init_slot`, `update_slot` or `score` is treated like any other score.
         """
         mine, kind = AccumulatedScore, type(self)
-        as_here = kind.slot is mine.slot and kind.fold is mine.fold and kind.score is mine.score
-        return as_here and self.retained(new) is None and isinstance(asks, Sums) and asks.over == "group"
+        as_here = kind.init_slot is mine.init_slot and kind.update_slot is mine.update_slot and kind.score is mine.score
+        return (
+            as_here and self.retained(new) is None and isinstance(requests, AttentionSum) and requests.over == "group"
+        )
 
 
 UNRANKED = -1e30
@@ -229,19 +235,19 @@ class PromptScore(StoredScore):
     The next turn ranks those that remain. Tokens of a text that is read token by token count as generated ones.
     """
 
-    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> Float[Array, "b h t"]:
         return jnp.full_like(nothing(new), UNRANKED)
 
-    def asks(self, heads: Heads, new: New) -> PyTree:
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> PyTree:
         """Return no requests, and None for generated tokens, which change no score."""
         return () if new.given else None
 
-    def fold(self, answers: PyTree, view: View, new: New) -> Float[Array, "b h c"]:
+    def update_slot(self, stats: PyTree, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         """Return new scores of all slots at the end of given text."""
         return self._ranked(view, new).astype(view.slots.score.dtype) if new.token.shape[1] > 1 else view.slots.score
 
     @abc.abstractmethod
-    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _ranked(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         """Return the score of each slot at the end of given text.
 
         Args:
@@ -251,7 +257,7 @@ class PromptScore(StoredScore):
 
 
 class ScoreOver(Score, interface=True):
-    """Score that extends another one: a subclass defines `slot`, `fold` and `score` on top of those of `base_score`.
+    """Score that extends another one: a subclass defines `init_slot`, `update_slot` and `score` by `base_score`'s.
 
     Args:
         base_score: the other score.
@@ -265,11 +271,11 @@ class ScoreOver(Score, interface=True):
     def requires(self) -> Requirements:
         return self.base_score.requires
 
-    def init(self, shape: New) -> PyTree:
-        return self.base_score.init(shape)
+    def init_head(self, shape: LayerTokens) -> PyTree:
+        return self.base_score.init_head(shape)
 
-    def asks(self, heads: Heads, new: New) -> PyTree:
-        return self.base_score.asks(heads, new)
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> PyTree:
+        return self.base_score.attention_stats(heads, new)
 
-    def advance(self, heads: Heads, new: New) -> PyTree:
-        return self.base_score.advance(heads, new)
+    def update_head(self, heads: Heads, new: LayerTokens) -> PyTree:
+        return self.base_score.update_head(heads, new)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.types import check, setting
+from kvjax.utils.moved import RENAMED_STATS, renamed
 from kvjax.utils.settings import whole_number
 
 NOISES, GROUPS, OVER = ("gumbel", "gaussian"), ("sum", "max"), ("group", "layer", "device", "model")
@@ -30,7 +31,7 @@ class Noise(struct.PyTreeNode):
         check(isinstance(self.fresh, bool), "fresh", self.fresh, "true or false")
 
 
-class Sums(struct.PyTreeNode):
+class AttentionSum(struct.PyTreeNode):
     r"""Attention that each slot receives, summed over the new queries: [b h c].
 
     The softmax is that over the slots, without evicted pairs and without a learned sink (gpt-oss).
@@ -65,7 +66,7 @@ class Sums(struct.PyTreeNode):
         return self.noise is None and isinstance(self.tau, float) and self.tau == 1.0
 
 
-class Near(struct.PyTreeNode):
+class LocalAttention(struct.PyTreeNode):
     """Attention that each token receives from itself and the queries soon after it, in a whole prompt: [b h c].
 
     Args:
@@ -80,7 +81,7 @@ class Near(struct.PyTreeNode):
         whole_number("most", self.most)
 
 
-class Probs(struct.PyTreeNode):
+class AttentionProbs(struct.PyTreeNode):
     """Attention probabilities of the newest queries, returned as a `Seen`.
 
     Args:
@@ -93,7 +94,7 @@ class Probs(struct.PyTreeNode):
         whole_number("newest", self.newest)
 
 
-class Again(struct.PyTreeNode):
+class ReplayedQueries(struct.PyTreeNode):
     r"""Attention that each slot receives when stored queries attend again, over the tokens cached now: [b h c].
 
     .. math:: s_j = \sum_a w_a \sum_g \mathrm{softmax}_j(x_{gaj}), \quad j \text{ held and not after } a
@@ -139,7 +140,7 @@ class Peak(struct.PyTreeNode):
 
     .. math:: s_{gj} = \max_t w_t \, p_{gtj}
 
-    The softmax is that of `Sums`. XLA computes this from the attention.
+    The softmax is that of `AttentionSum`. XLA computes this from the attention.
 
     Args:
         weights: w [b #h t], the nonnegative weight of each query; None for 1.
@@ -149,7 +150,7 @@ class Peak(struct.PyTreeNode):
 
 
 class Seen(NamedTuple):
-    """Result of a `Probs` request."""
+    """Result of a `AttentionProbs` request."""
 
     probs: Float[Array, "b h g n c"]
     position: Int[Array, "b n"]
@@ -160,33 +161,38 @@ class Seen(NamedTuple):
     """Mask of the slots that each query saw; probabilities of those may round to 0, too."""
 
 
-Ask = Sums | Near | Probs | Again | Damage | Peak
+StatRequest = AttentionSum | LocalAttention | AttentionProbs | ReplayedQueries | Damage | Peak
 
 
-def is_ask(x: Any) -> bool:
+def is_request(x: Any) -> bool:
     """Return whether a node of a tree is a request; used as `is_leaf`, since some requests have no leaves."""
-    return isinstance(x, Ask)
+    return isinstance(x, StatRequest)
 
 
-def questions(asks: Any) -> tuple[list[Ask], Any]:
+def flatten_requests(requests: Any) -> tuple[list[StatRequest], Any]:
     """Return the requests in a tree, and the tree's structure; raise a TypeError for a leaf that is no request."""
-    leaves, tree = jax.tree.flatten(asks, is_leaf=is_ask)
+    leaves, tree = jax.tree.flatten(requests, is_leaf=is_request)
     for leaf in leaves:
-        if not is_ask(leaf):
-            kinds = "kvjax.Sums, kvjax.Near, kvjax.Probs, kvjax.Again, kvjax.Damage and kvjax.Peak"
-            raise TypeError(f"asks returned {leaf!r}, which is not an attention statistic; there are {kinds}.")
+        if not is_request(leaf):
+            kinds = ", ".join(f"kvjax.{kind.__name__}" for kind in get_args(StatRequest))
+            raise TypeError(f"attention_stats returned {leaf!r}, no attention statistic; there are {kinds}.")
     return leaves, tree
 
 
-def of_own_heads(asks: Any) -> Any:
+def of_own_heads(requests: Any) -> Any:
     """Replace means over a layer's heads by means over the heads of one device; the caller combines the devices."""
 
-    def own(ask: Ask) -> Ask:
-        return ask.replace(over="device") if isinstance(ask, Sums) and ask.over == "layer" else ask
+    def own(request: StatRequest) -> StatRequest:
+        return (
+            request.replace(over="device") if isinstance(request, AttentionSum) and request.over == "layer" else request
+        )
 
-    return jax.tree.map(own, asks, is_leaf=is_ask)
+    return jax.tree.map(own, requests, is_leaf=is_request)
 
 
-def sums_over(asks: Any, over: str) -> bool:
+def sums_over(requests: Any, over: str) -> bool:
     """Return whether any request in a tree is a sum over `model`, which follows the last layer, or over `device`."""
-    return any(isinstance(ask, Sums) and ask.over == over for ask in questions(asks)[0])
+    return any(isinstance(request, AttentionSum) and request.over == over for request in flatten_requests(requests)[0])
+
+
+__getattr__ = renamed(__name__, RENAMED_STATS)

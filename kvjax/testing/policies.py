@@ -25,7 +25,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import as_numbers
 from kvjax.policies.score import Score
 from kvjax.rope import Rope
-from kvjax.types import New, View
+from kvjax.types import LayerTokens, View
 
 LENGTHS = (41, 25, 33)
 """Tokens of the three prompts, which are padded to the longest."""
@@ -129,7 +129,7 @@ def _close(actual: Any, expected: Any, what: str) -> None:
     )
 
 
-def _ranking_inputs(state: State) -> list[tuple[Policy, View, New]]:
+def _ranking_inputs(state: State) -> list[tuple[Policy, View, LayerTokens]]:
     """Return the policy of each layer, its slots, and the newest token, as far as a ranking may use it."""
     decoder, cache = state.decoder, state.cache
     reading, views = cache.newest.replace(kernels=decoder.kernels), cache.slots
@@ -142,7 +142,8 @@ def _ranking_inputs(state: State) -> list[tuple[Policy, View, New]]:
 def _ranks_prompts_only(state: State) -> bool:
     """Return whether generated tokens leave scores as they are: then the end of a text may rank its tokens."""
     return any(
-        policy.score.asks(view, new.replace(given=False)) is None for policy, view, new in _ranking_inputs(state)
+        policy.score.attention_stats(view, new.replace(given=False)) is None
+        for policy, view, new in _ranking_inputs(state)
     )
 
 
@@ -181,7 +182,9 @@ def _check_blocks(policy: Policy) -> None:
         return
     for layer, (whole, single) in enumerate(zip(_scores_by_position(state), _scores_by_position(other), strict=True)):
         _close(
-            whole, single, f"layer {layer}: `fold` of a block must return what it returns for one token after another"
+            whole,
+            single,
+            f"layer {layer}: `update_slot` of a block must return what it returns for one token after another",
         )
 
 

@@ -14,7 +14,7 @@ from kvjax.inference.extend import prefill
 from kvjax.methods.triattention import QueryMeans, pair_norms, require_ropes
 from kvjax.model import Model
 from kvjax.policies import OldestFirst, Policy, Score
-from kvjax.types import Heads, New, wide
+from kvjax.types import Heads, LayerTokens, wide
 
 Sums = tuple[Float[Array, "b h g d"], Float[Array, "b h g f"]]
 
@@ -22,16 +22,16 @@ Sums = tuple[Float[Array, "b h g d"], Float[Array, "b h g f"]]
 class QuerySums(Score):
     """Ranking by age, during which each head sums its queries before rotation, and the norms of their pairs."""
 
-    def init(self, shape: New) -> Sums:
+    def init_head(self, shape: LayerTokens) -> Sums:
         query = jnp.zeros((*shape.q.shape[:3], shape.q.shape[-1]), wide(shape.q.dtype))
         return query, pair_norms(shape.config.rope, query)
 
-    def advance(self, heads: Heads, new: New) -> Sums:
+    def update_head(self, heads: Heads, new: LayerTokens) -> Sums:
         query, norm = heads.state.score
         raw = jnp.where(new.valid[:, None, None, :, None], new.raw_q.astype(query.dtype), 0.0)
         return query + raw.sum(3), norm + pair_norms(new.config.rope, raw).sum(3)
 
-    def score(self, view: object, new: New) -> OldestFirst:
+    def score(self, view: object, new: LayerTokens) -> OldestFirst:
         return OldestFirst()
 
 

@@ -8,8 +8,9 @@ import importlib.machinery
 import importlib.util
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 MOVED: Mapping[str, str] = {
     "kvjax.asks": "kvjax.policies.stats",
@@ -38,6 +39,14 @@ MOVED: Mapping[str, str] = {
 }
 """Old names of modules that users import or run, and their new ones."""
 
+RENAMED_STATS: Mapping[str, str] = {
+    "Again": "ReplayedQueries",
+    "Near": "LocalAttention",
+    "Probs": "AttentionProbs",
+    "Sums": "AttentionSum",
+}
+"""Old names of requests for attention statistics, and their new ones."""
+
 COMMANDS: Mapping[str, str] = {"kvjax.evaluate": "kvjax.cli.evaluate", "kvjax.serve": "kvjax.cli.serve"}
 """Modules that `python -m` runs for old names whose command is in another module."""
 
@@ -63,6 +72,18 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         """Return the source that `python -m` runs."""
         command = COMMANDS.get(fullname, MOVED[fullname])
         return f"from {command} import main\nraise SystemExit(main())\n"
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, by which old names of its classes keep working with a warning."""
+
+    def get(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is now {module}.{names[name]}", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(module), names[name])
+
+    return get
 
 
 def keep_old_names() -> None:

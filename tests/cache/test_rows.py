@@ -19,7 +19,7 @@ from kvjax.inference.cache import ROWS
 from kvjax.methods.adakv import AdaKV
 from kvjax.policies import Policy
 from kvjax.policies.allocation import Plan, Uniform
-from kvjax.types import Heads, New, PyTree, View, nothing
+from kvjax.types import Heads, LayerTokens, PyTree, View, nothing
 from tests.cases import PAIRS, POLICIES, slow
 from tests.held import kept
 from tests.methods.test_oracles import compare_with_oracle
@@ -57,23 +57,23 @@ every_kind = pytest.mark.parametrize("name", [name if name in SOME else slow(nam
 class Usefulness(kvjax.Score):
     """A token's mean attention since it came: what slots and heads remember is more than one array each."""
 
-    def init(self, shape: New) -> dict[str, Int[Array, "b h"]]:
+    def init_head(self, shape: LayerTokens) -> dict[str, Int[Array, "b h"]]:
         return {"heard": jnp.zeros(shape.k.shape[:2], jnp.int32)}
 
-    def slot(self, new: New, state: PyTree) -> dict[str, Array]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> dict[str, Array]:
         born = state.score["heard"][..., None] + jnp.arange(new.k.shape[2], dtype=jnp.int32)
         return {"total": nothing(new), "born": jnp.broadcast_to(born, new.k.shape[:3])}
 
-    def asks(self, heads: Heads, new: New) -> kvjax.Sums:
-        return kvjax.Sums()
+    def attention_stats(self, heads: Heads, new: LayerTokens) -> kvjax.AttentionSum:
+        return kvjax.AttentionSum()
 
-    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> dict[str, Array]:
-        return view.slots.score | {"total": view.slots.score["total"] + answers}
+    def update_slot(self, stats: Float[Array, "b h c"], view: View, new: LayerTokens) -> dict[str, Array]:
+        return view.slots.score | {"total": view.slots.score["total"] + stats}
 
-    def advance(self, heads: Heads, new: New) -> dict[str, Int[Array, "b h"]]:
+    def update_head(self, heads: Heads, new: LayerTokens) -> dict[str, Int[Array, "b h"]]:
         return {"heard": heads.state.score["heard"] + new.valid.sum(1, dtype=jnp.int32)[:, None]}
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         found = view.slots.score
         return found["total"] / jnp.maximum(view.state.score["heard"][..., None] - found["born"], 1)
 

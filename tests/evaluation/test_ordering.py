@@ -15,7 +15,7 @@ from kvjax.evaluation.replay import compare, ordering
 from kvjax.model import Model
 from kvjax.rope import rotate
 from kvjax.training.less.record import read_full
-from kvjax.types import Reading
+from kvjax.types import TokenBatch
 from tests.small_models import GQA, sharp_model
 
 # No token twice: equal tokens have equal norms in the first layer, whose order rounding would decide.
@@ -70,7 +70,7 @@ def _queries_and_keys(model: Model) -> tuple[list[np.ndarray], list[np.ndarray]]
 
     place, zeros = jnp.arange(20), jnp.zeros(2, jnp.int32)
     of_rows: dict[str, Any] = dict(prompt_length=zeros, read=zeros + 20, horizon=zeros, end=zeros + 20, seed=zeros)
-    reading = Reading(jnp.asarray(TOKENS), jnp.broadcast_to(place, TOKENS.shape), **of_rows)
+    reading = TokenBatch(jnp.asarray(TOKENS), jnp.broadcast_to(place, TOKENS.shape), **of_rows)
     reads, _ = read_full(model.weights, model.config, reading)
     rope = model.config.layer_configs[0].rope
     return [np.asarray(rotate(rope, read.q, place, 20)) for read in reads], [

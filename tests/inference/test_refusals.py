@@ -82,13 +82,13 @@ def test_a_question_at_the_end_of_a_prompt_needs_the_whole_prompt() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: kvjax.Sums(group="mean"), "group='mean' is not one of sum, max"),
-        (lambda: kvjax.Sums(over="heads"), "over='heads' is not one of group, layer, device, model"),
+        (lambda: kvjax.AttentionSum(group="mean"), "group='mean' is not one of sum, max"),
+        (lambda: kvjax.AttentionSum(over="heads"), "over='heads' is not one of group, layer, device, model"),
         (lambda: kvjax.Noise(kind="normal"), "kind='normal' is not one of gumbel, gaussian"),
-        (lambda: kvjax.Sums(tau=0.0), "tau=0.0 is not a temperature above 0"),
-        (lambda: kvjax.Sums(noise=UNTYPED), "noise='gumbel' is not a kvjax.Noise, or None"),
-        (lambda: kvjax.Near(most=0), "most=0 is not a whole number from 1"),
-        (lambda: kvjax.Probs(newest=0), "newest=0 is not a whole number from 1"),
+        (lambda: kvjax.AttentionSum(tau=0.0), "tau=0.0 is not a temperature above 0"),
+        (lambda: kvjax.AttentionSum(noise=UNTYPED), "noise='gumbel' is not a kvjax.Noise, or None"),
+        (lambda: kvjax.LocalAttention(most=0), "most=0 is not a whole number from 1"),
+        (lambda: kvjax.AttentionProbs(newest=0), "newest=0 is not a whole number from 1"),
     ],
 )
 def test_settings_of_statistics(make: Callable[[], Any], sentence: str) -> None:
@@ -97,8 +97,8 @@ def test_settings_of_statistics(make: Callable[[], Any], sentence: str) -> None:
 
 @struct.dataclass
 class Deaf(kvjax.Score):
-    def asks(self, heads, new):
-        return kvjax.Sums()
+    def attention_stats(self, heads, new):
+        return kvjax.AttentionSum()
 
     def score(self, view, new):
         return view.position.astype("float32")
@@ -106,25 +106,25 @@ class Deaf(kvjax.Score):
 
 @struct.dataclass
 class Worded(kvjax.Score):
-    def slot(self, new, state):
+    def init_slot(self, new, state):
         return jnp.zeros(new.k.shape[:3])
 
-    def asks(self, heads, new):
+    def attention_stats(self, heads, new):
         return "sums"
 
-    def fold(self, answers, view, new):
-        return answers
+    def update_slot(self, stats, view, new):
+        return stats
 
     def score(self, view, new):
         return view.slots.score
 
 
 def test_statistics_that_nobody_takes() -> None:
-    refused(Deaf, "Deaf requests attention statistics and never uses them; override fold", TypeError)
+    refused(Deaf, "Deaf requests attention statistics and never uses them; override update_slot", TypeError)
     policy = kvjax.Policy(Worded())
     refused(
         lambda: kvjax.prefill(MODEL, policy, IDS, 8),
-        "asks returned 'sums', which is not an attention statistic",
+        "attention_stats returned 'sums', no attention statistic",
         TypeError,
     )
 

@@ -16,7 +16,7 @@ from kvjax import generate
 from kvjax.cli import options
 from kvjax.inference.replay import replayed_queries
 from kvjax.methods.attention_matching import Matching
-from kvjax.types import New, PyTree, View
+from kvjax.types import LayerTokens, PyTree, View
 from tests.cases import PAIRS, slow
 from tests.held import kept, layers
 from tests.methods.test_oracles import SHAPES, compare_with_oracle
@@ -56,10 +56,10 @@ def test_goes_beside_learned_sinks(x64: None) -> None:
 class Asking(kvjax.Score):
     """Remembers the query of each token."""
 
-    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t g d"]:
+    def init_slot(self, new: LayerTokens, state: PyTree) -> Float[Array, "b h t g d"]:
         return jnp.moveaxis(new.q, 3, 2)
 
-    def score(self, view: View, new: New) -> kvjax.OldestFirst:
+    def score(self, view: View, new: LayerTokens) -> kvjax.OldestFirst:
         return kvjax.OldestFirst()
 
 

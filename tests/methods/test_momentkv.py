@@ -15,7 +15,7 @@ from kvjax import generate
 from kvjax.cache.ranks import TOKEN_BLOCK
 from kvjax.cli import options
 from kvjax.methods.momentkv import Moments, MomentState
-from kvjax.types import Evicted, LayerConfig, New
+from kvjax.types import Evicted, LayerConfig, LayerTokens
 from tests.cases import PAIRS, slow
 from tests.held import layers
 from tests.methods.test_oracles import SHAPES, compare_with_oracle
@@ -37,7 +37,7 @@ def test_goes_beside_learned_sinks_and_windows(config: Any, x64: None) -> None:
     compare_with_oracle(PAIRS["momentkv+h2o"], random_model(config, seed=1, dtype=jnp.float64), (41, 9), 30)
 
 
-def token(q: np.ndarray, width: int, *, soft_cap: float | None = None) -> New:
+def token(q: np.ndarray, width: int, *, soft_cap: float | None = None) -> LayerTokens:
     """One token per row, of a layer with keys and values of different widths."""
     (b, h, g, t, d), scale = q.shape, 0.7
     config = LayerConfig(h * g * d, h, g, d, width, None, scale, soft_cap)
@@ -47,13 +47,13 @@ def token(q: np.ndarray, width: int, *, soft_cap: float | None = None) -> New:
     keys = jnp.zeros((b, h, t, d), kind)
     raw |= dict(k=keys, raw_k=keys, v=jnp.zeros((b, h, t, width), kind), hidden=keys[:, 0])
     ones = jnp.ones((b, t), jnp.int32)
-    return New(**raw, **counts, position=ones, token=ones, config=config)
+    return LayerTokens(**raw, **counts, position=ones, token=ones, config=config)
 
 
 def absorbed(k: np.ndarray, v: np.ndarray, *sizes: int) -> MomentState:
     """The moments of pairs that leave in blocks of these sizes, each with an entry that holds no pair."""
     new = token(np.zeros((*k.shape[:2], 1, 1, k.shape[-1]), k.dtype), v.shape[-1])
-    state, start = Moments().init(new), 0
+    state, start = Moments().init_head(new), 0
     for size in sizes:
         k_of, v_of = (np.pad(x[:, :, start : start + size], [(0, 0), (0, 0), (0, 1), (0, 0)]) for x in (k, v))
         k_of[:, :, -1], v_of[:, :, -1] = np.nan, np.inf

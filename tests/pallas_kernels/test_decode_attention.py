@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvjax.cache import stats
 from kvjax.methods.keyformer import GumbelSoftmax
-from kvjax.types import Heads, New, Parts
+from kvjax.types import Heads, LayerTokens, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
 from pallas_kernels.decode_attention import (
@@ -147,7 +147,7 @@ def test_increments_are_those_of_keyformer():
     plain = case(2, 2, 2, 40, 64, scores="gumbel", live="full")
     some = plain.arrays[0]
     q, k, v = some["q"][:, :, :, None], some["k"][:, :, :1], some["v"][:, :, :1]
-    new = New(
+    new = LayerTokens(
         q=q,
         k=k,
         v=v,
@@ -168,8 +168,8 @@ def test_increments_are_those_of_keyformer():
         "spec": AttentionSpec(1 / 8)
     }
     probs = jnp.asarray(decode_attention(**asked, scores="each").scores)
-    ask = GumbelSoftmax(tau_init=1.5, tau_end=1.5).asks(Heads(jnp.full((2, 2), 40), Parts()), new)
-    expected = stats.reduced(ask, probs[:, :, :, None], some["v"], some["position"], new)
+    request = GumbelSoftmax(tau_init=1.5, tau_end=1.5).attention_stats(Heads(jnp.full((2, 2), 40), Parts()), new)
+    expected = stats.reduced(request, probs[:, :, :, None], some["v"], some["position"], new)
     gumbel = ScoreNoise(some["seed"], jnp.full(2, 1.5), layer=3)
     for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
         found = decode_attention(**asked, scores=gumbel, **way.options)

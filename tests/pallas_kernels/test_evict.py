@@ -21,7 +21,7 @@ from kvjax.cache.fused import FusedStep, may_fuse
 from kvjax.cache.keep import compressed
 from kvjax.cache.slots import Slots as LayerSlots
 from kvjax.methods.lsh_e import Hamming, projections
-from kvjax.types import KV, Kernels, New, Parts
+from kvjax.types import KV, Kernels, LayerTokens, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.evict import EvictionRules, evict
@@ -75,7 +75,7 @@ SLOPED = small_config(4, 2, head_width=64, position="alibi", rope=None).layer(0)
 
 def new_token(key, b, h, g, d, position, way):
     q, k, v = (jax.random.normal(jax.random.fold_in(key, i), (b, h, *x, 1, d)) for i, x in enumerate(([g], [], [])))
-    return New(
+    return LayerTokens(
         q=q,
         k=k,
         v=v,
@@ -143,11 +143,13 @@ def test_a_step_reads_what_leaves_only_for_who_asks(pairs, reads):
     assert text.count('"stablehlo.scatter"') == 2
 
 
-def fused(policy, slots, new, asks):
+def fused(policy, slots, new, requests):
     """The step of one token per row as one kernel."""
     slots = prepared(policy, slots, new)
     ranking = ranked(policy, slots, new)
-    return FusedStep(policy, slots, new, asks, ranking, policy.codec.operands(slots, new, room=ranking.bounds.limit))
+    return FusedStep(
+        policy, slots, new, requests, ranking, policy.codec.operands(slots, new, room=ranking.bounds.limit)
+    )
 
 
 @pytest.mark.parametrize("name", ["h2o", "keyformer", "tova", "lambda_mask", "lsh_e"])
@@ -159,7 +161,7 @@ def test_one_pass_is_exchange_then_attention(name):
     new = new_token(jax.random.key(2), b, h, g, d, jnp.asarray([70, 50]), TPU_WAYS[0])
 
     def begun(k, scores):
-        zeros = policy.score.slot(new.replace(k=k), Parts())
+        zeros = policy.score.init_slot(new.replace(k=k), Parts())
         return (
             None
             if zeros is None
@@ -168,19 +170,19 @@ def test_one_pass_is_exchange_then_attention(name):
 
     view, heard = full_view(b, h, c, d, begun), []
     slots = view.replace(limit=jnp.full((b, h), c - 1))
-    asks = policy.score.asks(slots, new)
-    step = fused(policy, slots, new, asks)
+    requests = policy.score.attention_stats(slots, new)
+    step = fused(policy, slots, new, requests)
     assert step.supported
     plain = new.replace(kernels=Kernels("xla"))
     expected, _ = slots.write(policy, plain)
-    expected, attended = expected.attend_token(policy, plain, asks, None)
+    expected, attended = expected.attend_token(policy, plain, requests, None)
     found, answered, _ = step()
-    assert (answered.answers is None) == (name in ("h2o", "keyformer"))  # added to the scores on the way
-    for after, out, answers in (
-        (found, answered.partial.out, answered.answers),
-        (expected, attended.partial.out, attended.answers),
+    assert (answered.stats is None) == (name in ("h2o", "keyformer"))  # added to the scores on the way
+    for after, out, stats in (
+        (found, answered.partial.out, answered.stats),
+        (expected, attended.partial.out, attended.stats),
     ):
-        heard.append((after.fold(policy, asks, answers, plain), out))
+        heard.append((after.update_slot(policy, requests, stats, plain), out))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *heard)
 
 

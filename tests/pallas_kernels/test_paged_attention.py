@@ -19,7 +19,7 @@ from kvjax.inference import decode
 from kvjax.inference.state import State, held_positions, slot_limits
 from kvjax.methods.adakv import AdaKV
 from kvjax.models import Rope
-from kvjax.types import Kernels, New
+from kvjax.types import Kernels, LayerTokens
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import LazyRope, Quantised
@@ -110,7 +110,7 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
     rng, b, h, g, d = np.random.default_rng(0), 3, 2, 2, 16
     position = jnp.asarray([-1, 25, 33])[:, None]
     q, k, v = (jnp.asarray(rng.normal(size=(b, h, *some, 1, d)), jnp.float32) for some in ((g,), (), ()))
-    new = New(
+    new = LayerTokens(
         q=q,
         k=k,
         v=v,
@@ -132,9 +132,9 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
     layer = state.layers[0].link((), pool.with_logits(g, jnp.float32))
     assert isinstance(layer, Pages)
     written, _ = layer.write(policy, new)
-    asks = policy.score.asks(written, new)
-    attended, found = written.attend_token(policy, new, asks, None)
-    after = attended.fold(policy, asks, found.answers, new).linked
+    requests = policy.score.attention_stats(written, new)
+    attended, found = written.attend_token(policy, new, requests, None)
+    after = attended.update_slot(policy, requests, found.stats, new).linked
     assert (np.asarray(found.partial.out[0]) == 0).all() and (np.asarray(found.partial.out[1:]) != 0).all()
     rows = np.asarray(pool.owner) // h
     for old, now in zip(jax.tree.leaves(pool.slots.score), jax.tree.leaves(after.slots.score), strict=True):

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from benchmarks.aot.tpu import grids_of
 from kvjax.cache import stats
 from kvjax.methods.keyformer import GumbelSoftmax
-from kvjax.types import Heads, New, Parts
+from kvjax.types import Heads, LayerTokens, Parts
 from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
@@ -72,14 +72,14 @@ def test_keyformer_counts_the_same(x64):
     made: dict[str, Any] = {name: jnp.asarray(x) for name, x in inputs(2, 2, 2, 48, 8, dtype="float64").items()}
     q, k, v, position = (made[name] for name in ("q", "k", "v", "query_position"))
     seed, length = jnp.array([3, 4], jnp.uint32), (position >= 0).sum(1)
-    new = New(
+    new = LayerTokens(
         q=q, k=k, v=v, raw_q=q, raw_k=k, hidden=k[:, 0], position=position, token=position, prompt_length=length,
         read=length, horizon=jnp.full(2, 8), end=length + 8, seed=seed, layer=1, config=small_config(4, 2).layer(0),
     )  # fmt: skip
     slots = jnp.broadcast_to(position[:, None], (2, 2, 48))
     _, probs = attend(q, k, v, SPEC.mask(position, slots), SPEC)
-    ask = GumbelSoftmax(damping=0.9).asks(Heads(jnp.full((2, 2), 48), Parts()), new)
-    wanted = stats.reduced(ask, probs, v, slots, new)
+    request = GumbelSoftmax(damping=0.9).attention_stats(Heads(jnp.full((2, 2), 48), Parts()), new)
+    wanted = stats.reduced(request, probs, v, slots, new)
     age = length[:, None] - 1 - position
     weights = jnp.where(position >= 0, 0.9**age, 0.0)[:, None]
     zeta = noise.gumbel(noise.uniform_at(seed, 1, slots).astype(jnp.float64))

@@ -21,7 +21,7 @@ from kvjax.methods.interleaved import Interleaved
 from kvjax.methods.lightkv import Arithmetic
 from kvjax.methods.pyramidkv import Pyramid
 from kvjax.policies.allocation import Uniform, layer_slots
-from kvjax.types import New, View
+from kvjax.types import LayerTokens, View
 from pallas_kernels.attention import slot_block
 from tests.cases import in_turns
 from tests.held import kept, layers
@@ -156,7 +156,7 @@ def test_any_plan_works_under_any_score(name, plan):
 class _Split(kvjax.Score):
     """Newest tokens within a head, and between heads the tokens of the first head."""
 
-    def score(self, view: View, new: New) -> kvjax.SplitRanking:
+    def score(self, view: View, new: LayerTokens) -> kvjax.SplitRanking:
         within = view.position.astype(jnp.float32)
         return kvjax.SplitRanking(within, jnp.where(jnp.arange(within.shape[1])[:, None] == 0, 1.0, 0.0) + 0 * within)
 

@@ -16,7 +16,7 @@ from kvjax.methods.compatibility import fitted
 from kvjax.methods.window import Recency
 from kvjax.policies.codec import Codec
 from kvjax.rope import Rope, rope_frequencies, rotate
-from kvjax.types import New, View
+from kvjax.types import LayerTokens, View
 from tests.cases import pairwise
 from tests.small_models import GQA, SLOPED, random_model
 
@@ -28,7 +28,7 @@ LENGTHS = (41, 3, 33)
 class Ranked(Recency):
     """Recency that does not say that it keeps a window: all keys are rotated by rank."""
 
-    def score(self, view: View, new: New) -> Any:
+    def score(self, view: View, new: LayerTokens) -> Any:
         """The same order, by numbers."""
         return view.position.astype(jnp.float32)
 

@@ -33,7 +33,7 @@ def ranks(self: Any, view: Any, new: Any) -> Any:
 
 
 def of_score(**members: Any) -> kvjax.Policy:
-    base = kvjax.AccumulatedScore if "asks" in members else kvjax.Score
+    base = kvjax.AccumulatedScore if "attention_stats" in members else kvjax.Score
     return UNTYPED.Policy(type("Mine", (base,), {"score": ranks, **members})())
 
 
@@ -56,7 +56,7 @@ def of_plan(sizing: Any = None, **members: Any) -> kvjax.Policy:
 class Counting(kvjax.Residual):
     """Count of evicted pairs, to which nothing attends."""
 
-    def init(self, shape: Any) -> Any:
+    def init_head(self, shape: Any) -> Any:
         return jnp.zeros(shape.k.shape[:2], jnp.float32)
 
     def absorb(self, state: Any, evicted: Any) -> Any:
@@ -107,53 +107,57 @@ class Declared(Shared):
 
 MEMBERS: dict[str, tuple[Callable[[], kvjax.Policy], str]] = {
     "slot, axes": (
-        lambda: of_score(slot=lambda self, new, state: jnp.zeros(new.k.shape[:2])),
-        r"Mine\.slot gives float32 of shape \[5, 2\], not arrays whose shapes begin with \[5, 2, 16\] \[b h t \.\.\.\]",
+        lambda: of_score(init_slot=lambda self, new, state: jnp.zeros(new.k.shape[:2])),
+        r"Mine\.init_slot gives float32 of shape \[5, 2\], not arrays .* begin with \[5, 2, 16\] \[b h t \.\.\.\]",
     ),
-    "slot, text": (lambda: of_score(slot=lambda self, new, state: "x"), r"Mine\.slot gives 'x', not arrays"),
+    "slot, text": (lambda: of_score(init_slot=lambda self, new, state: "x"), r"Mine\.init_slot gives 'x', not arrays"),
     "slot of a token": (
-        lambda: of_score(slot=lambda self, new, state: jnp.zeros(new.k.shape[:3], float if new.given else int)),
-        r"Mine\.slot gives int\d+ of shape \[5, 2, 1\], not as for 16 tokens: float\d+ of shape \[5, 2, 16\]",
+        lambda: of_score(init_slot=lambda self, new, state: jnp.zeros(new.k.shape[:3], float if new.given else int)),
+        r"Mine\.init_slot gives int\d+ of shape \[5, 2, 1\], not as for 16 tokens: float\d+ of shape \[5, 2, 16\]",
     ),
     "init": (
-        lambda: of_score(init=lambda self, shape: jnp.zeros(4)),
-        r"Mine\.init gives .*begin with \[5\] \[b ",
+        lambda: of_score(init_head=lambda self, shape: jnp.zeros(4)),
+        r"Mine\.init_head gives .*begin with \[5\] \[b ",
     ),
     "init on pages": (
-        lambda: kvjax.policy(of_score(init=lambda self, shape: jnp.zeros(shape.k.shape[0])), plan="adakv"),
-        r"Mine\.init gives .*begin with \[5, 2\] \[b h \.\.\.\]",
+        lambda: kvjax.policy(of_score(init_head=lambda self, shape: jnp.zeros(shape.k.shape[0])), plan="adakv"),
+        r"Mine\.init_head gives .*begin with \[5, 2\] \[b h \.\.\.\]",
     ),
     "fold, dtype": (
         lambda: of_score(
-            asks=lambda self, heads, new: kvjax.Sums(),
-            slot=lambda self, new, state: jnp.zeros(new.k.shape[:3], jnp.bfloat16),
+            attention_stats=lambda self, heads, new: kvjax.AttentionSum(),
+            init_slot=lambda self, new, state: jnp.zeros(new.k.shape[:3], jnp.bfloat16),
         ),
-        r"Mine\.fold gives float32 of shape \[5, 2, 16\], not what its slot began with: bfloat16",
+        r"Mine\.update_slot gives float32 of shape \[5, 2, 16\], not what its slot began with: bfloat16",
     ),
     "advance": (
         lambda: of_score(
-            init=lambda self, shape: jnp.zeros(shape.k.shape[:2]),
-            slot=lambda self, new, state: jnp.zeros(new.k.shape[:3]),
-            asks=lambda self, heads, new: kvjax.Sums(),
-            advance=lambda self, heads, new: heads.state.score[0],
+            init_head=lambda self, shape: jnp.zeros(shape.k.shape[:2]),
+            init_slot=lambda self, new, state: jnp.zeros(new.k.shape[:3]),
+            attention_stats=lambda self, heads, new: kvjax.AttentionSum(),
+            update_head=lambda self, heads, new: heads.state.score[0],
         ),
-        r"Mine\.advance gives .* of shape \[2\], not what its state began with: .* of shape \[5, 2\]",
+        r"Mine\.update_head gives .* of shape \[2\], not what its state began with: .* of shape \[5, 2\]",
     ),
     "weights": (
-        lambda: of_score(asks=lambda self, heads, new: UNTYPED.Sums("abc")),
-        r"Mine\.asks requests Sums with weights='abc', not of shape \[5, 1, 16\] or \[5, 2, 16\] \[b h t\]",
+        lambda: of_score(attention_stats=lambda self, heads, new: UNTYPED.AttentionSum("abc")),
+        r"Mine\.attention_stats requests AttentionSum with weights='abc', not of shape .* or \[5, 2, 16\] \[b h t\]",
     ),
     "tau": (
-        lambda: of_score(asks=lambda self, heads, new: kvjax.Sums(tau="hot")),
-        r"Mine\.asks requests Sums with tau='hot', not of shape \[\] or \[5, 16\]",
+        lambda: of_score(attention_stats=lambda self, heads, new: kvjax.AttentionSum(tau="hot")),
+        r"Mine\.attention_stats requests AttentionSum with tau='hot', not of shape \[\] or \[5, 16\]",
     ),
     "width": (
-        lambda: of_score(asks=lambda self, heads, new: kvjax.Near(jnp.zeros(3)) if new.given else None),
-        r"Mine\.asks requests Near with width=.* of shape \[3\], not of shape \[5, 16\]",
+        lambda: of_score(
+            attention_stats=lambda self, heads, new: kvjax.LocalAttention(jnp.zeros(3)) if new.given else None
+        ),
+        r"Mine\.attention_stats requests LocalAttention with width=.* of shape \[3\], not of shape \[5, 16\]",
     ),
     "queries": (
-        lambda: of_score(asks=lambda self, heads, new: kvjax.Again(new.raw_q, new.position, jnp.ones((5, 2, 1)))),
-        r"Mine\.asks requests Again with raw_q=.*, not of shape \[5, 2, 2, 2, \d+\] \[b h a g d\]",
+        lambda: of_score(
+            attention_stats=lambda self, heads, new: kvjax.ReplayedQueries(new.raw_q, new.position, jnp.ones((5, 2, 1)))
+        ),
+        r"Mine\.attention_stats requests ReplayedQueries with raw_q=.*, not of shape \[5, 2, 2, 2, \d+\] \[b h a g d\]",
     ),
     "score": (
         lambda: of_score(score=lambda self, view, new: view.position),
@@ -193,19 +197,22 @@ MEMBERS: dict[str, tuple[Callable[[], kvjax.Policy], str]] = {
         lambda: guarded(quota=Quota(jnp.ones(2, int), True)),
         r"most gives .*, not integers of shape \[5, 2\]",
     ),
-    "mask of a slot": (lambda: of_protection(slot=lambda self, new, state: jnp.zeros(2)), r"Mine\.slot gives"),
+    "mask of a slot": (
+        lambda: of_protection(init_slot=lambda self, new, state: jnp.zeros(2)),
+        r"Mine\.init_slot gives",
+    ),
     "slots_at": (
         lambda: of_plan(slots_at=lambda self, limit, length: length),
         r"slots_at gives .* \[5, 2\] \[b h\]",
     ),
     "sizing": (lambda: of_plan(sizing=True), r"Mine\.sizing is True; make it a property that returns a kvjax\.S"),
     "head_budgets": (
-        lambda: of_plan(kvjax.Sizing(per_head=True), head_budgets=lambda self, answers, view, ranks, new: view.limit),
+        lambda: of_plan(kvjax.Sizing(per_head=True), head_budgets=lambda self, stats, view, ranks, new: view.limit),
         r"Mine\.head_budgets gives .*, not a pair of slots \[b h\] and the plan's state",
     ),
     "limits": (
         lambda: of_plan(
-            kvjax.Sizing(per_head=True), head_budgets=lambda self, answers, view, ranks, new: (view.limit / 2, None)
+            kvjax.Sizing(per_head=True), head_budgets=lambda self, stats, view, ranks, new: (view.limit / 2, None)
         ),
         r"Mine\.head_budgets gives float32 of shape \[5, 2\], not integers",
     ),

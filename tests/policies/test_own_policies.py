@@ -51,13 +51,13 @@ def decorated(*bases: type, **members: Any) -> Any:
             lambda: decorated(scores=numbers),
             r"kvjax never calls Mine.scores \(did you mean score\)",
         ),
-        (lambda: decorated(score=numbers, ask=numbers), "did you mean asks"),
+        (lambda: decorated(score=numbers, attention_stat=numbers), "did you mean attention_stats"),
         (
             lambda: decorated(score=numbers, observe=numbers),
-            r"never calls Mine.observe \(there are advance, against_alibi, asks, bind,",
+            r"never calls Mine.observe \(there are against_alibi, attention_stats, bind,",
         ),
         (lambda: decorated(score=numbers, require=True), "did you mean requires"),
-        (lambda: decorated(Accumulated, foldd=numbers), "did you mean fold"),
+        (lambda: decorated(Accumulated, update_slots=numbers), "did you mean update_slot"),
     ],
 )
 def test_a_class_that_is_not_what_it_seems_is_refused(make: Callable[[], Any], message: str) -> None:
@@ -107,8 +107,8 @@ def test_scores_that_are_no_scores_are_refused(score: Callable[..., Any], messag
 
 
 def test_a_fold_that_changes_what_a_slot_remembers_is_refused() -> None:
-    mine = decorated(Accumulated, fold=lambda self, answers, view, new: answers[..., None])
-    with pytest.raises(ValueError, match=r"Mine\.fold gives .*, not what its slot began with"):
+    mine = decorated(Accumulated, update_slot=lambda self, stats, view, new: stats[..., None])
+    with pytest.raises(ValueError, match=r"Mine\.update_slot gives .*, not what its slot began with"):
         kvjax.prefill(random_model(GQA), kvjax.Policy(mine()), [[1, 2, 3, 4, 5, 6]], 4)
 
 
@@ -241,16 +241,16 @@ def test_a_quota_bounds_what_heads_keep_for_its_score() -> None:
 
 
 def test_attention_of_earlier_queries_again_takes_equal_slots_in_all_heads() -> None:
-    def asks(self: Any, heads: Any, new: Any) -> kvjax.Again | None:
+    def requests(self: Any, heads: Any, new: Any) -> kvjax.ReplayedQueries | None:
         if new.given:
             return None
         queries = jnp.moveaxis(new.raw_q, 3, 2)
-        return kvjax.Again(queries, new.position, jnp.ones(queries.shape[:3]))
+        return kvjax.ReplayedQueries(queries, new.position, jnp.ones(queries.shape[:3]))
 
     score = decorated(
-        slot=lambda self, new, state: jnp.zeros(new.k.shape[:3]),
-        asks=asks,
-        fold=lambda self, answers, view, new: answers,
+        init_slot=lambda self, new, state: jnp.zeros(new.k.shape[:3]),
+        attention_stats=requests,
+        update_slot=lambda self, stats, view, new: stats,
         score=lambda self, view, new: view.slots.score,
     )
     with pytest.raises(ValueError, match=r"^Mine computes attention of earlier queries again, .*; choose another plan"):
@@ -260,33 +260,35 @@ def test_attention_of_earlier_queries_again_takes_equal_slots_in_all_heads() -> 
 @pytest.mark.parametrize("over", ["layer", "device", "model"])
 def test_attention_over_several_heads_takes_the_same_slots_in_all_of_them(over: str) -> None:
     def made(over: str) -> kvjax.Policy:
-        score = decorated(kvjax.AccumulatedScore, asks=lambda self, heads, new: kvjax.Sums(over=over))
+        score = decorated(
+            kvjax.AccumulatedScore, attention_stats=lambda self, heads, new: kvjax.AttentionSum(over=over)
+        )
         return kvjax.Policy(score())
 
     def read(policy: kvjax.Policy) -> kvjax.State:
         return kvjax.prefill(random_model(GQA), policy, [[1, 2, 3]], 2, max_new_tokens=2, plan="adakv")[0]
 
-    with pytest.raises(ValueError, match=rf"Mine requests Sums\(over='{over}'\), .* plan adakv .* use over='group'"):
+    with pytest.raises(ValueError, match=rf"Mine requests AttentionSum\(over='{over}'\), .* plan adakv .* use over='group'"):
         read(made(over))
     kvjax.decode_step(read(made("group")), [4])
 
 
 def test_settle_of_a_score_is_refused_with_the_new_form() -> None:
-    with pytest.raises(TypeError, match=r"Mine\.settle is now part of fold"):
+    with pytest.raises(TypeError, match=r"Mine\.settle is now part of update_slot"):
         decorated(score=numbers, settle=numbers)
 
 
 class Copied:
     """H2O's members, as another package writes them."""
 
-    def slot(self, new, state):
+    def init_slot(self, new, state):
         return jnp.zeros(new.k.shape[:3])
 
-    def asks(self, heads, new):
-        return kvjax.Sums()
+    def attention_stats(self, heads, new):
+        return kvjax.AttentionSum()
 
-    def fold(self, answers, view, new):
-        return view.slots.score + answers
+    def update_slot(self, stats, view, new):
+        return view.slots.score + stats
 
     def score(self, view, new):
         return view.slots.score
@@ -443,7 +445,7 @@ from kvjax.types import Partial, wide
 
 @flax.struct.dataclass
 class Counting(kvjax.Residual):
-    def init(self, shape):
+    def init_head(self, shape):
         return jnp.zeros(shape.k.shape[:2], wide(shape.k.dtype))
 
     def absorb(self, state, evicted):

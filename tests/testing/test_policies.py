@@ -16,11 +16,11 @@ from tests.cases import POLICIES, slow
 class Own(kvjax.Score, interface=True):
     """Attention of all queries, stored for each slot."""
 
-    def slot(self, new: Any, state: Any) -> Any:
+    def init_slot(self, new: Any, state: Any) -> Any:
         return jnp.zeros(new.k.shape[:3])
 
-    def asks(self, heads: Any, new: Any) -> Any:
-        return kvjax.Sums()
+    def attention_stats(self, heads: Any, new: Any) -> Any:
+        return kvjax.AttentionSum()
 
     def score(self, view: Any, new: Any) -> Any:
         return view.slots.score
@@ -29,15 +29,15 @@ class Own(kvjax.Score, interface=True):
 class NaiveAverage(Own):
     """A block counts as one token."""
 
-    def fold(self, answers: Any, view: Any, new: Any) -> Any:
-        return 0.9 * view.slots.score + 0.1 * answers
+    def update_slot(self, stats: Any, view: Any, new: Any) -> Any:
+        return 0.9 * view.slots.score + 0.1 * stats
 
 
 class OverRows(Own):
     """Rows further down count more."""
 
-    def fold(self, answers: Any, view: Any, new: Any) -> Any:
-        return view.slots.score + answers * jnp.arange(len(answers))[:, None, None]
+    def update_slot(self, stats: Any, view: Any, new: Any) -> Any:
+        return view.slots.score + stats * jnp.arange(len(stats))[:, None, None]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.slots import SlotCache, Slots
-from kvjax.types import KV, OF_POOL, New, Parts, PyTree, View, setting
+from kvjax.types import KV, OF_POOL, LayerTokens, Parts, PyTree, View, setting
 from kvjax.utils.processes import on_host
 
 VIEW_BLOCK = 256
@@ -163,7 +163,7 @@ class LayerPages(SlotCache, kw_only=True):
 
         return jax.lax.fori_loop(0, (end - start + size - 1) // size, look_at, carry)
 
-    def view(self, new: New, at: Array | int, count: int) -> tuple[View, New, Int[Array, " p"]]:
+    def view(self, new: LayerTokens, at: Array | int, count: int) -> tuple[View, LayerTokens, Int[Array, " p"]]:
         """Return a block of pages as a layer with one page per row and one head, their tokens, and their owners."""
         heads, pool = new.k.shape[1], self.linked
         owner = jax.lax.dynamic_slice_in_dim(pool.owner, at, count)

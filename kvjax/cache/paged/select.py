@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache import ranks
 from kvjax.cache.layer import LayerCache
 from kvjax.policies.policy import Policy
-from kvjax.types import OF_HEADS, New, View
+from kvjax.types import OF_HEADS, LayerTokens, View
 
 
 class Selected(LayerCache):
@@ -22,7 +22,7 @@ class Selected(LayerCache):
     """Number of slots that stay."""
 
 
-def select(policy: Policy, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
+def select(policy: Policy, view: View, new: LayerTokens) -> tuple[Selected, Bool[Array, "b h c"]]:
     """Select the tokens of a prompt that stay, head by head, and a mask of those that are evicted; pages come later."""
     order, count = ranks.chosen(policy, view, new)
     leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])

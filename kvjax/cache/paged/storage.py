@@ -13,10 +13,10 @@ from kvjax.cache import ranks
 from kvjax.cache.attention import with_evicted
 from kvjax.cache.evict import evicted_pairs
 from kvjax.cache.paged.pages import LayerPages, owned, write_pages
-from kvjax.cache.paged.stats import PageAnswers, check_asks, of_pages, page_answers
+from kvjax.cache.paged.stats import PageStats, check_asks, of_pages, page_stats
 from kvjax.cache.ranks import Attended
 from kvjax.policies.policy import Policy
-from kvjax.types import KV, OF_HEADS, OF_POOL, Evicted, New, PyTree, View
+from kvjax.types import KV, OF_HEADS, OF_POOL, Evicted, LayerTokens, PyTree, View
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.evict.reference import after_reading
 from pallas_kernels.paged_attention import paged_attention
@@ -28,7 +28,7 @@ NO_SLOT = jnp.iinfo(jnp.int32).max
 Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
 """Rank, position and slot of one token per owner."""
 
-OfPages = Callable[[View, New, Array | int], Float[Array, "p s"]]
+OfPages = Callable[[View, LayerTokens, Array | int], Float[Array, "p s"]]
 """Gives a number for each slot of a block of pages: the block as a view, its tokens, and its first page."""
 
 
@@ -46,7 +46,7 @@ class Candidates(NamedTuple):
 class Pages(LayerPages):
     """Slots on pages: each head of the layer has slots of its own number."""
 
-    def write_token(self, policy: Policy, new: New, *, pairs: bool, **options: Any) -> tuple[Pages, Evicted]:
+    def write_token(self, policy: Policy, new: LayerTokens, *, pairs: bool, **options: Any) -> tuple[Pages, Evicted]:
         """Write one new token per row into the lowest-ranked slot of each head; see `SlotCache.write`."""
         cache, candidates = self._shrunk(policy, new)
         state = policy.codec.begin(cache, new).state
@@ -60,7 +60,7 @@ class Pages(LayerPages):
             cache = cache._reordered(policy, new, order, position)
         return cache, evicted_pairs(state, new, kv, position)
 
-    def _shrunk(self, policy: Policy, new: New) -> tuple[Pages, Candidates]:
+    def _shrunk(self, policy: Policy, new: LayerTokens) -> tuple[Pages, Candidates]:
         """Evict tokens until each head must evict at most one more, and return the candidates for it."""
         scores = self._of_slots(policy, new, lambda policy, view, new: policy.standing(view, new)[0])
         rankings = self._of_slots(policy, new, ranks.rank), scores
@@ -112,7 +112,9 @@ class Pages(LayerPages):
         pool = self.linked
         return self.replace(pool=pool.replace(slots=pool.slots.replace(**states)))
 
-    def _reordered(self, policy: Policy, new: New, order: Array, position: Array, *, arrives: bool = True) -> Pages:
+    def _reordered(
+        self, policy: Policy, new: LayerTokens, order: Array, position: Array, *, arrives: bool = True
+    ) -> Pages:
         codec = policy.codec
 
         def look(orders: Array, at: Array, valid: Array) -> Array:
@@ -123,7 +125,7 @@ class Pages(LayerPages):
         cache = self._with_slots(codec=self.over_pages(look, self.linked.slots.codec))
         return cache.with_state(codec=codec.counted(self.state.codec, new, position, arrives=arrives))
 
-    def _candidates(self, policy: Policy, new: New, rank: OfPages, score: OfPages) -> Candidates:
+    def _candidates(self, policy: Policy, new: LayerTokens, rank: OfPages, score: OfPages) -> Candidates:
         owners, pool = new.k.shape[0] * new.k.shape[1], self.linked
         limit = ranks.slots_at(policy, self.limit, new).reshape(-1)
         quota = policy.protection.guard(self.without_tokens(), new).quota
@@ -177,7 +179,7 @@ class Pages(LayerPages):
         return Candidates(fallback, lowest, jnp.where(lowest[2] < NO_SLOT, place - quota.most.reshape(-1), 0))
 
     def _of_slots(
-        self, policy: Policy, new: New, compute: Callable[[Policy, View, New], Float[Array, "b h c"]]
+        self, policy: Policy, new: LayerTokens, compute: Callable[[Policy, View, LayerTokens], Float[Array, "b h c"]]
     ) -> OfPages:
         """Return a function that gives a number for each slot of a block of pages.
 
@@ -193,17 +195,17 @@ class Pages(LayerPages):
         numbers = numbers.at[jnp.where(exists, slot, numbers.size)].set(of_heads, unique_indices=True, mode="drop")
         numbers = numbers.reshape(pool.position.shape)
 
-        def of_pages(view: View, tokens: New, at: Array | int) -> Array:
+        def of_pages(view: View, tokens: LayerTokens, at: Array | int) -> Array:
             block = jax.lax.dynamic_slice_in_dim(numbers, at, len(view.position))
             return jnp.where(view.position[:, 0] >= 0, block, jnp.finfo(block.dtype).min)
 
         return of_pages
 
     def attend_token(
-        self, policy: Policy, new: New, asks: PyTree, evicted: LowRank | Partial | None
+        self, policy: Policy, new: LayerTokens, requests: PyTree, evicted: LowRank | Partial | None
     ) -> tuple[Pages, Attended]:
         assert policy.selection is None
-        check_asks(policy, asks)
+        check_asks(policy, requests)
         pool = self.linked
         view = View(self.limit, self.state, pool.kv, pool.position, pool.slots)
         operands = policy.codec.operands(view, new, places=pool.most)
@@ -222,14 +224,14 @@ class Pages(LayerPages):
             **new.kernels._asdict(),
         )
         cache = self.replace(pool=pool.replace(logits=attention.logits))
-        return cache, Attended(with_evicted(attention.partial, evicted), page_answers(self, new, asks, attention))
+        return cache, Attended(with_evicted(attention.partial, evicted), page_stats(self, new, requests, attention))
 
-    def fold(self, policy: Policy, asks: PyTree, stats: PageAnswers, new: New) -> Pages:
+    def update_slot(self, policy: Policy, requests: PyTree, stats: PageStats, new: LayerTokens) -> Pages:
         """Update scores with the requested statistics, one block of pages at a time."""
 
         def look(score: PyTree, at: Array, valid: Array) -> PyTree:
             view, tokens, owner = self._with_slots(score=score).view(new, at, len(valid))
-            after = policy.score.fold(of_pages(asks, stats, view, tokens, at, owner, new), view, tokens)
+            after = policy.score.update_slot(of_pages(requests, stats, view, tokens, at, owner, new), view, tokens)
             reads = valid & tokens.valid[:, 0]
             return jax.tree.map(lambda buffer, leaf: write_pages(buffer, leaf[:, 0], at, reads), score, after)
 
@@ -239,7 +241,7 @@ class Pages(LayerPages):
 Pages.specs = Pages(OF_HEADS, OF_HEADS, pages=OF_POOL)
 
 
-def _victim(candidates: Candidates, new: New) -> Int[Array, "b h"]:
+def _victim(candidates: Candidates, new: LayerTokens) -> Int[Array, "b h"]:
     """Return the slot that the next token takes in each head, numbered over the whole pool; `NO_SLOT` for padding.
 
     If a quota bounds the competing tokens, the lowest-ranked one is evicted when they exceed it. Otherwise the new

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from kvjax.methods.register import register_part
 from kvjax.models.model import LanguageModel
 from kvjax.policies.residual import Residual
-from kvjax.types import SEED, Evicted, Kernels, New, Partial, at_least, directory, one_of, setting, wide
+from kvjax.types import SEED, Evicted, Kernels, LayerTokens, Partial, at_least, directory, one_of, setting, wide
 from pallas_kernels import less_memory
 from pallas_kernels.attention import LowRank
 
@@ -136,7 +136,7 @@ class LowRankMemory(Residual, interface=True):
         operation = {"phi": less_memory.phi, "psi": less_memory.psi}[which]
         return operation(x, **params, **kernels._asdict())
 
-    def init(self, shape: New) -> Memory:
+    def init_head(self, shape: LayerTokens) -> Memory:
         """Return the empty memory, H_0 = 0 and z_0 = 0."""
         rows, heads, _, width = shape.k.shape
         one = jax.ShapeDtypeStruct((rows, heads, 1, width), shape.k.dtype)
@@ -153,11 +153,11 @@ class LowRankMemory(Residual, interface=True):
         added = jnp.einsum("bhmr,bhmd->bhrd", features, evicted.v.astype(state.h.dtype))
         return Memory(state.h + added, state.z + features.sum(2))
 
-    def share(self, state: Memory, new: New) -> LowRank:
+    def share(self, state: Memory, new: LayerTokens) -> LowRank:
         """Return phi, H and z of equation 3."""
         return LowRank(self.phi(new.q, new.kernels), *state)
 
-    def step(self, state: Memory, evicted: Evicted, new: New, attended: Partial) -> tuple[Memory, Array]:
+    def step(self, state: Memory, evicted: Evicted, new: LayerTokens, attended: Partial) -> tuple[Memory, Array]:
         """Compute equations 3 to 5, in one operation if the kernels are learned."""
         if self.layers is None or self.kernels == "performer":
             return super().step(state, evicted, new, attended)

@@ -10,11 +10,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import with_evicted
-from kvjax.cache.layer import LayerCache, LayerTokens
+from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.pending import Pending, sum_over_layers
-from kvjax.cache.recompute import with_again, without_again
+from kvjax.cache.recompute import with_replayed, without_replayed
 from kvjax.cache.slots import Slots
-from kvjax.cache.stats import answered
+from kvjax.cache.stats import stats_from_probs
 from kvjax.inference.state import State
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
@@ -23,7 +23,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, layers_of
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
-from kvjax.types import LayerConfig, New, Reading, wide
+from kvjax.types import LayerConfig, LayerTokens, TokenBatch, wide
 from pallas_kernels.attention import Partial, with_sink
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.operands import values
@@ -149,7 +149,7 @@ def join_steps(x: Float[Array, "n ..."], axis: int) -> Array:
 
 
 def replay(
-    policy: Policy, mask: str, slots: Slots, new: New, full_lse: Float[Array, "b h g 1"]
+    policy: Policy, mask: str, slots: Slots, new: LayerTokens, full_lse: Float[Array, "b h g 1"]
 ) -> tuple[Slots, Pending, Replayed]:
     """Replay one layer of a decode step on given queries, keys and values; `full_lse` is that of the full text."""
     slots, evicted = slots.write(policy, new, pairs=True)
@@ -173,22 +173,22 @@ def replay(
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
     partial = with_evicted(partial, slots.memory_of_evicted(policy, new))
     partial = with_sink(partial, new.sink_logits)
-    asks = policy.score.asks(slots, new)
-    stats = answered(without_again(asks), probs, operands.v, slots.position, new)
-    pending = Pending(asks, with_again(asks, stats, policy.codec, operands, slots, new), new)
+    requests = policy.score.attention_stats(slots, new)
+    stats = stats_from_probs(without_replayed(requests), probs, operands.v, slots.position, new)
+    pending = Pending(requests, with_replayed(requests, stats, policy.codec, operands, slots, new), new)
     return slots, pending, Replayed(evicted.k, evicted.v, evicted.position[..., 0], partial, probs)
 
 
 class FullText(LayerCache):
     """Attention of whole texts to all of their tokens, of which the tokens and the result are kept."""
 
-    new: New | None = None
+    new: LayerTokens | None = None
     """The tokens, which are not rotated yet."""
     partial: Partial | None = None
 
     def attend(
         self,
-        tokens: LayerTokens,
+        tokens: MixerInput,
         q: Float[Array, "b h g n d"],
         k: Float[Array, "b h n d"],
         v: Float[Array, "b h n e"],
@@ -199,9 +199,9 @@ class FullText(LayerCache):
         return with_sink(partial, sink_logits).out, FullText(new=new, partial=partial)
 
 
-def read_full(weights: Weights, config: ModelConfig, reading: Reading) -> tuple[list[New], list[Partial]]:
+def read_full(weights: Weights, config: ModelConfig, reading: TokenBatch) -> tuple[list[LayerTokens], list[Partial]]:
     """Run the model with full attention; return each layer's tokens, not rotated yet, and their attention to all."""
-    texts: list[New] = []
+    texts: list[LayerTokens] = []
     attended: list[Partial] = []
     x = embed(weights, config, reading.token, reading.position)
     for layer in layers_of(weights, config):

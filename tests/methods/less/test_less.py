@@ -24,7 +24,7 @@ from kvjax.methods.less.memory import LowRankMemory
 from kvjax.methods.register import REGISTRY
 from kvjax.models import ModelConfig
 from kvjax.models.fingerprint import fingerprint
-from kvjax.types import Evicted, New, Partial
+from kvjax.types import Evicted, LayerTokens, Partial
 from pallas_kernels.attention import merge, share_of_evicted
 from tests.cases import Case, fastgen_case, slow
 from tests.held import layers
@@ -151,7 +151,7 @@ def test_stable_form_is_equation_3(dtype: str, tolerance: float, evicted: int, x
     new = _new(jnp.asarray(q), jnp.zeros((2, 2, 1, 8), dtype))
     old_k, old_v = (jnp.asarray(rng.normal(size=(2, 2, max(evicted, 1), 8)), dtype) for _ in range(2))
     position = jnp.full(old_k.shape[:3], 0 if evicted > 0 else -1)
-    state = policy.absorb(policy.init(new), Evicted(old_k, old_v, position))
+    state = policy.absorb(policy.init_head(new), Evicted(old_k, old_v, position))
     logits = np.einsum("bhgtd,bhsd->bhgts", q, k) / np.sqrt(8)
     weights = np.exp(logits)
     part = Partial(
@@ -172,10 +172,12 @@ def test_bfloat16_stays_finite_and_sums_in_float32() -> None:
     assert layers(state)[0].state.residual.h.dtype == jnp.float32
 
 
-def _new(q, k) -> New:
+def _new(q, k) -> LayerTokens:
     ones, each, config = jnp.ones((q.shape[0], 1), jnp.int32), jnp.ones(q.shape[0], jnp.int32), GQA.layer(0)
     of_rows: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each, seed=each.astype(jnp.uint32))
-    return New(q=q, k=k, v=k, raw_q=q, raw_k=k, hidden=k[:, 0], position=ones, token=ones, config=config, **of_rows)
+    return LayerTokens(
+        q=q, k=k, v=k, raw_q=q, raw_k=k, hidden=k[:, 0], position=ones, token=ones, config=config, **of_rows
+    )
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from kvjax.training.less.loss import memory_attention
 from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features, record
 from kvjax.training.less.run import write_losses
-from kvjax.types import Evicted, New, Partial, Reading
+from kvjax.types import Evicted, LayerTokens, Partial, TokenBatch
 from pallas_kernels.attention import merge, share_of_evicted
 from pallas_kernels.operands import values
 from tests.cases import slow
@@ -52,8 +52,8 @@ class FullAnswers(Slots, kw_only=True):
 
     answers: Any = None
 
-    def attend_token(self, policy: Any, new: New, asks: Any, evicted: Any) -> Any:
-        slots, attended = super().attend_token(policy, new, asks, evicted)
+    def attend_token(self, policy: Any, new: LayerTokens, requests: Any, evicted: Any) -> Any:
+        slots, attended = super().attend_token(policy, new, requests, evicted)
         out = jnp.take_along_axis(self.answers, new.position[:, None, None, :, None], axis=3)
         return slots, attended._replace(partial=attended.partial._replace(out=out))
 
@@ -136,10 +136,10 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
     less = LowRankMemory(layers=unstack(kernels)).layer(0)
     ones, config = jnp.ones((2, 1), jnp.int32), model.config.layer(0)
 
-    def new_tokens(q: jax.Array, k: jax.Array, v: jax.Array) -> New:
+    def new_tokens(q: jax.Array, k: jax.Array, v: jax.Array) -> LayerTokens:
         each = ones[:, 0]
         lengths: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each)
-        reading = Reading(token=ones, position=ones, seed=each.astype(jnp.uint32), **lengths)
+        reading = TokenBatch(token=ones, position=ones, seed=each.astype(jnp.uint32), **lengths)
         return reading.of_layer(config, 0, k[:, 0], q, k, v)
 
     @jax.jit
@@ -151,7 +151,7 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
         lse = jax.lax.dynamic_slice_in_dim(seen.lse, at, 1, axis=-1)
         return state, merge(Partial(out, lse), share).out
 
-    state = less.init(new_tokens(seen.q[..., :0, :], seen.k[..., :0, :], seen.v[..., :0, :]))
+    state = less.init_head(new_tokens(seen.q[..., :0, :], seen.k[..., :0, :], seen.v[..., :0, :]))
     for t in range(N):
         state, answer = step(state, t)
         np.testing.assert_allclose(together[..., t : t + 1, :], answer, atol=1e-12)
@@ -265,7 +265,7 @@ from flax import struct
 
 @struct.dataclass
 class LongValues(kvjax.Score):
-    def slot(self, new, state):
+    def init_slot(self, new, state):
         return jnp.linalg.norm(new.v, axis=-1)
 
     def score(self, view, new):
