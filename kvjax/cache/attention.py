@@ -124,7 +124,7 @@ def kernel_scores(requests: PyTree, new: LayerTokens) -> tuple[str | ScoreNoise 
     """Return the scores that a kernel must compute for one token per row, and whether it sums them as requested."""
     leaves, _ = flatten_requests(requests)
     if any(isinstance(request, LocalAttention) for request in leaves):
-        raise ValueError("Near statistics need a prompt that is read as a whole, not a single token.")
+        raise ValueError("LocalAttention needs a prompt that is read as a whole, not a single token.")
     kinds = {_question(request, prompt=False) for request in leaves}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None:
@@ -307,7 +307,7 @@ def attend_block(
     for i, request in enumerate(leaves):
         if isinstance(request, LocalAttention):
             if view.capacity != new.position.shape[1]:
-                raise ValueError("Near statistics need a prompt that is read as a whole, not a part of it.")
+                raise ValueError("LocalAttention needs a prompt that is read as a whole, not a part of it.")
             stats[i] = near_sums(new, lse, request)
         elif isinstance(request, AttentionProbs):
             stats[i] = newest_attention(given, view, new, request, lse)

@@ -152,12 +152,10 @@ def layer_cache_specs(caches: Caches) -> Any:
 def prompt_specs(layers: Sequence[Layer]) -> Any:
     """Return the specs of layers after prompts, which leave selected slots under plans with slots for each head."""
 
-    def of_layer(layer: Layer) -> Any:
-        limit = jax.ShapeDtypeStruct((1, layer.shape.kv_heads), jnp.int32)
-        cache = jax.eval_shape(lambda limit: layer.init_cache(limit, 0, jnp.float32), limit)
-        return Selected.specs if layer.policy.plan.sizing.per_head else type(cache).specs
-
-    return tuple(map(of_layer, layers))
+    return tuple(
+        Selected.specs if layer.policy.plan.sizing.per_head else layer.weights.mixer.cache_kind.specs
+        for layer in layers
+    )
 
 
 def page_specs(pool: Pool, layers: int) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ class Attention:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     sink_logits: Float[Array, " heads"] | None = None
+
+    cache_kind: ClassVar[type[Slots]] = Slots
 
     def init_cache(self, tokens: MixerInput, limit: Int[Array, "b h"], slots: int) -> Slots:
         """Return a cache of empty slots.

@@ -24,6 +24,11 @@ from pallas_kernels.attention import wide
 class Mixer(Protocol):
     """First half of a layer, which mixes tokens: a pytree of weights that knows the kind of its cache."""
 
+    @property
+    def cache_kind(self) -> type[LayerCache]:
+        """Class of the layer's cache."""
+        ...
+
     def init_cache(self, tokens: MixerInput, limit: Int[Array, "b h"], slots: int) -> LayerCache:
         """Return a cache that has read nothing.
 

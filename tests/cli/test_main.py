@@ -158,7 +158,8 @@ def test_shows_public_names_alone() -> None:
     assert dir(kvjax) == sorted(kvjax.__all__) and all(hasattr(kvjax, name) for name in kvjax.__all__)
     assert not any(name.startswith("_") for name in dir(kvjax))
     with pytest.raises(
-        AttributeError, match="kvjax has no 'nope'; it has AccumulatedScore, Again, Cache, Codec, Damage, Decoder"
+        AttributeError,
+        match="kvjax has no 'nope'; it has AccumulatedScore, AttentionProbs, AttentionSum, Cache, Codec, Damage, Decoder",
     ):
         kvjax.nope  # noqa: B018
 

@@ -441,14 +441,14 @@ def test_a_prefix_cache_may_be_larger_than_2_gib() -> None:
 class Neighbours(kvjax.Score):
     """Asks for what is known of a prompt that is read whole."""
 
-    def slot(self, new, state):
+    def init_slot(self, new, state):
         return jnp.zeros(new.k.shape[:3])
 
-    def asks(self, heads, new):
-        return kvjax.Near()
+    def attention_stats(self, heads, new):
+        return kvjax.LocalAttention()
 
-    def fold(self, answers, view, new):
-        return answers
+    def update_slot(self, stats, view, new):
+        return stats
 
     def score(self, view, new):
         return view.position.astype(jnp.float32)

@@ -33,4 +33,4 @@ def select(policy: Policy, view: View, new: LayerTokens) -> tuple[Selected, Bool
     return Selected(view, order, count), leaving
 
 
-Selected.specs = Selected(view=View(*[OF_HEADS] * 5), order=OF_HEADS, count=OF_HEADS)
+Selected.specs = Selected(OF_HEADS, OF_HEADS, OF_HEADS)
