@@ -345,7 +345,8 @@ def _extend_on_device(
     given = jnp.where(lengths > 0, reading.read, cache.prompt_length)
     reading = reading.replace(prompt_length=given, kernels=decoder.kernels)
     # While a block is read, pages are unpacked into buffers of one size for all heads.
-    after = cache.replace(layers=joined(cache.unpacked(), decoder.mesh), pool=None)
+    whole = joined(cache, decoder.mesh)
+    after = whole.replace(layers=whole.unpacked(), pool=None)
     chunk = chunk or decoder.policy.score.requires.prompt_chunk
     if chunk is None:
         layers, hidden = read_block(decoder, after.layers, reading)
@@ -353,7 +354,7 @@ def _extend_on_device(
         hidden = hidden if every else reading.at_last(hidden, otherwise=hidden[:, 0])
     else:
         after, hidden = read_chunks(decoder, after, reading, chunk, every=every)
-    cache = cache.packed(shared(after.layers, decoder.mesh))
-    cache = cache.replace(position=reading.read, prompt_length=given)
+    cache = cache.packed(after.layers)
+    cache = cache.replace(layers=shared(cache.layers, decoder.mesh), position=reading.read, prompt_length=given)
     read = reading.position >= 0 if every else lengths > 0
     return cache, jnp.where(read[..., None], unembed(decoder.weights, decoder.config, hidden), jnp.nan)

@@ -68,7 +68,7 @@ def held_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     """Return the slots of a cache with other limits, to be ranked by the newest token."""
     reading, layers = cache.newest.replace(kernels=decoder.kernels), decoder.here().layers
     new = [reading.ahead(layer.shape, index, decoder.weights.dtype) for index, layer in enumerate(layers)]
-    views, policies = joined(cache.slots, decoder.mesh), [layer.policy for layer in layers]
+    views, policies = joined(cache, decoder.mesh).slots, [layer.policy for layer in layers]
     if not foreseen(policies, views, new):
         raise ValueError(
             f"{named(policies[0])} ranks slots by the token that needs one, so it has no ranking before that token."

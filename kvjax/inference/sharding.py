@@ -168,9 +168,9 @@ def shared(caches: tuple[C, ...], mesh: Mesh | None) -> tuple[C, ...]:
     return tuple(cache.of_slots(_slots_of(mesh).own_slots) for cache in caches)
 
 
-def joined(caches: tuple[C, ...], mesh: Mesh | None) -> tuple[C, ...]:
-    """Gather all slots of this device's heads; the inverse of `shared`."""
-    return tuple(cache.of_slots(_slots_of(mesh).all_slots) for cache in caches)
+def joined(cache: Cache, mesh: Mesh | None) -> Cache:
+    """Gather all slots of this device's heads in each layer of a cache; the inverse of `shared`."""
+    return cache.replace(layers=tuple(layer.of_slots(_slots_of(mesh).all_slots) for layer in cache.layers))
 
 
 def _slots_of(mesh: Mesh | None) -> Spread:
@@ -213,7 +213,7 @@ def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
         return cache
 
     def unpack(layers: Caches, pool: Pool) -> Caches:
-        return shared(Cache.unpacked(cache.replace(layers=layers, pool=pool)), mesh)
+        return shared(cache.replace(layers=layers, pool=pool).unpacked(), mesh)
 
     def specs() -> tuple[PyTree, PyTree]:
         return page_specs(pool, len(cache.layers)), (Slots.specs,) * len(cache.layers)

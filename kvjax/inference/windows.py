@@ -69,7 +69,7 @@ def _grown(
     paged = cache.pool is not None
 
     def here(cache: Cache, limits: tuple[Array, ...]) -> tuple[LayerCache, ...]:
-        layers = zip(joined(cache.slots, mesh), limits, capacities, strict=True)
+        layers = zip(joined(cache, mesh).slots, limits, capacities, strict=True)
         views = [with_empty_slots(view.replace(limit=limit), capacity) for view, limit, capacity in layers]
         if not paged:
             return shared(tuple(views), mesh)
