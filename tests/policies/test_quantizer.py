@@ -114,12 +114,12 @@ def follow(policy: kvjax.Policy, **arguments: Any) -> tuple[np.ndarray, list[np.
     state, logits = kvjax.prefill(model, policy, TEXT[:, :40], 16, max_new_tokens=40, lengths=(40, 31), **arguments)
     seen = [logits]
     for step in range(6):
-        state, logits = kvjax.fused_decode(state, TEXT[:, 40 + step])
+        state, logits = kvjax.decode_step(state, TEXT[:, 40 + step])
         seen.append(logits)
     state, logits = kvjax.extend(state, [TEXT[0, 46:53].tolist(), TEXT[1, 46:50].tolist()])
     state = kvjax.put_rows(state, [0], kvjax.take_rows(state, [1]))
     for step in range(3):
-        state, logits = kvjax.fused_decode(state, TEXT[:, 60 + step])
+        state, logits = kvjax.decode_step(state, TEXT[:, 60 + step])
         seen.append(logits)
     return np.stack(seen), held_positions(state)
 
@@ -230,7 +230,7 @@ def test_integer_codes_of_another_package_compile_to_the_same_programs() -> None
     for codec in ("int8", made(SymmetricQuantizer, bits=8)(), copied):
         policy = kvjax.policy("h2o", codec=codec)
         state, _ = kvjax.prefill(random_model(GQA), policy, TEXT[:, :40], 16, max_new_tokens=4)
-        programs.append(str(jax.make_jaxpr(kvjax.fused_decode)(state, jnp.asarray([1, 2]))))
+        programs.append(str(jax.make_jaxpr(kvjax.decode_step)(state, jnp.asarray([1, 2]))))
     assert programs[0] == programs[1] == programs[2]
 
 
@@ -241,7 +241,7 @@ def test_no_kernel_encodes_in_another_way_than_the_format() -> None:
         model = kvjax.load("tiny")
         state, _ = kvjax.prefill(model, policy, TEXT[:1, :40], 16, max_new_tokens=4, implementation=kernels)
         for token in (5, 6, 7):
-            state, logits = kvjax.fused_decode(state, [token])
+            state, logits = kvjax.decode_step(state, [token])
         found.append(logits)
     np.testing.assert_allclose(found[1], found[0], rtol=0.02, atol=0.02)
 
@@ -305,4 +305,4 @@ def test_a_policy_refuses_the_kernels_that_cannot_read_its_format() -> None:
     model, policy = kvjax.load("tiny"), kvjax.policy("h2o", codec="fp8")
     state, _ = kvjax.prefill(model, policy, TEXT[:1, :40], 16, max_new_tokens=4, implementation=kernels)
     with pytest.raises(Unsupported, match="'pallas': keys and values are stored by Float8, which xla alone decodes"):
-        kvjax.fused_decode(state, [1])
+        kvjax.decode_step(state, [1])
