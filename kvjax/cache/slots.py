@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -191,15 +192,18 @@ class Slots(View, SlotCache, kw_only=True):
 
     def evict_and_attend(self, policy: Policy, new: LayerTokens, requests: PyTree, **options: Any) -> Step:
         """Write one token per row into a slot of each head, and attend to all slots, in one kernel if there is one."""
-        if new.spread.slots > 1 or not may_fuse(policy, self):
+        if new.spread.slots > 1:
             return super().evict_and_attend(policy, new, requests)
         with jax.named_scope("eviction"):
             slots = prepared(policy, self, new)
             ranking = ranked(policy, slots, new)
+        in_two_kernels = functools.partial(super(Slots, slots).evict_and_attend, policy, new, requests, ranking=ranking)
+        if not may_fuse(policy, slots, new):
+            return in_two_kernels()
         operands = policy.codec.operands(slots, new, room=ranking.bounds.limit)
         fused = FusedStep(policy, slots, new, requests, ranking, operands)
         if not fused.supported:
-            return super(Slots, slots).evict_and_attend(policy, new, requests, ranking=ranking)
+            return in_two_kernels()
         with jax.named_scope("attention"):
             slots, attended, evicted = fused()
             partial = with_sink(attended.partial, new.sink_logits)
