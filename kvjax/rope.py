@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import or_xla
+from pallas_kernels.op import How, options_of
 from pallas_kernels.operands import turn, whole_widths
 from pallas_kernels.rope import rope as rotate_token
 
@@ -201,9 +202,7 @@ def rotate_heads(
     qk: Sequence[Float[Array, "b *h t d"]],
     turns: Turns,
     still: Sequence[Float[Array, "b *h t e"]] = (),
-    *,
-    implementation: str = "auto",
-    **target: Any,
+    **how: Unpack[How],
 ) -> tuple[Float[Array, "b *h t d"], ...]:
     """Rotate queries and keys, `qk`, and return values, `still`, unchanged.
 
@@ -225,8 +224,7 @@ def rotate_heads(
                 sin,
                 heads[len(qk) :],
                 interleaved=rope.interleaved,
-                implementation=or_xla(implementation),
-                **target,
+                implementation=or_xla(options_of(**how).implementation),
             )
     return tuple(x.reshape(like.shape) for x, like in zip(outputs, arrays, strict=True))
 

@@ -44,6 +44,7 @@ from kvjax.utils.moved import renamed
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.attention import Partial as Partial
 from pallas_kernels.attention import wide as wide
+from pallas_kernels.op import Kernels as Kernels
 from pallas_kernels.operands import Operand
 from pallas_kernels.operands import values as numbers
 
@@ -103,16 +104,13 @@ class LayerConfig:
         slopes = None if self.slopes is None else self.spread.own_heads(jnp.asarray(self.slopes)[None])[0]
         return AttentionSpec(self.scale, self.soft_cap, self.window, slopes)
 
-    def rotated(
-        self, turned: Sequence[Array], turns: Turns, kernels: Kernels, still: Sequence[Array] = ()
-    ) -> tuple[Array, ...]:
+    def rotated(self, turned: Sequence[Array], turns: Turns, still: Sequence[Array] = ()) -> tuple[Array, ...]:
         """Rotate queries and keys and return values unchanged; see `kvjax.rope.rotate_heads`."""
         assert self.rope is not None
         if self.normed:  # XLA rotates each head in the pass that normalises it
-            apart = kernels._replace(implementation="xla")
-            found = rotate_heads(self.rope, turned, turns, **apart._asdict())
-            return (*found, *(rotate_heads(self.rope, (), turns, still, **kernels._asdict()) if still else ()))
-        return rotate_heads(self.rope, turned, turns, still, **kernels._asdict())
+            rotated = rotate_heads(self.rope, turned, turns, implementation="xla")
+            return (*rotated, *(rotate_heads(self.rope, (), turns, still) if still else ()))
+        return rotate_heads(self.rope, turned, turns, still)
 
     def bounds(self, end: int | Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
         """Return whether texts of `end` tokens exceed the layer's window, which then overrides the budget.
@@ -120,14 +118,6 @@ class LayerConfig:
         This is False for layers that attend as far back as any other: the budget applies to those.
         """
         return end > (self.window if self.local and self.window is not None else np.iinfo(np.int32).max)
-
-
-class Kernels(NamedTuple):
-    """Implementation of every operation, and its target: see `pallas_kernels.common.choose`."""
-
-    implementation: str = "auto"
-    interpret: Any = False
-    platform: str | None = None
 
 
 class TokenBatch(struct.PyTreeNode):
@@ -152,7 +142,6 @@ class TokenBatch(struct.PyTreeNode):
     """True if the tokens are given text (a prompt, a turn), False if the model generated them."""
     replayed: bool = setting(False)
     """True if the tokens are a text that is read again: they attend to what is held, and get no slots."""
-    kernels: Kernels = setting(Kernels())
 
     @staticmethod
     def of_text(token: Int[Array, "b t"], lengths: Int[Array, " b"]) -> TokenBatch:
@@ -289,7 +278,7 @@ class LayerTokens(TokenBatch, kw_only=True):
         if self.config.rope is None:
             return self
         turns = turns or self.turns(self.config.rope, self.q.dtype)
-        q, k, v = self.config.rotated((self.q, self.k), turns, self.kernels, (self.v,))
+        q, k, v = self.config.rotated((self.q, self.k), turns, (self.v,))
         return self.replace(q=q, k=k, v=v)
 
 
@@ -335,7 +324,6 @@ class Evicted(struct.PyTreeNode):
     position: Int[Array, "b h m"]
     """Original position; -1 if there is no pair, or if no part may remember it."""
     layer: int | Int[Array, ""] = 0
-    kernels: Kernels = setting(Kernels())
 
     @property
     def leaving(self) -> Bool[Array, "b h m"]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import contextvars
 import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar, Unpack
 
 from pallas_kernels.common import IMPLEMENTATIONS, Survey, Tuned, TuningTask, bucket_name, choose, platform_of
 
@@ -43,8 +45,35 @@ class Options(NamedTuple):
     """Target of compilation: `cpu`, `gpu` or `tpu`."""
 
 
-def options_of(implementation: str = "auto", interpret: Any = False, platform: str | None = None) -> Options:
-    """Return the options of a call, as `How` describes them."""
+class Kernels(NamedTuple):
+    """Implementation of every operation, and its target: see `How`."""
+
+    implementation: str = "auto"
+    interpret: Any = False
+    platform: str | None = None
+
+
+AUTO = Kernels()
+
+_CHOICE: contextvars.ContextVar[Kernels] = contextvars.ContextVar("kernels", default=AUTO)
+
+
+@contextlib.contextmanager
+def using(kernels: Kernels) -> Generator[None]:
+    """Choose how operations run that are traced inside, where a call names nothing else.
+
+    A function that is compiled inside must take `kernels` as a static argument: `jit` knows no other difference.
+    """
+    token = _CHOICE.set(kernels)
+    try:
+        yield
+    finally:
+        _CHOICE.reset(token)
+
+
+def options_of(**how: Any) -> Options:
+    """Return the options of a call, as `How` describes them; those of `using` where it names none."""
+    implementation, interpret, platform = _CHOICE.get()._replace(**how)
     return Options(implementation, interpret, platform_of(platform))
 
 
@@ -80,9 +109,9 @@ class Op(abc.ABC, Generic[Result]):
     def workload(self) -> tuple[Mapping[str, int], Mapping[str, Any]] | None:
         """Return the sizes and settings that name a benchmark, as `bucket_name` takes them; None if there is none."""
 
-    def __call__(self, implementation: str = "auto", interpret: Any = False, platform: str | None = None) -> Result:
+    def __call__(self, **how: Unpack[How]) -> Result:
         """Run the implementation that `choose` returns."""
-        options = options_of(implementation, interpret, platform)
+        options = options_of(**how)
         return self.run(self.choose(options), options)
 
     def choose(self, options: Options) -> str:

@@ -13,6 +13,8 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from pallas_kernels.op import Kernels, using
+
 BOUNDS = {"float32": 2e-5, "bfloat16": 1e-2}
 """Largest error of a number of order one, absolute or relative, by the dtype of the inputs."""
 
@@ -49,6 +51,17 @@ class Way:
 XLA = Way("xla")
 TPU_WAYS = (Way("pallas", True, "tpu"), Way("pallas", pltpu.InterpretParams(), "tpu"))
 GPU_WAYS = (Way("pallas", True, "gpu"),)
+
+
+def in_its_way(test: Callable[..., None]) -> Callable[..., None]:
+    """A test with a parameter `way`, by which the operations run that name none."""
+
+    @functools.wraps(test)
+    def run(*args: Any, way: Way, **named: Any) -> None:
+        with using(Kernels(**way.options)):
+            test(*args, way=way, **named)
+
+    return run
 
 
 @dataclass(frozen=True)

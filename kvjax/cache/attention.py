@@ -107,7 +107,6 @@ def attend_token(
         low_rank=None if low_rank is None else low_rank._replace(features=low_rank.features[:, :, :, 0]),
         sinks=given.sinks,
         scores=scores,
-        **new.kernels._asdict(),
     )
     if new.spread.slots > 1:
         return _shared(found, given, view.position, new, requests, remembered, selection)
@@ -287,7 +286,6 @@ def attend_block(
         noise=None if noise is None else drawn(noise, view.position, new, wide(new.q.dtype)),
         tau=tau,
         query_tokens=None if share.token is None else QueryTokens(share.token, new.k.shape[2]),
-        **new.kernels._asdict(),
     )
     partial = Partial(found.out, found.lse)
     lse = share.whole(found.lse, 3)

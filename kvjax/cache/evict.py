@@ -139,7 +139,7 @@ def replace_slot(
     `buffers` are the positions of the slots, the position of the token [b], buffers, and the token's entries in them.
     """
     scores, bounds, keep, hashed = ranking
-    options: dict[str, Any] = dict(protection=bounds, keep=keep, **new.kernels._asdict())
+    options: dict[str, Any] = dict(protection=bounds, keep=keep)
     if hashed is None or policy.may_shrink:
         return evict(scores, *buffers, shrinks=policy.may_shrink, pairs=pairs, **options)[1:]
     slot = hamming(hashed.hashing.of_queries(), hashed.codes, view.position, new.position[:, 0], **options)
@@ -198,8 +198,8 @@ def evicted_pairs(state: Parts, new: LayerTokens, kv: KV | None, position: Int[A
     """
     if kv is None:
         nowhere = jnp.full(new.k.shape[:3], -1, jnp.int32)
-        return Evicted(jnp.zeros_like(new.k), jnp.zeros_like(new.v), nowhere, new.layer, new.kernels)
+        return Evicted(jnp.zeros_like(new.k), jnp.zeros_like(new.v), nowhere, new.layer)
     stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
     pair = restored(new.config.rope, stored, position[..., None], state.codec, wide(new.k.dtype))
     position = ranks.remembered_positions(position, new)
-    return Evicted(pair.k, pair.v, position[..., None], new.layer, new.kernels)
+    return Evicted(pair.k, pair.v, position[..., None], new.layer)

@@ -37,10 +37,7 @@ class FusedStep(NamedTuple):
         scores, _ = self._scores
         query = Query(self.operands.q[:, :, :, 0], self.new.config.spec, self.operands.sinks)
         queries = query, query._replace(scores=scores)
-        options = self.new.kernels._asdict()
-        return self.operands.places is None and all(
-            one_pass(it, k, v, self.ranking.hashed, **options) for it in queries
-        )
+        return self.operands.places is None and all(one_pass(it, k, v, self.ranking.hashed) for it in queries)
 
     @property
     def _scores(self) -> tuple[Any, bool]:
@@ -69,7 +66,6 @@ class FusedStep(NamedTuple):
             pairs=policy.residual is not None,
             adds=adds,
             rounds=policy.residual is None,
-            **new.kernels._asdict(),
         )
         position, k, v, states = step.slots
         if step.codes is not None:
@@ -96,4 +92,4 @@ def may_fuse(policy: Policy, view: View, new: LayerTokens) -> bool:
     if policy.slot_bias(view) is not None:
         return False
     query: Any = jax.ShapeDtypeStruct((*q.shape[:3], q.shape[-1]), q.dtype)
-    return one_pass(Query(query, new.config.spec), view.kv.k, view.kv.v, **new.kernels._asdict())
+    return one_pass(Query(query, new.config.spec), view.kv.k, view.kv.v)

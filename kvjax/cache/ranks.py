@@ -250,7 +250,7 @@ def fold_evicted(residual: Residual, view: View, new: LayerTokens, leaving: Bool
     def add(remembered: PyTree, block: Any) -> tuple[PyTree, None]:
         kv, position = block
         pair = restored(new.config.rope, kv, position, view.state.codec, new.k.dtype)
-        return residual.absorb(remembered, Evicted(pair.k, pair.v, position, new.layer, new.kernels)), None
+        return residual.absorb(remembered, Evicted(pair.k, pair.v, position, new.layer)), None
 
     parts = jax.tree.map(blocks, view.kv), blocks(position, -1)
     return jax.lax.scan(add, view.state.residual, parts)[0]

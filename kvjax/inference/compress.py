@@ -175,7 +175,7 @@ def _renew_slots(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCac
 
 def _renewed_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     # The slots as the policy would have them, had it read the tokens that are there as a prompt, and these tokens.
-    reading, slots = cache.newest.replace(kernels=decoder.kernels), joined(cache, decoder.mesh).slots
+    reading, slots = cache.newest, joined(cache, decoder.mesh).slots
     layers = zip(decoder.here().layers, slots, limits, strict=True)
     renewed = [
         _renewed(layer, reading, view.replace(limit=limit), decoder.weights.dtype) for layer, view, limit in layers

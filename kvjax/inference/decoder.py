@@ -279,7 +279,7 @@ def _steps_on_device(
     if lengths is not None:
         after = jnp.where(cache.active, cache.position + lengths, cache.position)
         position = jnp.where(index < lengths[:, None], position, -1)
-    reading = cache.reading(tokens, position, after).replace(kernels=decoder.kernels)
+    reading = cache.reading(tokens, position, after)
     cache, hidden = read_steps(decoder, cache, reading)
     logits = unembed(decoder.weights, decoder.config, hidden)
     if decoder.policy.plan.sizing.fixed_length:
@@ -352,7 +352,7 @@ def _extend_on_device(
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
     decoder, reading = decoder.here(), cache.following(tokens, lengths)
     given = jnp.where(lengths > 0, reading.read, cache.prompt_length)
-    reading = reading.replace(prompt_length=given, kernels=decoder.kernels)
+    reading = reading.replace(prompt_length=given)
     # While a block is read, pages are unpacked into buffers of one size for all heads.
     whole = joined(cache, decoder.mesh)
     after = whole.replace(layers=whole.unpacked(), pool=None)

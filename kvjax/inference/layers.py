@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,15 +16,18 @@ from kvjax.cache.pending import sum_over_layers
 from kvjax.inference.cache import Bound, Cache
 from kvjax.models.decoder import Layer, block, embed
 from kvjax.rope import Rope, Turns
-from kvjax.types import TokenBatch, View, wide
+from kvjax.types import Kernels, TokenBatch, View, wide
 
 STEPS = 512
 """Most tokens, of all rows, that a layer reads by decode steps before the next layer does."""
 
 Caches = tuple[LayerCache, ...]
 
-# The compiler inlines it; sharing saves tracing and lowering.
-_block_once = jax.jit(block)
+
+@functools.partial(jax.jit, static_argnames="kernels")
+def _block_once(kernels: Kernels, *arguments: Any) -> Any:
+    # The compiler inlines it; sharing saves tracing and lowering.
+    return block(*arguments)
 
 
 def read(
@@ -106,9 +110,10 @@ def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[
     pool = cache.pool
     if pool is not None:
         pool = pool.with_logits(decoder.config.layer(0).groups, wide(x.dtype))
-    run = _block_once if pool is None and not score.requires.host_memory else block
-    if run is _block_once:
+    run: Callable[..., Any] = block
+    if pool is None and not score.requires.host_memory:
         layers = [layer.replace(number=jnp.asarray(layer.number)) for layer in layers]
+        run = functools.partial(_block_once, decoder.kernels)
     caches, pool, x = read(layers, caches, reading, x, pool=pool, turns=turns, run=run)
     return cache.replace(layers=caches, pool=pool and pool.replace(logits=None)), x
 

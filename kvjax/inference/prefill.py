@@ -32,6 +32,7 @@ from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.types import OF_HEADS, OF_ROWS, Kernels, PyTree, TokenBatch
 from kvjax.utils.dependence import depends_on
+from pallas_kernels.op import using
 
 DEEP = 12
 """Fewest layers with which a prompt is read layer by layer, because one program for all of them compiles slowly."""
@@ -51,17 +52,18 @@ def read_prompts(decoder: Bound, prompts: Prompts, run: Callable[[Any], Any] = l
     `run` turns each program into the function that is called in its place.
     """
     requires, settings = prompts.policy.score.requires, dict(config=decoder.config, mesh=decoder.mesh)
+    of_layer: dict[str, Any] = dict(kernels=decoder.kernels, mesh=decoder.mesh)
     apart = requires.shared_slots != "layers" and not requires.host_memory
     if decoder.config.layers < DEEP or prompts.chunk is not None or not apart:
         return run(read_together)(*program_arguments(decoder, prompts), **program_settings(prompts))
     around = dataclasses.replace(decoder.weights, layers=())
-    reading, x = run(_begin)(around, *_texts(prompts), kernels=decoder.kernels, **settings)
+    reading, x = run(_begin)(around, *_texts(prompts), **settings)
     caches = list[LayerCache]()
     layers = decoder.replace(policy=decoder.policy.sized(prompts.lines)).layers
     for layer, limit, capacity in zip(layers, map(jnp.asarray, prompts.limits), prompts.capacities, strict=True):
         # Layers of one shape share a program, so that their numbers are arrays.
         numbered = layer.replace(number=jnp.asarray(layer.number))
-        cache, x = run(read_one_layer)(numbered, limit, reading, x, capacity=capacity, mesh=decoder.mesh)
+        cache, x = run(read_one_layer)(numbered, limit, reading, x, capacity=capacity, **of_layer)
         caches.append(cache)
     position, logits = run(_end)(around, reading, x, **settings)
     return tuple(caches), position, reading.seed, logits
@@ -111,12 +113,12 @@ def _texts(prompts: Prompts) -> tuple[Any, ...]:
     return prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys, prompts.rope_length
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def _begin(
-    weights: Weights, *texts: Array, config: ModelConfig, kernels: Kernels, mesh: Mesh | None
+    weights: Weights, *texts: Array, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[TokenBatch, Float[Array, "b n width"]]:
     def here(weights: Weights, *texts: Array) -> tuple[TokenBatch, Float[Array, "b n width"]]:
-        reading = _reading(kernels, *texts)
+        reading = _reading(*texts)
         return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
 
     def specs() -> tuple[PyTree, PyTree]:
@@ -125,7 +127,7 @@ def _begin(
     return on_mesh(here, mesh, specs)(weights, *texts)
 
 
-@functools.partial(jax.jit, static_argnames=("capacity", "mesh"), donate_argnames="x")
+@functools.partial(jax.jit, static_argnames=("capacity", "kernels", "mesh"), donate_argnames="x")
 def read_one_layer(
     layer: Layer,
     limit: Int[Array, "b h"],
@@ -133,6 +135,7 @@ def read_one_layer(
     x: Float[Array, "b n width"],
     *,
     capacity: int,
+    kernels: Kernels,
     mesh: Mesh | None,
 ) -> tuple[LayerCache, Float[Array, "b n width"]]:
     """Read whole prompts through one layer; equal layers share the program."""
@@ -146,7 +149,7 @@ def read_one_layer(
     def specs() -> tuple[PyTree, PyTree]:
         return (layer_specs(layer, mesh), OF_HEADS, OF_ROWS, OF_ROWS), (prompt_specs([layer])[0], OF_ROWS)
 
-    return on_mesh(here, mesh, specs)(layer, limit, reading, x)
+    return on_mesh(using(kernels)(here), mesh, specs)(layer, limit, reading, x)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
@@ -171,7 +174,8 @@ def read_together(decoder: Bound, *texts: Any, **settings: Any) -> Read:
         in_specs = bound_specs(decoder), *(OF_ROWS,) * 5, OF_HEADS
         return in_specs, (prompt_specs(decoder.layers), OF_ROWS, OF_ROWS, logits_spec(decoder.config, decoder.mesh))
 
-    return on_mesh(functools.partial(_read_on_device, **settings), decoder.mesh, specs)(decoder, *texts)
+    here = using(decoder.kernels)(functools.partial(_read_on_device, **settings))
+    return on_mesh(here, decoder.mesh, specs)(decoder, *texts)
 
 
 def _read_on_device(
@@ -191,7 +195,7 @@ def _read_on_device(
     # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
     slots = (0,) * decoder.config.layers if chunk is None else capacities
     caches = decoder.init_caches(limits, slots)
-    whole = _reading(decoder.kernels, tokens, lengths, horizon, keys, rope_length)
+    whole = _reading(tokens, lengths, horizon, keys, rope_length)
     if chunk is None:
         caches, hidden = read_block(decoder, caches, whole, capacities)
         last = whole.at_last(hidden, otherwise=hidden[:, 0])
@@ -208,7 +212,6 @@ def _read_on_device(
 
 
 def _reading(
-    kernels: Kernels,
     tokens: Int[Array, "b n"],
     lengths: Int[Array, " b"],
     horizon: Int[Array, " b"],
@@ -226,5 +229,4 @@ def _reading(
         end=lengths + horizon,
         seed=policy_seeds(keys),
         rope_length=rope_length,
-        kernels=kernels,
     )

@@ -66,7 +66,7 @@ def unevicted(prompts: Prompts, config: ModelConfig, mesh: Mesh | None) -> Promp
 
 def held_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     """Return the slots of a cache with other limits, to be ranked by the newest token."""
-    reading, layers = cache.newest.replace(kernels=decoder.kernels), decoder.here().layers
+    reading, layers = cache.newest, decoder.here().layers
     new = [reading.ahead(layer.shape, index, decoder.weights.dtype) for index, layer in enumerate(layers)]
     views, policies = joined(cache, decoder.mesh).slots, [layer.policy for layer in layers]
     if not foreseen(policies, views, new):

@@ -71,7 +71,7 @@ def _chunks(
 @jax.jit
 def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> tuple[LayerCache, ...]:
     def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[LayerCache, ...]:
-        reading = cache.following(tokens, lengths).replace(replayed=True, kernels=decoder.kernels)
+        reading = cache.following(tokens, lengths).replace(replayed=True)
         slots, decoder = joined(cache, decoder.mesh).slots, decoder.here()
         of_cache = map(_of_cache, _pending(decoder, slots, reading), [each.capacity for each in slots])
         totals = zip(decoder.layers, slots, sum_over_layers(list(of_cache)), strict=True)
@@ -88,7 +88,7 @@ def replayed_queries(
 
     def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
         reading = cache.following(tokens, lengths)
-        reading = reading.replace(prompt_length=reading.read, kernels=decoder.kernels)
+        reading = reading.replace(prompt_length=reading.read)
         slots = joined(cache, decoder.mesh).slots
         return tuple(pending.new.q for pending in _pending(decoder.here(), slots, reading))
 

@@ -25,6 +25,7 @@ from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 from kvjax.types import HEADS, OF_ROWS, REPLICATED, ROWS, SLOTS, PyTree, Spread
+from pallas_kernels.op import using
 
 C = TypeVar("C", bound=LayerCache)
 Caches = tuple[LayerCache, ...]
@@ -68,7 +69,8 @@ def run_on_mesh(
     """
 
     def here(decoder: Bound, cache: Cache, arguments: tuple[Any, ...]) -> Any:
-        return function(decoder, cache, *arguments)
+        with using(decoder.kernels):
+            return function(decoder, cache, *arguments)
 
     def specs() -> tuple[PyTree, PyTree]:
         return (bound_specs(decoder), cache_specs(cache), argument_specs), out_specs()

@@ -321,7 +321,7 @@ class Codec(Part, interface=True, init=False):
             return None
         if config.rope is not None:  # rotate the query back, not the sinks forward: stored keys do not change
             turns = turns_of(config.rope, new.position - gap[:, :, 0], new.raw_q.dtype, new.rope_length, places)
-            (near,) = config.rotated((new.raw_q,), turns, new.kernels)
+            (near,) = config.rotated((new.raw_q,), turns)
         return Sinks(near[:, :, :, 0], self.sinks, None if config.slopes is None else gap[:, 0, 0])
 
     def _nearer(self, rope: Rope, view: View, new: LayerTokens, gap: Int[Array, "b 1 1"]) -> Operand:

@@ -291,7 +291,7 @@ def _check_residual(residual: Residual, view: View, new: LayerTokens) -> None:
     state = view.state.residual
     for count, kind in ((1, wide(new.k.dtype)), (view.capacity, new.k.dtype)):
         keys, values = (jnp.zeros((rows, heads, count, x.shape[-1]), kind) for x in (new.k, new.v))
-        evicted = Evicted(keys, values, jnp.zeros((rows, heads, count), jnp.int32), new.layer, new.kernels)
+        evicted = Evicted(keys, values, jnp.zeros((rows, heads, count), jnp.int32), new.layer)
         _check_same(residual, "absorb", _call(residual, "absorb", state, evicted), state, "what its state began with")
     found = _call(residual, "share", state, new)
     check = functools.partial(_check, residual)

@@ -132,7 +132,7 @@ def _close(actual: Any, expected: Any, what: str) -> None:
 def _ranking_inputs(state: State) -> list[tuple[Policy, View, LayerTokens]]:
     """Return the policy of each layer, its slots, and the newest token, as far as a ranking may use it."""
     decoder, cache = state.decoder, state.cache
-    reading, views = cache.newest.replace(kernels=decoder.kernels), cache.slots
+    reading, views = cache.newest, cache.slots
     return [
         (layer.policy, view, reading.ahead(layer.shape, index, decoder.weights.dtype))
         for index, (layer, view) in enumerate(zip(decoder.here().layers, views, strict=True))

@@ -28,14 +28,14 @@ def fused_decode(x: FusedDecode, options: Options) -> FusedResult:
         queries = hashing.of_queries()
         importance = -distances(queries, words).astype(jnp.float32)
         if surveyed:
-            HammingVictim(queries, words, position, newest, *choice[:2])(*options)
+            HammingVictim(queries, words, position, newest, *choice[:2])(**options._asdict())
     contents, added = (((*pair, buffers), words), ((*new, entry), word))
     eviction = Evict(importance, position, newest, contents, added, *choice, pairs=x.pairs)
-    result = eviction(*options) if surveyed and words is None else eviction.reference(options)
+    result = eviction(**options._asdict()) if surveyed and words is None else eviction.reference(options)
     slot, evicted_position, evicted, position, ((k, v, buffers), codes) = result
     slots = Slots(position, k, v, buffers)
     attention = x.attention(slots)
-    attended = attention(*options) if surveyed else attention.reference(options)
+    attended = attention(**options._asdict()) if surveyed else attention.reference(options)
     if x.adds:
         assert importance is not None and attended.scores is not None
         zeroed = write_slots(importance, slot, jnp.zeros(slot.shape, importance.dtype))

@@ -234,5 +234,5 @@ def test_a_step_traces_layers_of_one_shape_once(
     model = random_model(small_config(4, 2, layers=4, windows=windows), 0)
     state, _ = kvjax.prefill(model, policy, np.arange(3, 21)[None], 16, max_new_tokens=4)
     text = lower_step(state).as_text()
-    assert len(re.findall(r"func private @block(_\d+)?\(", text)) == traced
-    assert len(re.findall(r"call @block(_\d+)?\(", text)) == 4
+    assert len(re.findall(r"func private @_block_once(_\d+)?\(", text)) == traced
+    assert len(re.findall(r"call @_block_once(_\d+)?\(", text)) == 4

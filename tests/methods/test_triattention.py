@@ -173,7 +173,7 @@ def test_layers_share_programs() -> None:
     assert len(lower_prefill(deep, made, prompts, 18)) == 3
     state, _ = kvjax.prefill(deep, made, prompts, 18, max_new_tokens=4)
     step = jax.make_jaxpr(kvjax.decode_step)(state, jnp.asarray([9])).eqns[0].params["jaxpr"]
-    layers = [equation.params["jaxpr"] for equation in step.eqns if equation.params.get("name") == "block"]
+    layers = [equation.params["jaxpr"] for equation in step.eqns if equation.params.get("name") == "_block_once"]
     assert len(layers) == DEEP.layers
     assert len({id(layer.jaxpr) for layer in layers}) == 1
 

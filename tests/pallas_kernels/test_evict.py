@@ -28,10 +28,11 @@ from pallas_kernels.evict import EvictionRules, evict
 from pallas_kernels.fused_decode import Hashed, Query, Ranking, Slots, Token
 from pallas_kernels.fused_decode.api import FusedDecode
 from pallas_kernels.hamming import Hashing, hamming, hashes
+from pallas_kernels.op import using
 from pallas_kernels.workloads import operand
 from tests.kernel_cases.evict import case, run
 from tests.kernel_cases.hamming import case as hamming_case
-from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Way, check
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Way, check, in_its_way
 from tests.small_models import small_config
 
 
@@ -73,7 +74,7 @@ CONFIG = small_config(4, 2, head_width=64).layer(0)
 SLOPED = small_config(4, 2, head_width=64, position="alibi", rope=None).layer(0)
 
 
-def new_token(key, b, h, g, d, position, way):
+def new_token(key, b, h, g, d, position):
     q, k, v = (jax.random.normal(jax.random.fold_in(key, i), (b, h, *x, 1, d)) for i, x in enumerate(([g], [], [])))
     return LayerTokens(
         q=q,
@@ -90,7 +91,6 @@ def new_token(key, b, h, g, d, position, way):
         end=position + 1,
         seed=jnp.zeros(b, jnp.uint32),
         config=CONFIG,
-        kernels=Kernels(**way.options),
     )
 
 
@@ -104,10 +104,11 @@ def full_view(b, h, c, d, remembered):
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
 @pytest.mark.compiled_well
+@in_its_way
 def test_a_token_takes_the_slot_that_compression_would_drop(way):
     """What ranks lowest is one rule: for one token more than a head may hold, and for a whole prompt."""
     b, h, c, d = 2, 2, 48, 64
-    new = new_token(jax.random.key(0), b, h, 2, d, jnp.asarray([150, 120]), way)
+    new = new_token(jax.random.key(0), b, h, 2, d, jnp.asarray([150, 120]))
     policy = kvjax.policy("h2o", sinks=2, recent=5)
     slots = full_view(b, h, c, d, lambda k, scores: scores)
     written, pair = slots.write(policy, new, pairs=True)
@@ -136,7 +137,7 @@ def test_what_leaves_is_handed_out_where_it_is_asked_for(way):
 @pytest.mark.parametrize(("pairs", "reads"), [(False, 1), (True, 4)])
 def test_a_step_reads_what_leaves_only_for_who_asks(pairs, reads):
     """The position alone is always read; and on a CPU keys and values alone are written by scatters."""
-    new = new_token(jax.random.key(0), 2, 2, 2, 64, jnp.asarray([150, 120]), XLA)
+    new = new_token(jax.random.key(0), 2, 2, 2, 64, jnp.asarray([150, 120]))
     slots = full_view(2, 2, 48, 64, lambda k, scores: scores)
     text = jax.jit(lambda slots: slots.write(kvjax.policy("h2o"), new, pairs=pairs)).lower(slots).as_text()
     assert text.count('"stablehlo.gather"') == reads
@@ -158,7 +159,7 @@ def test_one_pass_is_exchange_then_attention(name):
     policy = kvjax.policy(name)
     if name == "lsh_e":
         policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=projections(0, 0, h, 40, d)))
-    new = new_token(jax.random.key(2), b, h, g, d, jnp.asarray([70, 50]), TPU_WAYS[0])
+    new = new_token(jax.random.key(2), b, h, g, d, jnp.asarray([70, 50]))
 
     def begun(k, scores):
         zeros = policy.score.init_slot(new.replace(k=k), Parts())
@@ -171,28 +172,29 @@ def test_one_pass_is_exchange_then_attention(name):
     view, heard = full_view(b, h, c, d, begun), []
     slots = view.replace(limit=jnp.full((b, h), c - 1))
     requests = policy.score.attention_stats(slots, new)
-    step = fused(policy, slots, new, requests)
-    assert step.supported
-    plain = new.replace(kernels=Kernels("xla"))
-    expected, _ = slots.write(policy, plain)
-    expected, attended = expected.attend_token(policy, plain, requests, None)
-    found, answered, _ = step()
+    with using(Kernels(**TPU_WAYS[0].options)):
+        step = fused(policy, slots, new, requests)
+        assert step.supported
+        found, answered, _ = step()
+    expected, _ = slots.write(policy, new)
+    expected, attended = expected.attend_token(policy, new, requests, None)
     assert (answered.stats is None) == (name in ("h2o", "keyformer"))  # added to the scores on the way
     for after, out, stats in (
         (found, answered.partial.out, answered.stats),
         (expected, attended.partial.out, attended.stats),
     ):
-        heard.append((after.update_slot(policy, requests, stats, plain), out))
+        heard.append((after.update_slot(policy, requests, stats, new), out))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *heard)
 
 
 @pytest.mark.parametrize("way", TPU_WAYS, ids=str)
 @pytest.mark.parametrize("base", [CONFIG, SLOPED], ids=["rope", "alibi"])
+@in_its_way
 def test_one_pass_sees_the_sinks_that_a_layers_window_has_not_passed_from_near(base, way):
     newest, window, c, sinks = np.array([50, 64, 65, 67, 68, 90]), 64, 48, 4
     b, h = len(newest), 2
     config, policy = dataclasses.replace(base, window=window), kvjax.policy("streaming", sinks=sinks)
-    new = new_token(jax.random.key(2), b, h, 2, 64, jnp.asarray(newest), way).replace(config=config)
+    new = new_token(jax.random.key(2), b, h, 2, 64, jnp.asarray(newest)).replace(config=config)
     view = full_view(b, h, c, 64, lambda k, scores: None)
     held = np.full((b, h, c), -1)
     for row, last in enumerate(newest):  # sinks that the window has passed before have left, the others have not
@@ -203,9 +205,9 @@ def test_one_pass_sees_the_sinks_that_a_layers_window_has_not_passed_from_near(b
     step = fused(policy, slots, new, ())
     assert step.supported
     found, answered, _ = step()
-    plain = new.replace(kernels=Kernels("xla"))
-    expected, _ = slots.write(policy, plain)
-    expected, attended = expected.attend_token(policy, plain, (), None)
+    with using(Kernels("xla")):
+        expected, _ = slots.write(policy, new)
+        expected, attended = expected.attend_token(policy, new, (), None)
     np.testing.assert_array_equal(found.position, expected.position)
     np.testing.assert_allclose(answered.partial.out, attended.partial.out, rtol=1e-5, atol=1e-5)
 
@@ -224,15 +226,17 @@ def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
     settings = {"name": "streaming", "positions": "original", "way": TPU_WAYS[0], "c": 48} | change
     way, name, c = (settings.pop(key) for key in ("way", "name", "c"))
     policy = kvjax.policy(name, **settings)
-    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
+    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]))
     view = full_view(1, 2, c, 64, lambda k, scores: None)
-    assert not (may_fuse(policy, view, new) and fused(policy, view, new, ()).supported)
+    with using(Kernels(**way.options)):
+        assert not (may_fuse(policy, view, new) and fused(policy, view, new, ()).supported)
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
+@in_its_way
 def test_hamming_finds_the_victim_of_lsh_e(way):
     b, h, g, c, d = 2, 2, 3, 48, 64
-    new = new_token(jax.random.key(1), b, h, g, d, jnp.asarray([150, 120]), way)
+    new = new_token(jax.random.key(1), b, h, g, d, jnp.asarray([150, 120]))
     planes = projections(0, 0, h, 40, d)
     policy = kvjax.policy("lsh_e", bits=40)
     policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=planes))
@@ -240,7 +244,7 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     guard = policy.protection.guard(view, new)
     hashing = hashed_codes(policy.ranking(view, new), view)
     assert hashing is not None
-    asked: dict[str, Any] = dict(keep=guard.keep, **new.kernels._asdict())
+    asked: dict[str, Any] = dict(keep=guard.keep)
     bounds = EvictionRules(guard.sinks, guard.recent, view.limit)
     found = hamming(
         hashing.hashing.of_queries(), view.slots.score, view.position, new.position[:, 0], protection=bounds, **asked

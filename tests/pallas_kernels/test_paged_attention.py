@@ -29,7 +29,7 @@ from pallas_kernels.paged_attention.pallas_tpu import MAX_SCALARS, scalar_count,
 from pallas_kernels.workloads import paged_workload
 from tests.cases import fastgen_case, slow
 from tests.kernel_cases.paged_attention import case
-from tests.kernels import GPU_WAYS, H100, TPU_WAYS, XLA, check
+from tests.kernels import GPU_WAYS, H100, TPU_WAYS, XLA, check, in_its_way
 from tests.small_models import random_model, small_config
 
 RUNNING = (XLA, *GPU_WAYS, *TPU_WAYS)
@@ -103,6 +103,7 @@ def test_a_step_on_pages_is_the_same_with_every_kernel(policy, way):
 
 
 @pytest.mark.parametrize("way", RUNNING, ids=str)
+@in_its_way
 def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
     state, config = state_of("keyformer"), MODEL.config.layer(0)
     pool = state.cache.pool
@@ -126,7 +127,6 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
         seed=state.seed,
         config=config,
         given=False,
-        kernels=Kernels(**way.options),
     )
     policy = state.policy
     layer = state.layers[0].link((), pool.with_logits(g, jnp.float32))

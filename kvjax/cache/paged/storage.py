@@ -221,7 +221,6 @@ class Pages(LayerPages):
             places=operands.token_places,
             logits=pool.logits,
             layers=pool.layers,
-            **new.kernels._asdict(),
         )
         cache = self.replace(pool=pool.replace(logits=attention.logits))
         return cache, Attended(with_evicted(attention.partial, evicted), page_stats(self, new, requests, attention))

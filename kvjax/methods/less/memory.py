@@ -13,11 +13,9 @@ from jaxtyping import Array, Float
 from kvjax.methods.register import register_part
 from kvjax.models.model import LanguageModel
 from kvjax.policies.residual import Residual
-from kvjax.types import SEED, Evicted, Kernels, LayerTokens, Partial, at_least, directory, one_of, setting, wide
+from kvjax.types import SEED, Evicted, LayerTokens, Partial, at_least, directory, one_of, setting, wide
 from pallas_kernels import less_memory
 from pallas_kernels.attention import LowRank
-
-AUTO = Kernels()
 
 
 class Memory(NamedTuple):
@@ -117,15 +115,15 @@ class LowRankMemory(Residual, interface=True):
     def layer(self, index: int) -> LowRankMemory:
         return self if self.layers is None else self.replace(layers=self.layers[index], trained=())
 
-    def phi(self, q: Float[Array, "b h g t d"], kernels: Kernels = AUTO) -> Float[Array, "b h g t R"]:
+    def phi(self, q: Float[Array, "b h g t d"]) -> Float[Array, "b h g t R"]:
         """Compute features of a layer's rotated queries (equation 1)."""
-        return self._features("phi", q, kernels)
+        return self._features("phi", q)
 
-    def psi(self, k: Float[Array, "b h t d"], kernels: Kernels = AUTO) -> Float[Array, "b h t R"]:
+    def psi(self, k: Float[Array, "b h t d"]) -> Float[Array, "b h t R"]:
         """Compute features of a layer's rotated keys (equation 2)."""
-        return self._features("psi", k, kernels)
+        return self._features("psi", k)
 
-    def _features(self, which: str, x: Array, kernels: Kernels) -> Any:
+    def _features(self, which: str, x: Array) -> Any:
         from kvjax.methods.less.feature_maps import Performer
 
         if self.layers is None:
@@ -134,7 +132,7 @@ class LowRankMemory(Residual, interface=True):
         if self.kernels == "performer":
             return Performer(params["planes"].shape[-2]).apply({"params": params}, x)
         operation = {"phi": less_memory.phi, "psi": less_memory.psi}[which]
-        return operation(x, **params, **kernels._asdict())
+        return operation(x, **params)
 
     def init_head(self, shape: LayerTokens) -> Memory:
         """Return the empty memory, H_0 = 0 and z_0 = 0."""
@@ -148,14 +146,14 @@ class LowRankMemory(Residual, interface=True):
 
     def absorb(self, state: Memory, evicted: Evicted) -> Memory:
         """Add evicted pairs to the memory (equations 4 and 5)."""
-        features = self.psi(evicted.k, evicted.kernels)
+        features = self.psi(evicted.k)
         features = jnp.where(evicted.leaving[..., None], features, 0.0)
         added = jnp.einsum("bhmr,bhmd->bhrd", features, evicted.v.astype(state.h.dtype))
         return Memory(state.h + added, state.z + features.sum(2))
 
     def share(self, state: Memory, new: LayerTokens) -> LowRank:
         """Return phi, H and z of equation 3."""
-        return LowRank(self.phi(new.q, new.kernels), *state)
+        return LowRank(self.phi(new.q), *state)
 
     def step(self, state: Memory, evicted: Evicted, new: LayerTokens, attended: Partial) -> tuple[Memory, Array]:
         """Compute equations 3 to 5, in one operation if the kernels are learned."""
@@ -164,7 +162,7 @@ class LowRankMemory(Residual, interface=True):
         pair = evicted.k[:, :, 0], evicted.v[:, :, 0], evicted.position[:, :, 0]
         partial = Partial(*(x[:, :, :, 0] for x in attended))
         weights = self.layers["phi"], self.layers["psi"]
-        outputs = less_memory.remember(state, pair, new.q[:, :, :, 0], partial, *weights, **new.kernels._asdict())
+        outputs = less_memory.remember(state, pair, new.q[:, :, :, 0], partial, *weights)
         return Memory(outputs.h, outputs.z), outputs.out[:, :, :, None]
 
 
