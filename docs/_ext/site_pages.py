@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from kvjax.methods import describe
 from kvjax.methods.describe import Description
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
+from kvjax.policies.stats import StatRequest
 from kvjax.utils.markdown import markdown_table
 
 DOCS = Path(__file__).parent.parent
@@ -151,23 +152,26 @@ def _title(source: Any) -> str:
     return f"{kind.capitalize()}: {begun.rstrip('.')}."
 
 
+_REQUESTS = tuple(request.__name__ for request in get_args(StatRequest))
 _KINDS = (kvjax.Score, kvjax.Protection, kvjax.Plan, kvjax.Residual, kvjax.Selection)
 
 
-def _asks(sources: Iterable[Any]) -> str:
-    """What the parts ask of attention, as their methods say."""
-    sources = list(sources)
-    asking = [source for source in sources if getattr(source, "asks", Part.attention_stats) is not Part.attention_stats]
+def _attention(sources: Iterable[Any]) -> str:
+    """Return the section about the attention statistics that the parts request, from their methods."""
+    sources, title = list(sources), "## Attention statistics"
+    inherited = Part.attention_stats
+    requesting = [source for source in sources if getattr(source, "attention_stats", inherited) is not inherited]
     if any(isinstance(source, type) and issubclass(source, kvjax.Selection) for source in sources):
-        return "## What it asks of attention\n\nEvery probability: what a query reads is picked from them."
-    if not asking:
-        return "## What it asks of attention\n\nNothing: any kernel of attention will do."
+        return f"{title}\n\nIt computes every probability, and selects the tokens that a query attends to by them."
+    if not requesting:
+        return f"{title}\n\nIt requests none."
     lines = []
-    for source in asking:
-        wanted = re.findall(r"\b(Sums|Near|Probs|Again|Damage|Peak)\b", inspect.getsource(source.attention_stats))
+    for source in requesting:
+        wanted = re.findall(rf"\b({'|'.join(_REQUESTS)})\b", inspect.getsource(source.attention_stats))
         names = ", ".join(f"{{py:class}}`kvjax.{name}`" for name in dict.fromkeys(wanted))
-        lines.append(f"- {names}: {(inspect.getdoc(source.asks) or '').partition(chr(10))[0]}")
-    return "\n".join(["## What it asks of attention\n", *lines])
+        summary = (inspect.getdoc(source.attention_stats) or "").partition("\n")[0]
+        lines.append(f"- {names}: {summary}" if names else f"- {summary}")
+    return "\n".join([f"{title}\n", *lines])
 
 
 def _settings(entry: Description) -> str:
@@ -221,7 +225,7 @@ def overview(
             f"[`{entry.name}`](policies/{entry.name}.md)",
             _prose(entry.summary),
             entry.paper,
-            "no" if "Nothing:" in _asks(entry.sources) else "yes",
+            "no" if "requests none" in _attention(entry.sources) else "yes",
             found[entry.name].slot,
         ]
         for entries in policies.values()
@@ -229,7 +233,7 @@ def overview(
     ]
     said += [
         "## Policies",
-        markdown_table(["policy", "keeps", "from", "asks attention", "bytes per slot beyond K and V"], rows),
+        markdown_table(["policy", "keeps", "from", "attention statistics", "bytes per slot beyond K and V"], rows),
     ]
     for part, entries in parts.items():
         rows = [[f"[`{e.name}`]({part}s/{e.name}.md)", _prose(e.summary), e.paper.rstrip(".")] for e in entries]
@@ -253,7 +257,7 @@ def make_pages(app: Sphinx) -> None:
     for names in policies.values():
         for entry in (describe.describe_policy(entry.name) for entry in names):
             found[entry.name] = costs(model, kvjax.policy(entry.name))
-            body = [_explained(entry.sources), _asks(entry.sources), _costs(found[entry.name]), _settings(entry)]
+            body = [_explained(entry.sources), _attention(entry.sources), _costs(found[entry.name]), _settings(entry)]
             written |= _write(entry, "policy", "policies", body, measured)
     for part, entries in parts.items():
         for entry in entries:
@@ -266,7 +270,7 @@ def make_pages(app: Sphinx) -> None:
                 body.append(f"![{said}]({file.name})\n\n*{said}.*")
             if part in ("residual", "codec"):
                 body.append(_costs(costs(model, kvjax.policy("h2o", **{part: entry.name}))))
-            body += [_asks(entry.sources)] if part in ("plan", "selection") else []
+            body += [_attention(entry.sources)] if part in ("plan", "selection") else []
             written |= _write(entry, part, f"{part}s", [*body, _settings(entry)], measured)
     written.add(_put(MADE / "index.md", overview(policies, parts, found)))
     for name, file in PROJECT.items():
