@@ -283,7 +283,7 @@ def test_random_inputs_tell_right_from_wrong(monkeypatch):
 
     class ForgetsABlock(DecodeAttention):
         def __call__(self, **how):
-            seen = self.position if how["implementation"] == "xla" else self.position.at[:, :, :8].set(-1)
+            seen = self.position if how.get("implementation") == "xla" else self.position.at[:, :, :8].set(-1)
             arguments: dict[str, Any] = vars(self) | {"position": seen}
             return decode_attention(**arguments)
 
