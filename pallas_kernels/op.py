@@ -53,9 +53,7 @@ class Kernels(NamedTuple):
     platform: str | None = None
 
 
-AUTO = Kernels()
-
-_CHOICE: contextvars.ContextVar[Kernels] = contextvars.ContextVar("kernels", default=AUTO)
+_CHOICE: contextvars.ContextVar[Options | None] = contextvars.ContextVar("kernels", default=None)
 
 
 @contextlib.contextmanager
@@ -64,7 +62,7 @@ def using(kernels: Kernels) -> Generator[None]:
 
     A function that is compiled inside must take `kernels` as a static argument: `jit` knows no other difference.
     """
-    token = _CHOICE.set(kernels)
+    token = _CHOICE.set(options_of(**kernels._asdict()))
     try:
         yield
     finally:
@@ -73,7 +71,10 @@ def using(kernels: Kernels) -> Generator[None]:
 
 def options_of(**how: Any) -> Options:
     """Return the options of a call, as `How` describes them; those of `using` where it names none."""
-    implementation, interpret, platform = _CHOICE.get()._replace(**how)
+    choice = _CHOICE.get()
+    if choice is not None and how.get("platform") is None:
+        return choice._replace(**{name: value for name, value in how.items() if name != "platform"})
+    implementation, interpret, platform = (choice or Kernels())._replace(**how)
     return Options(implementation, interpret, platform_of(platform))
 
 

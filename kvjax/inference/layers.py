@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from kvjax.cache.layer import LayerCache
 from kvjax.cache.pending import sum_over_layers
 from kvjax.inference.cache import Bound, Cache
 from kvjax.models.decoder import Layer, block, embed
-from kvjax.rope import Rope, Turns
+from kvjax.rope import Turns
 from kvjax.types import Kernels, TokenBatch, View, wide
 
 STEPS = 512
@@ -37,7 +37,7 @@ def read(
     x: Float[Array, "b t width"],
     *,
     pool: Any = None,
-    turns: Mapping[Rope | None, Turns] | None = None,
+    turns: Sequence[Turns | None] | None = None,
     run: Callable[..., Any] = block,
     close: bool = True,
 ) -> tuple[Caches, Any, Float[Array, "b t width"]]:
@@ -47,7 +47,7 @@ def read(
         caches: cache of each layer, grown if the tokens are a block of text of which all attend before any is evicted.
         x: hidden states before the layers.
         pool: memory that the caches share.
-        turns: rotations of queries and keys, by the RoPE of layers; None for layers that compute their own.
+        turns: rotations of queries and keys, by layer; None for layers that compute their own.
         run: `block`, or a function that compiles it.
         close: False to leave the caches open, see `LayerCache.truncate`.
 
@@ -60,7 +60,7 @@ def read(
             last_reader[source] = index
     for index, layer in enumerate(layers):
         with jax.named_scope("layer"):
-            of_layer = None if turns is None else turns.get(layer.shape.rope)
+            of_layer = None if turns is None else turns[index]
             x, cache = run(layer, after[index].link(after[:index], pool), reading, x, of_layer)
             after[index], pool = cache.unlink(pool)
         for source, reader in enumerate(last_reader):
@@ -104,8 +104,9 @@ def _waits(decoder: Bound, cache: Cache, reading: TokenBatch) -> bool:
 def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache, Float[Array, "b t width"]]:
     x = embed(decoder.weights, decoder.config, reading.token, reading.position)
     layers, score = decoder.layers, decoder.policy.score
-    ropes = dict.fromkeys(layer.shape.rope for layer in layers if layer.shape.rope is not None)
-    turns: dict[Rope | None, Turns] = {rope: reading.turns(rope, x.dtype) for rope in ropes}
+    ropes = [layer.shape.rope for layer in layers]
+    of_rope = {rope: reading.turns(rope, x.dtype) for rope in dict.fromkeys(ropes) if rope is not None}
+    turns = [None if rope is None else of_rope[rope] for rope in ropes]
     caches = _with_victims(layers, cache.layers, reading, x)
     pool = cache.pool
     if pool is not None:

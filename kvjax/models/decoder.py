@@ -134,7 +134,7 @@ class Layer(struct.PyTreeNode):
     @property
     def shape(self) -> LayerConfig:
         """Attention of the layer."""
-        return self.config.layer(self.like)
+        return self.config.layer_configs[self.like]
 
     def tokens(self, reading: TokenBatch, x: Float[Array, "b t width"], turns: Turns | None = None) -> MixerInput:
         """Return tokens as the layer reads them, from its input."""
