@@ -196,7 +196,7 @@ class Slots(View, SlotCache, kw_only=True):
         with jax.named_scope("eviction"):
             slots = prepared(policy, self, new)
             ranking = ranked(policy, slots, new)
-        operands = policy.codec.operands(slots, new, room=ranking.bounds.limit)
+        operands = policy.codec.operands(slots, new, room=ranking.rules.limit)
         fused = FusedStep(policy, slots, new, requests, ranking, operands)
         if not fused.supported:
             return super(Slots, slots).evict_and_attend(policy, new, requests, ranking=ranking)

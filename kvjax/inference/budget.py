@@ -69,7 +69,7 @@ def plan_slots(
     if plan.sizing.mode != "budget":
         slots = full_slots(width, int(np.max(max_new_tokens)))
         return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
-    apart = np.stack([layer.bounds(total) for layer in config.layer_configs])
+    apart = np.stack([layer.bounded_by_window(total) for layer in config.layer_configs])
     if apart.any() and policy.score.requires.shared_slots == "layers":
         raise ValueError(
             f"{name_of(policy)} with one score for all layers needs the same tokens in all of them, but some layers of "

@@ -205,7 +205,7 @@ def _renewed(layer: Layer, reading: TokenBatch, view: Slots, dtype: DTypeLike) -
 
     def ranks(**unknown: Array) -> Any:
         slots = read(**unknown)
-        return slots, policy.standing(slots, tokens.replace(**unknown))[0]
+        return slots, policy.scores_and_protection(slots, tokens.replace(**unknown))[0]
 
     unknown = {name: getattr(tokens, name) for name in UNKNOWN}
     missing = [UNKNOWN[name] for name in sorted(depends_on(ranks, unknown))]

@@ -37,7 +37,7 @@ def with_windows(
 ) -> Cache:
     """Give layers the slots of their windows in rows whose text, of `read` tokens, outgrows both window and plan."""
     before, end = on_host(cache.end), planned_ends(cache, read)
-    outgrown = [layer.bounds(end) & ~layer.bounds(before) for layer in config.layer_configs]
+    outgrown = [layer.bounded_by_window(end) & ~layer.bounded_by_window(before) for layer in config.layer_configs]
     rows = np.any(outgrown, 0)
     if not rows.any():
         return cache

@@ -107,16 +107,16 @@ class Policy(Part, interface=True):
         """
         if plan is None:
             return self
-        mode, other = self.plan.sizing.mode, plan.label
+        mode, label = self.plan.sizing.mode, plan.label
         if mode == "unbounded":
             raise ValueError(
-                f"this policy evicts nothing, so plan={other} has no effect; leave it out, or choose another policy "
+                f"this policy evicts nothing, so plan={label} has no effect; leave it out, or choose another policy "
                 "such as h2o."
             )
         if mode == "profiled":
             raise ValueError(
                 f"{self.label} decides itself how many slots each head gets, so budget and "
-                f"plan={other} mean nothing to it; leave both out and change its settings."
+                f"plan={label} mean nothing to it; leave both out and change its settings."
             )
         return dataclasses.replace(self, plan=self.plan.spread_by(plan))
 
@@ -167,7 +167,7 @@ class Policy(Part, interface=True):
         due = (new.newest % self.evict_every == 0).any()
         return jax.lax.cond(due, lambda: as_numbers(score(view, new), view).astype(zeros.dtype), lambda: zeros)
 
-    def standing(self, view: View, new: LayerTokens) -> tuple[Float[Array, "b h c"], Protected]:
+    def scores_and_protection(self, view: View, new: LayerTokens) -> tuple[Float[Array, "b h c"], Protected]:
         """Return the score of each slot as a number, and the protection of the slots."""
         return as_numbers(self.ranking(view, new), view), self.protection.guard(view, new)
 
@@ -180,8 +180,8 @@ class Policy(Part, interface=True):
         """Return the slots that buffers need for heads with a budget of `limit` and texts from `shortest` tokens on."""
         at_first, spare = limit, self.plan.sizing.spare_slots
         if type(self.plan).slots_at is not Plan.slots_at:  # which gives the limit, without calling the device
-            found = self.plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))
-            at_first = int(found[0, 0])
+            slots = self.plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))
+            at_first = int(slots[0, 0])
         return (max(at_first, limit + spare) if spare else at_first) + self.evict_every - 1
 
 

@@ -139,7 +139,7 @@ class Device:
         if prefix is None:
             return text
         read = {name: getattr(prefix.cache, name) for name in ("layers", "position", "prompt_length")}
-        return Text(text.cache.replace(**read), prefix.seen)
+        return Text(text.cache.replace(**read), prefix.token_mask)
 
     @on_the_host
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
@@ -159,7 +159,7 @@ class Device:
         """Generate tokens for some rows, free the others, and return the tokens on the host; see `batch.generate`."""
         assert self.state is not None
         active = np.isin(np.arange(self.rows), list(rows))
-        numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
+        numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(buffer_size=self.steps, logprobs=self.logprobs)
         self.state, output, samples = batch.generate(self.decoder, self.state, active, *numbers, **sizes)
         return jax.device_get((output, samples if logprobs else None))
 

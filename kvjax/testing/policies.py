@@ -177,13 +177,12 @@ def _check_blocks(policy: Policy) -> None:
     if requires.whole_prompt or requires.replay is not None or sizing.per_head or sizing.mode != "budget":
         return
     room = _with_room()
-    state, other = (_read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
+    state, stepped = (_read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
     if _ranks_prompts_only(state):
         return
-    for layer, (whole, single) in enumerate(zip(_scores_by_position(state), _scores_by_position(other), strict=True)):
+    for layer, pair in enumerate(zip(_scores_by_position(state), _scores_by_position(stepped), strict=True)):
         _close(
-            whole,
-            single,
+            *pair,
             f"layer {layer}: `update_slot` of a block must return what it returns for one token after another",
         )
 
@@ -202,16 +201,16 @@ def _check_turns(policy: Policy) -> None:
 def _check_rows(policy: Policy) -> None:
     """Check that rows in another order give the same results in that order."""
     order = np.array([2, 0, 1])
-    (state, logits), (other, permuted) = _read(policy), _read(policy, rows=order)
+    (state, logits), (reordered, permuted) = _read(policy), _read(policy, rows=order)
     _close(permuted, logits[order], "after the prompts")
-    _close(_follow(other, order)[0], _follow(state)[0][:, order], "after later tokens")
+    _close(_follow(reordered, order)[0], _follow(state)[0][:, order], "after later tokens")
 
 
 def _check_padding(policy: Policy) -> None:
     """Check that a row gives the same results alone and beside longer ones, which it is padded to."""
-    (state, logits), (alone, expected) = _read(policy), _read(policy, rows=[1])
+    (state, logits), (single, expected) = _read(policy), _read(policy, rows=[1])
     _close(logits[1:2], expected, "after the prompt")
-    _close(_follow(state)[0][:, 1:2], _follow(alone, [1])[0], "after later tokens")
+    _close(_follow(state)[0][:, 1:2], _follow(single, [1])[0], "after later tokens")
 
 
 def _check_limits(policy: Policy) -> None:
