@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import ranks
+from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking
 from kvjax.types import KV, Evicted, LayerTokens, Parts, PyTree, View, restored, wide
@@ -113,7 +114,7 @@ def ranked(policy: Policy, view: View, new: LayerTokens) -> Ranks:
     scores, protected, ranking = ranks.scores(policy, view, new, ranking=equal)
     if protected.quota is not None:
         raise ValueError(
-            f"{policy.protection.label} has a quota, which plan {policy.plan.label} does not keep; "
+            f"{label_of(policy.protection)} has a quota, which plan {label_of(policy.plan)} does not keep; "
             "use a plan with slots for each head, such as adakv."
         )
     simple = protected.last is None and new.config.window is None

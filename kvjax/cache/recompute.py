@@ -31,8 +31,8 @@ def _probabilities(
     spec = new.config.spec
     keys = values(operands.k, q.dtype)
     x = spec.capped(jnp.einsum("bhgtd,bhcd->bhgtc", q, keys, preferred_element_type=lse.dtype))
-    in_text = place is None or operands.places is None
-    bias = spec.bias(*((position[:, None], view.position) if in_text else (place, operands.places[1])))
+    in_text = (position[:, None], view.position)
+    bias = spec.bias(*(in_text if place is None or operands.places is None else (place, operands.places[1])))
     x = x if bias is None else x + bias.astype(x.dtype)
     mask = spec.mask(position, view.position)[:, :, None]
     return jnp.where(mask, jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), 0.0)

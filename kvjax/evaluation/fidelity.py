@@ -20,6 +20,7 @@ from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.model import Model
 from kvjax.policies.allocation import Plan
+from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.types import LayerConfig, LayerTokens, Parts, View, restored, wide
 from pallas_kernels.attention import attend
@@ -133,8 +134,8 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
         ]
         divergence = jnp.sum(jnp.exp(says[0]) * (says[0] - says[1]), axis=-1)
         agrees = jnp.argmax(says[0], axis=-1) == jnp.argmax(says[1], axis=-1)
-        by_layer = (jnp.stack(layers, axis=-1) for layers in (distances, attention_kept))
-        return (caches, features_after), (*by_layer, divergence, agrees)
+        distance, share = (jnp.stack(layers, axis=-1) for layers in (distances, attention_kept))
+        return (caches, features_after), (distance, share, divergence, agrees)
 
     start = [state.cache for state in states], [features(state) for state in states]
     return jax.lax.scan(one, start, tokens.T)[1]
@@ -180,7 +181,7 @@ def fidelity(
             "show; leave the selection out."
         )
     if not isinstance(chosen.residual, LowRankMemory | None):
-        raise ValueError(f"residual {chosen.residual.label} does not tell evicted tokens apart; use less.")
+        raise ValueError(f"residual {label_of(chosen.residual)} does not tell evicted tokens apart; use less.")
     rows, length = ids.shape
     full = begin(model, watched(policy_by_name("full")), rows, length, 1.0, seed=seed)
     probed = begin(model, watched(chosen), rows, length, budget, plan=plan, seed=seed)

@@ -97,11 +97,6 @@ class Part(struct.PyTreeNode, abc.ABC):
                 of_layer[name] = value[index]
         return self._with_inner("layer", index, **of_layer)
 
-    @property
-    def label(self) -> str:
-        """Name in messages: the registered one, or else the class."""
-        return vars(type(self)).get("_registered", type(self).__name__)
-
     def _with_inner(self, member: str, *arguments: Any, **values: Any) -> Self:
         # Returns a copy with other values of some fields, and with what a member of the parts in its fields returns.
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -127,6 +122,11 @@ class Part(struct.PyTreeNode, abc.ABC):
         A score that returns None is not updated with the new tokens.
         """
         return ()
+
+
+def label_of(part: Part) -> str:
+    """Return the name of a part in messages: the registered one, or else the class."""
+    return vars(type(part)).get("_registered", type(part).__name__)
 
 
 @functools.cache

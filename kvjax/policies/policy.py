@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.allocation import Plan, Sizing, Uniform
-from kvjax.policies.base import Part
+from kvjax.policies.base import Part, label_of
 from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protected, Protection
 from kvjax.policies.quantizer import Quantizer
-from kvjax.policies.rankings import OldestFirst, Ranking, as_numbers
+from kvjax.policies.rankings import Ranking, as_numbers
 from kvjax.policies.residual import Residual, Selection, SlotResidual
 from kvjax.policies.score import Requirements, Score
 from kvjax.types import LayerTokens, Parts, View, derived, setting, wide
@@ -107,7 +107,7 @@ class Policy(Part, interface=True):
         """
         if plan is None:
             return self
-        mode, label = self.plan.sizing.mode, plan.label
+        mode, label = self.plan.sizing.mode, label_of(plan)
         if mode == "unbounded":
             raise ValueError(
                 f"this policy evicts nothing, so plan={label} has no effect; leave it out, or choose another policy "
@@ -124,15 +124,6 @@ class Policy(Part, interface=True):
     def may_shrink(self) -> bool:
         """True if one step may have to evict several tokens."""
         return self.plan.sizing.may_shrink or self.evict_every > 1
-
-    @property
-    def slides(self) -> bool:
-        """True if the score ranks by age: except for sinks, a head then holds the newest tokens without a gap."""
-        nothing: Any = None
-        try:
-            return isinstance(self.score.score(nothing, nothing), OldestFirst)
-        except Exception:  # it looks at slots or tokens, or needs a model first: ranking by age needs nothing
-            return False
 
     def init_head(self, shape: LayerTokens) -> Parts:
         """Return the initial state of all parts for a layer."""

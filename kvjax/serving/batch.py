@@ -148,7 +148,7 @@ def read(
     decoder: Decoder, text: Text, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Text, Float[Array, "b vocab"]]:
     """Read the next chunk of texts, padded on the right, and return the logits for the token after it."""
-    cache, logits = read_more(decoder, text.cache, tokens, lengths, every=False)
+    cache, logits = read_more(decoder, text.cache, tokens, lengths, all_logits=False)
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     token_mask = text.token_mask.at[jnp.arange(len(tokens))[:, None], tokens].max(valid)
     after = Text(cache, token_mask)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.paged.pages import LayerPages, owned
 from kvjax.cache.stats import Outputs, damage, highest, normalised, outputs, seen_slots, summed, tempered
+from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import AttentionProbs, AttentionSum, Damage, Peak, ReplayedQueries, Seen, flatten_requests
 from kvjax.types import LayerTokens, PyTree, View
@@ -19,7 +20,7 @@ from pallas_kernels.paged_attention import PagedResult as Found
 def check_asks(policy: Policy, requests: PyTree) -> None:
     """Refuse statistics of a generated token that need the same slots in all heads."""
     for request in flatten_requests(requests)[0]:
-        score, plan = policy.label, policy.plan.label
+        score, plan = policy.label, label_of(policy.plan)
         if isinstance(request, ReplayedQueries):
             raise ValueError(
                 f"{score} computes attention of earlier queries again, over equally many slots in every head, which "

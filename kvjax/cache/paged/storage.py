@@ -15,6 +15,7 @@ from kvjax.cache.evict import evicted_pairs
 from kvjax.cache.paged.pages import LayerPages, owned, write_pages
 from kvjax.cache.paged.stats import PageStats, check_asks, of_pages, page_stats
 from kvjax.cache.ranks import Attended
+from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.types import KV, OF_HEADS, OF_POOL, Evicted, LayerTokens, PyTree, View
 from pallas_kernels.attention import LowRank, Partial
@@ -132,7 +133,7 @@ class Pages(LayerPages):
         # Heads that grow between two evictions have more slots than they may use at their smallest.
         grows, allocated = policy.evict_every > 1, self.limit.reshape(-1) + pool.spare
         if grows and quota is not None:
-            raise ValueError(f"{policy.protection.label} has a quota at each token; use evict_every=1.")
+            raise ValueError(f"{label_of(policy.protection)} has a quota at each token; use evict_every=1.")
         max_slots = allocated if grows else limit
         size = pool.page_size
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.inference.prepare import ready
+from kvjax.inference.prepare import bind_policy
 from kvjax.inference.shapes import empty_state
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
@@ -57,7 +57,7 @@ def collect(
         seed: seed of random policies; each text gets its own seed from it.
     """
     check_trainable(policy, mask)
-    bound_policy, layers = ready(model, policy, budget, plan), model.config.layer_configs
+    bound_policy, layers = bind_policy(model, policy, budget, plan), model.config.layer_configs
     if bound_policy.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
     total, n = tokens.shape
