@@ -49,7 +49,7 @@ from pallas_kernels.decode_attention import Decoded, ScoreNoise, decode_attentio
 from pallas_kernels.noise import layer_seed
 from pallas_kernels.prefill_attention import QueryTokens, prefill_attention
 
-Question = tuple[Any, Noise | None]
+SoftmaxKind = tuple[Any, Noise | None]
 """Temperature and noise of a softmax whose weighted sums one kernel pass computes, for any number of weights."""
 
 
@@ -126,7 +126,7 @@ def kernel_scores(requests: PyTree, new: LayerTokens) -> tuple[str | ScoreNoise 
     leaves, _ = flatten_requests(requests)
     if any(isinstance(request, LocalAttention) for request in leaves):
         raise ValueError("LocalAttention needs a prompt that is read as a whole, not a single token.")
-    kinds = {_question(request, prompt=False) for request in leaves}
+    kinds = {_softmax_kind(request, prompt=False) for request in leaves}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None:
         return ("each" if leaves else None), False
@@ -208,10 +208,9 @@ def _attend_sharded(
             )
             return stat_from_probs(request, probs, operands.v, position, new, visible)
         assert isinstance(request, AttentionSum)
-        part = (
-            normalised(powers[i], powers[i].sum(-1, keepdims=True)) * shares[..., 1 + list(powers).index(i), None, None]
-        )
-        return over_heads(request, summed(request, part), new)
+        local_probs = normalised(powers[i], powers[i].sum(-1, keepdims=True))
+        share = shares[..., 1 + list(powers).index(i), None, None]
+        return over_heads(request, summed(request, share * local_probs), new)
 
     return partial, tree.unflatten(local_stat(i, request) for i, request in enumerate(leaves))
 
@@ -277,7 +276,7 @@ def attend_block(
 ) -> tuple[Partial, PyTree]:
     """Attend from a block of a text to all slots, of which the last hold the block; see `attend_token`."""
     leaves, tree = flatten_requests(requests)
-    kinds = [_question(request, prompt=True) for request in leaves]
+    kinds = [_softmax_kind(request, prompt=True) for request in leaves]
     fused = next((kind for kind in kinds if kind is not None), None)
     together = [i for i, kind in enumerate(kinds) if kind is not None and kind == fused]
     shard = QueryShard.of(operands, new)
@@ -327,7 +326,7 @@ def attend_block(
     return partial, tree.unflatten(stats[i] for i in range(len(leaves)))
 
 
-def _question(request: StatRequest, prompt: bool) -> Question | None:
+def _softmax_kind(request: StatRequest, prompt: bool) -> SoftmaxKind | None:
     # Returns the softmax for a kernel, or None: kernels sum over a group, with one noise value per key.
     if (
         not isinstance(request, AttentionSum)

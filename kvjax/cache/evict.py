@@ -67,7 +67,7 @@ def write_token(
     evicted_position, evicted, position, contents = replaced
     after = view.replace(position=position, **contents)
     if policy.codec.ordered:
-        after = policy.codec.exchanged(after, new, evicted["slots"].codec, evicted_position)
+        after = policy.codec.rerank(after, new, evicted["slots"].codec, evicted_position)
     return after, evicted_pairs(view.state, new, evicted["kv"] if pairs else None, evicted_position)
 
 
@@ -79,7 +79,7 @@ def shrunk(policy: Policy, view: V, new: LayerTokens) -> V:
 
     # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
     def evict_several() -> Any:
-        leaving = ranks.best_slots(policy, view, new, view.capacity * new.spread.slots, coming=1)[2]
+        leaving = ranks.best_slots(policy, view, new, view.capacity * new.spread.slots, reserved=1)[2]
         leaving &= fewer[..., None]
         after = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
         return leaving, after.slots.codec, after.state.codec

@@ -165,16 +165,16 @@ def best_first(
     return order, worth.sum(-1, dtype=jnp.int32)
 
 
-def chosen(
-    policy: Policy, view: View, new: LayerTokens, coming: int = 0
+def slots_to_keep(
+    policy: Policy, view: View, new: LayerTokens, reserved: int = 0
 ) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Return the slots of whole heads from the most to the least important one, and how many of them stay.
 
-    `coming` new tokens have no slot yet, and need one.
+    `reserved` slots stay free for new tokens.
     """
     score, protected = policy.scores_and_protection(view, new)
     ranks, position, score = map(new.spread.all_slots, (rank(policy, view, new), view.position, score))
-    usable, quota = slots_at(policy, view.limit, new) - coming, protected.quota
+    usable, quota = slots_at(policy, view.limit, new) - reserved, protected.quota
     # The newest token gets a slot, even if protected tokens fill the head, as in a decode step.
     full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= usable[..., None]
     ranks = jnp.where(full, with_newest(ranks, position, new), ranks)
@@ -188,9 +188,9 @@ def chosen(
 
 
 def best_slots(
-    policy: Policy, view: View, new: LayerTokens, capacity: int, coming: int = 0
+    policy: Policy, view: View, new: LayerTokens, capacity: int, reserved: int = 0
 ) -> tuple[Array, Array, Bool[Array, "b h c"]]:
-    """Choose the slots to keep in buffers of `capacity` slots per head, up to the limit of each head; see `chosen`.
+    """Choose the slots of each head to keep, up to its limit, in buffers of `capacity` slots; see `slots_to_keep`.
 
     Rows without new tokens keep their slots in place.
 
@@ -200,7 +200,7 @@ def best_slots(
     """
     position = new.spread.all_slots(view.position)
     rows, heads, slots = position.shape
-    best, count = chosen(policy, view, new, coming)
+    best, count = slots_to_keep(policy, view, new, reserved)
     idle = ~new.valid.any(1)[:, None, None]
     best = jnp.where(idle, jnp.arange(slots, dtype=jnp.int32), best)
     count = jnp.where(idle[..., 0], slots, count)

@@ -111,9 +111,8 @@ def compress(
     if renewed:
         _check_same_tokens(state)
     elif jax.tree.structure(target.sized(lines)) != jax.tree.structure(target):
-        raise ValueError(
-            f"{name_of(target)} has states whose size is fixed when the text is read; read the text again."
-        )
+        name = name_of(target)
+        raise ValueError(f"{name} has states whose size is fixed when the text is read; read the text again.")
     read_over = _checked_text(target, text, state, renewed)
     again = None if target.score.requires.replay is None else read_over
     decoder = before.replace(policy=placed_policy(target.sized(lines), before.mesh), policy_and_budget=None)

@@ -216,12 +216,9 @@ def _reading(
     rope_length: Int[Array, " b"] | None,
 ) -> TokenBatch:
     """Return a `TokenBatch` of whole prompts."""
-    place = jnp.arange(tokens.shape[1])
-    return TokenBatch(
-        token=tokens,
-        position=jnp.where(place < lengths[:, None], place, -1),
-        prompt_length=lengths,
-        read=lengths,
+    batch = TokenBatch.of_text(tokens, lengths)
+    return batch.replace(
+        position=jnp.where(batch.position < lengths[:, None], batch.position, -1),
         horizon=horizon,
         end=lengths + horizon,
         seed=policy_seeds(keys),

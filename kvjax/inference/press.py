@@ -65,11 +65,16 @@ def unevicted(prompts: Prompts, config: ModelConfig, mesh: Mesh | None) -> Promp
     return prompts._replace(policy=policy, limits=limits, capacities=among_devices(windows, mesh))
 
 
-def held_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
-    """Return the slots of a cache with other limits, to be ranked by the newest token."""
+def ranking_inputs(decoder: Bound, cache: Cache) -> tuple[list[Policy], Sequence[Slots], list[LayerTokens]]:
+    """Return the policy of each layer, its slots, and the newest token, as far as a ranking may use it."""
     reading, layers = cache.newest.replace(kernels=decoder.kernels), decoder.here().layers
     new = [reading.ahead(layer.shape, index, decoder.weights.dtype) for index, layer in enumerate(layers)]
-    views, policies = gather_slots(cache, decoder.mesh).slots, [layer.policy for layer in layers]
+    return [layer.policy for layer in layers], gather_slots(cache, decoder.mesh).slots, new
+
+
+def held_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
+    """Return the slots of a cache with other limits, to be ranked by the newest token."""
+    policies, views, new = ranking_inputs(decoder, cache)
     if not foreseen(policies, views, new):
         raise ValueError(
             f"{policies[0].label} ranks slots by the token that needs one, so it has no ranking before that token."

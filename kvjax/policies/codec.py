@@ -285,15 +285,15 @@ class Codec(Part, interface=True, init=False):
             return _with(view, order, state.replace(count=jnp.where(reads, count, state.count)))
         return view
 
-    def exchanged(self, view: AnyView, new: LayerTokens, place: Any, evicted_position: Int[Array, "b h"]) -> AnyView:
+    def rerank(self, view: AnyView, new: LayerTokens, place: Any, evicted_position: Int[Array, "b h"]) -> AnyView:
         """Update the ranks of a layer's slots, whose state is that before a new token took a slot in each head.
 
         The evicted token had rank `place` and position `evicted_position`, which is -1 if no token was evicted.
         """
-        state = self.counted(view.state.codec, new, evicted_position)
-        return _with(view, self.requeued(view, new, place, evicted_position), state)
+        state = self.count_after(view.state.codec, new, evicted_position)
+        return _with(view, self.order_after(view, new, place, evicted_position), state)
 
-    def requeued(
+    def order_after(
         self, view: View, new: LayerTokens, place: Int[Array, "b h"], evicted_position: Int[Array, "b h"]
     ) -> Int[Array, "b h c"]:
         """Return the ranks without the evicted token: later ones move up, the new token is last; slot by slot."""
@@ -304,7 +304,7 @@ class Codec(Part, interface=True, init=False):
         order = jnp.where(is_new, last[..., None], order)
         return jnp.where(new.valid[:, None, :1], order, view.slots.codec)
 
-    def counted(
+    def count_after(
         self, state: CodecState, new: LayerTokens, evicted_position: Int[Array, "b h"], *, arrives: bool = True
     ) -> CodecState:
         """Count the live slots after an eviction; the new token counts if it `arrives`."""

@@ -190,7 +190,7 @@ class LayerPages(SlotCache, kw_only=True):
         return view, new.replace(**of_heads, **of_rows, head=head, sink_logits=None), owner
 
     def unpacked(self) -> Slots:
-        """Return the layer in buffers of `most` slots per head."""
+        """Return the layer in buffers of `max_slots` slots per head."""
         pool, (slot, exists) = self.linked, self.slot_numbers()
         kv, position, states = pool.at((pool.kv, pool.position, pool.slots), slot)
         return Slots(self.limit, self.state, kv, jnp.where(exists, position, -1), states)
@@ -203,7 +203,7 @@ class LayerPages(SlotCache, kw_only=True):
         return self.replace(state=contents.state, pool=pool.write(slot, entries))
 
     def slot_numbers(self) -> tuple[Int[Array, "b h most"], Bool[Array, "b h most"]]:
-        """Return the numbers of `most` slots per head over the whole pool, and a mask of the slots that exist."""
+        """Return the numbers of `max_slots` slots per head over the whole pool, and a mask of the slots that exist."""
         pool, limit = self.linked, self.limit
         page, slot = jnp.arange(len(pool.owner)), jnp.arange(pool.max_slots)
         of_layer = (page >= self.pages[0]) & (page < self.pages[1])

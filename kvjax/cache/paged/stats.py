@@ -14,7 +14,7 @@ from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import AttentionProbs, AttentionSum, Damage, Peak, ReplayedQueries, Seen, flatten_requests
 from kvjax.types import LayerTokens, PyTree, View
-from pallas_kernels.paged_attention import PagedResult as Found
+from pallas_kernels.paged_attention import PagedResult
 
 
 def check_asks(policy: Policy, requests: PyTree) -> None:
@@ -44,7 +44,7 @@ class PageStats(NamedTuple):
     """Number of keys that each head's query saw, if requested."""
 
 
-def page_stats(layer: LayerPages, new: LayerTokens, requests: PyTree, attention: Found) -> PageStats:
+def page_stats(layer: LayerPages, new: LayerTokens, requests: PyTree, attention: PagedResult) -> PageStats:
     """Collect the results of attention over a layer's pages for `of_pages`."""
     lse = attention.lse.reshape(-1, attention.lse.shape[-1])
     lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # queries that see no key contribute 0

@@ -120,11 +120,11 @@ class Pages(LayerPages):
 
         def reorder(orders: Array, at: Array, valid: Array) -> Array:
             view, tokens, owner = self._with_slots(codec=orders).view(new, at, len(valid))
-            after = codec.requeued(view, tokens, order.reshape(-1, 1)[owner], position.reshape(-1, 1)[owner])
+            after = codec.order_after(view, tokens, order.reshape(-1, 1)[owner], position.reshape(-1, 1)[owner])
             return write_pages(orders, after[:, 0], at, valid)
 
         cache = self._with_slots(codec=self.over_pages(reorder, self.linked.slots.codec))
-        return cache.with_state(codec=codec.counted(self.state.codec, new, position, arrives=arrives))
+        return cache.with_state(codec=codec.count_after(self.state.codec, new, position, arrives=arrives))
 
     def _candidates(self, policy: Policy, new: LayerTokens, rank: OfPages, score: OfPages) -> Candidates:
         owners, pool = new.k.shape[0] * new.k.shape[1], self.linked
