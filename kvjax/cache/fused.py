@@ -33,20 +33,18 @@ class FusedStep(NamedTuple):
     @property
     def supported(self) -> bool:
         """True if a kernel runs this step here, and one kernel is faster than two."""
-        options, hashed = self.new.kernels._asdict(), self.ranking.hashed
-        if self.operands.places is not None or not one_pass(
-            self._query(None), *self.operands.stored, hashed, **options
-        ):
-            return False
+        k, v = self.operands.stored
         scores, _ = self._scores
-        return one_pass(self._query(scores), *self.operands.stored, hashed, **options)
+        query = Query(self.operands.q[:, :, :, 0], self.new.config.spec, self.operands.sinks)
+        queries = query, query._replace(scores=scores)
+        options = self.new.kernels._asdict()
+        return self.operands.places is None and all(
+            one_pass(it, k, v, self.ranking.hashed, **options) for it in queries
+        )
 
     @property
     def _scores(self) -> tuple[Any, bool]:
         return kernel_scores(without_replayed(self.requests), self.new)
-
-    def _query(self, scores: Any) -> Query:
-        return Query(self.operands.q[:, :, :, 0], self.new.config.spec, self.operands.sinks, scores)
 
     def __call__(self) -> tuple[Any, Attended, Evicted | None]:
         """Return the slots with the new token, attention to them, and the evicted pairs for a residual.
@@ -67,7 +65,7 @@ class FusedStep(NamedTuple):
             Slots(view.position, *operands.stored, states),
             Token(new.position[:, 0], token["kv"].k, token["kv"].v, token_states),
             Choice(ranking.hashed or ranking.scores, ranking.rules, ranking.keep, policy.may_shrink),
-            self._query(scores),
+            Query(operands.q[:, :, :, 0], new.config.spec, operands.sinks, scores),
             pairs=policy.residual is not None,
             adds=adds,
             rounds=policy.residual is None,
@@ -87,12 +85,15 @@ class FusedStep(NamedTuple):
         return after, Attended(step.attended.partial, stats), evicted
 
 
-def may_fuse(policy: Policy, view: View) -> bool:
-    """Return whether a policy's step over these slots can be one kernel, if there is a kernel for its arguments.
+def may_fuse(policy: Policy, view: View, new: LayerTokens) -> bool:
+    """Return whether a policy's step over these slots can be one kernel here; its operands decide about the rest.
 
     If the codec tracks the order of slots, the positions of keys are known only after the eviction.
     """
-    codec = policy.codec
-    if codec.ordered or not codec.encoded_by_kernels:
+    codec, q = policy.codec, new.q
+    if codec.ordered or not codec.encoded_by_kernels or policy.selection is not None:
         return False
-    return policy.selection is None and policy.slot_bias(view) is None
+    if policy.slot_bias(view) is not None:
+        return False
+    query: Any = jax.ShapeDtypeStruct((*q.shape[:3], q.shape[-1]), q.dtype)
+    return one_pass(Query(query, new.config.spec), view.kv.k, view.kv.v, **new.kernels._asdict())

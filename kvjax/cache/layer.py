@@ -89,6 +89,14 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
         """
         return self
 
+    def open(self) -> LayerCache:
+        """Return the cache in a form in which known tokens are read that `truncate` may take back."""
+        return self
+
+    def truncate(self, length: Int[Array, " b"]) -> LayerCache:
+        """Return an `open` cache without the tokens at `length` and later ones; it replaces `close`."""
+        raise ValueError(f"a {type(self).__name__} cannot take tokens back; give its class a method truncate.")
+
     def sum_outputs(
         self, tokens: MixerInput, outputs: Float[Array, "b t width"]
     ) -> tuple[Float[Array, "b t width"], Self]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
@@ -24,7 +25,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.score import takes_attention
 from kvjax.policies.stats import flatten_requests, of_own_heads, sums_over
 from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, Heads, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
-from pallas_kernels.attention import LowRank, Partial, with_sink
+from pallas_kernels.attention import LowRank, Partial, attend, with_sink
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -191,15 +192,18 @@ class Slots(View, SlotCache, kw_only=True):
 
     def evict_and_attend(self, policy: Policy, new: LayerTokens, requests: PyTree, **options: Any) -> Step:
         """Write one token per row into a slot of each head, and attend to all slots, in one kernel if there is one."""
-        if new.spread.slots > 1 or not may_fuse(policy, self):
+        if new.spread.slots > 1:
             return super().evict_and_attend(policy, new, requests)
         with jax.named_scope("eviction"):
             slots = prepared(policy, self, new)
             ranking = ranked(policy, slots, new)
+        in_two_kernels = functools.partial(super(Slots, slots).evict_and_attend, policy, new, requests, ranking=ranking)
+        if not may_fuse(policy, slots, new):
+            return in_two_kernels()
         operands = policy.codec.operands(slots, new, room=ranking.rules.limit)
         fused = FusedStep(policy, slots, new, requests, ranking, operands)
         if not fused.supported:
-            return super(Slots, slots).evict_and_attend(policy, new, requests, ranking=ranking)
+            return in_two_kernels()
         with jax.named_scope("attention"):
             slots, attended, evicted = fused()
             partial = with_sink(attended.partial, new.sink_logits)
@@ -258,6 +262,9 @@ class Slots(View, SlotCache, kw_only=True):
         size = self.capacity if slots is None else slots
         return GrowingSlots(**_fields(self), size=size, is_prompt=slots is not None)
 
+    def open(self) -> OpenSlots:
+        return OpenSlots(**_fields(self))
+
 
 class GrowingSlots(Slots, kw_only=True):
     """Slots while a block of text is read: none is evicted before all of its tokens have attended."""
@@ -291,7 +298,7 @@ class GrowingSlots(Slots, kw_only=True):
     def sum_outputs(
         self, tokens: MixerInput, outputs: Float[Array, "b t width"]
     ) -> tuple[Float[Array, "b t width"], Self]:
-        return LayerCache.sum_outputs(self, tokens, outputs)  # statistics of a block have collectives of their own
+        return tokens.shape.spread.over_attention(outputs), self  # statistics of a block have collectives of their own
 
     def close(self, policy: Policy) -> LayerCache:
         """Update the score, allocate slots to heads after a prompt, and evict the lowest-ranked tokens."""
@@ -303,6 +310,42 @@ class GrowingSlots(Slots, kw_only=True):
         select_heads = self.is_prompt and policy.plan.sizing.per_head
         kept = keep_best(policy, slots, new, self.size, select_heads=select_heads)
         return kept.slots.replace(undefined=kept.undefined)
+
+
+class OpenSlots(Slots, kw_only=True):
+    """Slots while known tokens are read that may be taken back, under a policy that evicts nothing."""
+
+    def attend(
+        self,
+        tokens: MixerInput,
+        q: Float[Array, "b h g t d"],
+        k: Float[Array, "b h t d"],
+        v: Float[Array, "b h t e"],
+        sink_logits: Float[Array, "h g"] | None,
+    ) -> tuple[Float[Array, "b h g t e"], Self]:
+        """Write the tokens into empty slots in place, and attend from them to all slots; see `SlotCache.attend`."""
+        new = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns)
+        slots, spec = self.written(tokens.policy, new), new.config.spec
+        mask, bias = spec.mask(new.position, slots.position), spec.bias(new.position[:, None], slots.position)
+        partial, _ = attend(new.q, slots.keys(new), slots.values(new), mask, spec, bias)
+        return with_sink(partial, sink_logits).out, slots
+
+    def written(self, policy: Policy, new: LayerTokens) -> Self:
+        """Return the slots with some known tokens in empty ones; those for which there is none are dropped."""
+        rows, heads, capacity = self.position.shape
+        slot = jnp.argsort(self.live, axis=-1, stable=True)[..., : new.k.shape[2]]
+        is_free = ~jnp.take_along_axis(self.live, slot, axis=-1) & new.valid[:, None]
+        at = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None], jnp.where(is_free, slot, capacity)
+        position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
+        contents = entries(policy, self, new) | {"position": position}
+        buffers = {"kv": self.kv, "slots": self.slots, "position": self.position}
+        put = jax.tree.map(lambda buffer, block: buffer.at[at].set(block, mode="drop"), buffers, contents)
+        return self.replace(**put)
+
+    def truncate(self, length: Int[Array, " b"]) -> Slots:
+        """Return the slots without the tokens at `length` and later ones."""
+        earlier = self.position < length[:, None, None]
+        return Slots(**_fields(self.replace(position=jnp.where(earlier, self.position, -1))))
 
 
 def _fields(view: View) -> dict[str, Any]:
@@ -340,3 +383,4 @@ def empty_slots(
 
 
 Slots.specs = Slots(OF_HEADS, OF_HEADS, OF_SLOTS, OF_SLOTS, OF_SLOTS)
+OpenSlots.specs = OpenSlots(OF_HEADS, OF_HEADS, OF_SLOTS, OF_SLOTS, OF_SLOTS)

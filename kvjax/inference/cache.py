@@ -138,6 +138,15 @@ class Cache(struct.PyTreeNode):
         return tuple(layer for layer in self.layers if isinstance(layer, LayerPages))
 
     @property
+    def _without_pages(self) -> list[LayerCache]:
+        return [layer for layer in self.layers if not isinstance(layer, LayerPages)]
+
+    def _in_order(self, pages: Sequence[LayerCache], others: Sequence[LayerCache]) -> tuple[LayerCache, ...]:
+        # Layers with pages and the others, in the order of this cache.
+        of_kind = {True: iter(pages), False: iter(others)}
+        return tuple(next(of_kind[isinstance(layer, LayerPages)]) for layer in self.layers)
+
+    @property
     def slots(self) -> tuple[Slots, ...]:
         """Slots of all layers, pages unpacked; raise a ValueError for a layer that has none."""
         slots = list[Slots]()
@@ -164,8 +173,9 @@ class Cache(struct.PyTreeNode):
         fields = self._of_rows(lambda all: all[rows])
         if self.pool is None:
             return self.replace(layers=select_rows(self.layers, rows), **fields)
-        layers, pool = gathered([(self._pages, self.pool)], [(0, int(row)) for row in rows])
-        return self.replace(layers=layers, pool=pool, **fields)
+        pages, pool = gathered([(self._pages, self.pool)], [(0, int(row)) for row in rows])
+        others = select_rows(self._without_pages, rows)
+        return self.replace(layers=self._in_order(pages, others), pool=pool, **fields)
 
     def put(self, where: Int[np.ndarray, " m"], rows: Cache) -> Self:
         """Return a cache in which rows of another cache, with the same kinds of layers, replace some rows.
@@ -179,8 +189,9 @@ class Cache(struct.PyTreeNode):
         size = min(self.pool.page_size, rows.pool.page_size)
         sources = [(_split(cache._pages, cache.pool, size)) for cache in (self, rows)]
         chosen = {int(row): (1, place) for place, row in enumerate(where)}
-        layers, pool = gathered(sources, [chosen.get(row, (0, row)) for row in range(len(self.active))])
-        return self.replace(layers=layers, pool=pool, **fields)
+        pages, pool = gathered(sources, [chosen.get(row, (0, row)) for row in range(len(self.active))])
+        others = replace_rows(self._without_pages, where, rows._without_pages)
+        return self.replace(layers=self._in_order(pages, others), pool=pool, **fields)
 
     def with_own_rows(self) -> Cache:
         """Return a cache with copies of the per-row arrays, which stay valid after a step in place."""

@@ -141,8 +141,13 @@ class Decoder(Bound):
         return cache, logits[:, 0]
 
     @with_promotion
-    def steps(self, cache: Cache, tokens: Int[Array, "b n"]) -> tuple[Cache, Float[Array, "b n vocab"]]:
+    def steps(
+        self, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"] | None = None
+    ) -> tuple[Cache, Float[Array, "b n vocab"]]:
         """Read known tokens by decode steps; call it under `jit`.
+
+        `lengths` are the tokens of each row, from 0, if they are padded on the right; logits of padding are
+        meaningless.
 
         The result is that of `step` for one token after another, but each layer reads all of them before the next layer
         does, which is several times faster. Logits take memory for each token, so read long texts in blocks.
@@ -158,9 +163,8 @@ class Decoder(Bound):
             ([6], (1, 3, 2048))
         """
         decoder = self.replace(policy_and_budget=None)
-        return run_on_mesh(
-            _steps_on_device, decoder, cache, tokens, out_specs=lambda: _step_specs(decoder, cache, all_logits=True)
-        )
+        specs = functools.partial(_step_specs, decoder, cache, all_logits=True)
+        return run_on_mesh(_steps_on_device, decoder, cache, tokens, lengths, out_specs=specs)
 
     @on_the_host
     def extend(
@@ -272,12 +276,16 @@ compiled_step_in_place = jax.jit(Decoder.step, donate_argnames="cache")
 
 
 def _steps_on_device(
-    decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"]
+    decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"] | None
 ) -> tuple[Cache, Float[Array, "b n vocab"]]:
     decoder = decoder.here(shares_slots=cache.pool is None)
-    place = cache.position[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    place = cache.position[:, None] + index
     after = jnp.where(cache.active, place[:, -1] + 1, cache.position)
     position = jnp.where(cache.active[:, None], place, -1)
+    if lengths is not None:
+        after = jnp.where(cache.active, cache.position + lengths, cache.position)
+        position = jnp.where(index < lengths[:, None], position, -1)
     reading = cache.reading(tokens, position, after).replace(kernels=decoder.kernels)
     cache, hidden = read_steps(decoder, cache, reading)
     logits = unembed(decoder.weights, decoder.config, hidden)

@@ -35,6 +35,7 @@ def read(
     pool: Any = None,
     turns: Mapping[Rope | None, Turns] | None = None,
     run: Callable[..., Any] = block,
+    close: bool = True,
 ) -> tuple[Caches, Any, Float[Array, "b t width"]]:
     """Run tokens through layers; each cache is closed after the last layer that reads it.
 
@@ -44,6 +45,7 @@ def read(
         pool: memory that the caches share.
         turns: rotations of queries and keys, by the RoPE of layers; None for layers that compute their own.
         run: `block`, or a function that compiles it.
+        close: False to leave the caches open, see `LayerCache.truncate`.
 
     Returns:
         The caches, their shared memory, and hidden states, NaN in rows with scores of NaN.
@@ -58,7 +60,7 @@ def read(
             x, cache = run(layer, after[index].link(after[:index], pool), reading, x, of_layer)
             after[index], pool = cache.unlink(pool)
         for source, reader in enumerate(last_reader):
-            if reader == index and not after[source].waits:
+            if close and reader == index and not after[source].waits:
                 after[source] = after[source].close(layers[source].policy)
     waiting = [index for index, cache in enumerate(after) if cache.waits]
     of_waiting = [pending for index in waiting if (pending := after[index].pending) is not None]

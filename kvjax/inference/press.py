@@ -170,7 +170,8 @@ def stored(pressed: Pressed, decoder: Bound, longest: int) -> dict[str, Any]:
 
 def on_pages(layers: Caches, policy: Policy, page_size: int, mesh: Mesh | None) -> dict[str, Any]:
     """Return the fields `layers` and `pool` of a cache: selected tokens are packed into pages, other layers stay."""
-    selected = tuple(layer for layer in layers if isinstance(layer, Selected))
+    chosen = {index: layer for index, layer in enumerate(layers) if isinstance(layer, Selected)}
+    selected = tuple(chosen.values())
     if not selected:
         return {"layers": layers, "pool": None}
     # Read the sizes on the host; one program then moves the tokens.
@@ -180,7 +181,8 @@ def on_pages(layers: Caches, policy: Policy, page_size: int, mesh: Mesh | None) 
     *tables, max_slots = table(limits, page_size, devices)
     sizes: dict[str, Any] = dict(page_size=page_size, max_slots=max_slots, spare=spare, devices=devices)
     pages, pool = pack_pages(selected, *map(jnp.asarray, tables), **sizes, mesh=mesh)
-    return {"layers": pages, "pool": pool}
+    packed = dict(zip(chosen, pages, strict=True))
+    return {"layers": tuple(packed.get(index, layer) for index, layer in enumerate(layers)), "pool": pool}
 
 
 @functools.partial(jax.jit, static_argnames=("page_size", "max_slots", "spare", "devices", "mesh"))

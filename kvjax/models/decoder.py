@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.layer import LayerCache, MixerInput
+from kvjax.cache.slots import Slots
 from kvjax.cache.uncached import Uncached
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import Linear, Norm, normalise
@@ -145,6 +146,12 @@ class Layer(struct.PyTreeNode):
         nothing = jnp.zeros((len(limit), 0, self.shape.width), dtype)
         return self.weights.mixer.init_cache(self.tokens(reading, nothing), limit, slots)
 
+    def text_cache(self, rows: int, dtype: DTypeLike) -> LayerCache:
+        """Return what a layer needs to read whole texts of which nothing is kept."""
+        if self.weights.mixer.cache_kind is Slots:
+            return Uncached()
+        return self.init_cache(jnp.zeros((rows, self.shape.kv_heads), jnp.int32), 0, dtype)
+
 
 def block(
     layer: Layer, cache: Any, reading: TokenBatch, x: Float[Array, "b t width"], turns: Turns | None = None
@@ -213,5 +220,5 @@ def forward(
     reading = TokenBatch.of_text(tokens, lengths)
     x = embed(weights, config, tokens, reading.position)
     for layer in layers_of(weights, config):
-        x, _ = block(layer, Uncached(), reading, x)
+        x, _ = block(layer, layer.text_cache(len(tokens), x.dtype), reading, x)
     return unembed(weights, config, x)

@@ -29,7 +29,7 @@ def greedy(model, policy, kernels):
     tokens, seen = [], [np.asarray(logits)]
     for _ in range(STEPS):
         token = logits.argmax(-1).astype(jnp.int32)
-        state, logits = kvjax.fused_decode(state, token)
+        state, logits = kvjax.decode_step(state, token)
         tokens.append(int(token[0]))
         seen.append(np.asarray(logits))
     return tokens, np.stack(seen), program
@@ -84,7 +84,7 @@ def test_sinks_are_as_near_before_a_slot_is_empty_as_after(budget):
         )
         seen = [logits]
         for token in np.tile(tokens[0], 3)[:26]:
-            state, logits = kvjax.fused_decode(state, jnp.asarray([token], jnp.int32))
+            state, logits = kvjax.decode_step(state, jnp.asarray([token], jnp.int32))
             seen.append(logits)
         found.append((np.stack(seen), held_positions(state)))
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-3, atol=1e-3)

@@ -75,6 +75,6 @@ def test_a_kernel_that_evicts_and_attends_leaves_sinks_to_the_cache(name: str) -
         program = str(jax.make_jaxpr(state.decoder.step)(state.cache, jnp.zeros(2, jnp.int32)))
         assert ("name=fused_decode" in program) == (kernels.implementation != "xla")
         for token in TOKENS[:, 20:].T:
-            state, logits = kvjax.fused_decode(state, token)
+            state, logits = kvjax.decode_step(state, token)
         found.append(np.asarray(logits))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-3, atol=1e-3)

@@ -224,7 +224,7 @@ def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
     policy = kvjax.policy(name, **settings)
     new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
     view = full_view(1, 2, c, 64, lambda k, scores: None)
-    assert not (may_fuse(policy, view) and fused(policy, view, new, ()).supported)
+    assert not (may_fuse(policy, view, new) and fused(policy, view, new, ()).supported)
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)

@@ -1,0 +1,76 @@
+"""Known tokens that may be taken back: verification of guesses, and roll-back of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from kvjax.inference.cache import Bound, Cache
+from kvjax.inference.layers import read
+from kvjax.inference.sharding import cache_specs, gather_slots, logits_spec, run_on_mesh, scatter_slots
+from kvjax.methods.registry import name_of
+from kvjax.models.decoder import embed, unembed
+
+
+def verify(
+    decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
+) -> tuple[Cache, Float[Array, "b n vocab"]]:
+    """Read known tokens in one pass, of which `truncate` then keeps the first ones of each row; call it under `jit`.
+
+    Args:
+        decoder: a decoder under a policy that evicts nothing, such as `full`.
+        cache: has empty slots for the tokens, as planned by `max_new_tokens`; tokens beyond them are dropped.
+        tokens: padded on the right.
+        lengths: tokens of each row, from 0.
+
+    Returns:
+        The open cache, which only `truncate` takes, and logits after each token; those of padding are meaningless, and
+        those beyond the planned length NaN.
+
+    Raises:
+        ValueError: the policy evicts tokens, or a layer keeps a window of the text.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import kvjax
+        >>> from kvjax.inference.verify import truncate, verify
+        >>> decoder = kvjax.decoder(kvjax.load("tiny"), "full")
+        >>> cache, _ = decoder.prefill([[5, 17, 42]], max_new_tokens=8)
+        >>> opened, logits = jax.jit(verify)(decoder, cache.replace(key=None), jnp.array([[8, 15, 99]]), jnp.array([3]))
+        >>> truncate(opened, jnp.array([5])).position.tolist(), logits.shape
+        ([5], (1, 3, 2048))
+    """
+    if decoder.policy.bounded:
+        raise ValueError(f"{name_of(decoder.policy)} evicts tokens, which no roll-back brings back; verify under full.")
+    for index, shape in enumerate(decoder.config.layer_configs):
+        if shape.window is not None:
+            raise ValueError(
+                f"layer {index} keeps a window of {shape.window} tokens, which verification would overwrite; use steps."
+            )
+
+    def read_on_device(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Cache, Array]:
+        decoder, place = decoder.here(), cache.position[:, None] + jnp.arange(tokens.shape[1])
+        batch = cache.following(tokens, jnp.where(cache.active, lengths, 0)).replace(given=False)
+        batch = batch.replace(kernels=decoder.kernels)
+        x = embed(decoder.weights, decoder.config, batch.token, batch.position)
+        opened = [layer.open() for layer in gather_slots(cache, decoder.mesh).layers]
+        layers, _, x = read(decoder.layers, opened, batch, x, close=False)
+        logits = unembed(decoder.weights, decoder.config, x)
+        logits = jnp.where((place < cache.end[:, None])[..., None], logits, jnp.nan)
+        return cache.replace(layers=scatter_slots(layers, decoder.mesh), position=batch.read), logits
+
+    def specs() -> tuple[Cache, Any]:
+        opened = tuple(type(layer.open()).specs for layer in cache.layers)
+        logits = logits_spec(decoder.config, decoder.mesh)
+        return cache_specs(cache).replace(layers=opened), PartitionSpec(logits[0], None, *logits[1:])
+
+    return run_on_mesh(read_on_device, decoder, cache, tokens, lengths, out_specs=specs)
+
+
+def truncate(cache: Cache, length: Int[Array, " b"]) -> Cache:
+    """Return an open cache from `verify` without the tokens at `length` and later ones, as if they were not read."""
+    return cache.replace(layers=tuple(layer.truncate(length) for layer in cache.layers), position=length)
