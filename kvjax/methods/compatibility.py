@@ -10,8 +10,7 @@ from kvjax.methods.attention_matching import Matching
 from kvjax.methods.fastgen import OF_FREQUENT, Profiled, TokenClasses
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import AfterLimit, LastQueries
-from kvjax.methods.window import Recency
-from kvjax.policies import Policy, Protection, Sizing
+from kvjax.policies import AgeScore, Policy, Protection, Sizing
 from kvjax.policies.base import label_of
 
 
@@ -105,8 +104,7 @@ PAIRS = (
 
 
 def _ranks_by_age(policy: Policy) -> bool:
-    # Except for sinks, a head then holds the newest tokens without a gap.
-    return type(policy.score).score is Recency.score
+    return type(policy.score).score is AgeScore.score
 
 
 def _of_fixed_budgets(sizing: Sizing) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Part
-from kvjax.policies.rankings import Ranking
+from kvjax.policies.rankings import OldestFirst, Ranking
 from kvjax.policies.stats import AttentionSum
 from kvjax.types import Heads, LayerTokens, PyTree, View, check, nothing, setting
 from kvjax.utils.fields import check_fields
@@ -178,6 +178,13 @@ class Score(Part, interface=True):
 def takes_attention(kind: type[Score]) -> bool:
     """Return whether a class of scores changes its state after attention."""
     return kind.update_slot is not Score.update_slot or kind.update_head is not Score.update_head
+
+
+class AgeScore(Score):
+    """Ranking by age: except for protected tokens, a head holds the newest tokens without a gap."""
+
+    def score(self, view: View, new: LayerTokens) -> OldestFirst:
+        return OldestFirst()
 
 
 class StoredScore(Score, interface=True):
