@@ -26,7 +26,7 @@ from kvjax.cli.output import print_written, report, samples, summary, text_field
 from kvjax.evaluation import cache_map, figures, trace
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
-from kvjax.inference.budget import WHOLES
+from kvjax.inference.budget import BUDGET_BASES
 from kvjax.utils.files import JSON_LINES, check_writable, parse_json, read_text
 from kvjax.utils.settings import Chat, Messages, conversation, whole_number
 
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help='answer each line (or {"question": "..."} in FILE.jsonl) about the prompt, which is read once',
     )
-    add_policy_options(options, "full", 1.0, WHOLES[0])
+    add_policy_options(options, "full", 1.0, BUDGET_BASES[0])
     options.add_argument("-n", "--max-new-tokens", type=int, default=128, help="number of tokens to generate")
     add_sampling_options(options)
     add_end_options(options)

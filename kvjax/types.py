@@ -95,8 +95,8 @@ class LayerConfig:
         """Return the indices of this device's KV heads in the layer, for each row; None for all of them in order."""
         if self.spread.heads == 1:
             return None
-        here = self.spread.first(self.kv_heads) + jnp.arange(self.kv_heads, dtype=jnp.int32)
-        return jnp.broadcast_to(here, (rows, self.kv_heads))
+        heads = self.spread.first(self.kv_heads) + jnp.arange(self.kv_heads, dtype=jnp.int32)
+        return jnp.broadcast_to(heads, (rows, self.kv_heads))
 
     @property
     def spec(self) -> AttentionSpec:
@@ -104,15 +104,17 @@ class LayerConfig:
         slopes = None if self.slopes is None else self.spread.own_heads(jnp.asarray(self.slopes)[None])[0]
         return AttentionSpec(self.scale, self.soft_cap, self.window, slopes)
 
-    def rotated(self, turned: Sequence[Array], turns: Turns, still: Sequence[Array] = ()) -> tuple[Array, ...]:
+    def rotated(
+        self, queries_and_keys: Sequence[Array], turns: Turns, still: Sequence[Array] = ()
+    ) -> tuple[Array, ...]:
         """Rotate queries and keys and return values unchanged; see `kvjax.rope.rotate_heads`."""
         assert self.rope is not None
         if self.normed:  # XLA rotates each head in the pass that normalises it
-            rotated = rotate_heads(self.rope, turned, turns, implementation="xla")
+            rotated = rotate_heads(self.rope, queries_and_keys, turns, implementation="xla")
             return (*rotated, *(rotate_heads(self.rope, (), turns, still) if still else ()))
-        return rotate_heads(self.rope, turned, turns, still)
+        return rotate_heads(self.rope, queries_and_keys, turns, still)
 
-    def bounds(self, end: int | Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
+    def bounded_by_window(self, end: int | Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
         """Return whether texts of `end` tokens exceed the layer's window, which then overrides the budget.
 
         This is False for layers that attend as far back as any other: the budget applies to those.

@@ -20,9 +20,9 @@ from kvjax.cache.recompute import (
     without_replayed,
 )
 from kvjax.cache.stats import (
-    drawn,
     normalised,
     over_heads,
+    sample_noise,
     seen_slots,
     stat_from_probs,
     stats_from_probs,
@@ -49,7 +49,7 @@ from pallas_kernels.decode_attention import Decoded, ScoreNoise, decode_attentio
 from pallas_kernels.noise import layer_seed
 from pallas_kernels.prefill_attention import QueryTokens, prefill_attention
 
-Question = tuple[Any, Noise | None]
+SoftmaxKind = tuple[Any, Noise | None]
 """Temperature and noise of a softmax whose weighted sums one kernel pass computes, for any number of weights."""
 
 
@@ -65,7 +65,7 @@ def attend_slots(
     """Attend from new tokens, which have slots already, to all slots of a layer.
 
     Args:
-        asks: statistics that are computed in the same pass.
+        requests: statistics that are computed in the same pass.
         evicted: attention to evicted pairs, from a residual.
         block: True if the new tokens are a block of text.
     """
@@ -78,45 +78,46 @@ def attend_slots(
 
 
 def attend_token(
-    given: Operands,
+    operands: Operands,
     view: View,
     new: LayerTokens,
     requests: PyTree,
-    remembered: LowRank | Partial | None,
+    evicted: LowRank | Partial | None,
     selection: Selection | None,
 ) -> tuple[Partial, PyTree]:
     """Attend from one token per row to its slots, and compute the requested statistics.
 
     Statistics are those of the softmax over the slots: neither evicted pairs nor a learned sink are in it. Kernels take
-    `remembered` attention over evicted tokens if it is of low rank.
+    attention over evicted tokens if it is of low rank.
     """
-    alone = selection is None and new.spread.slots == 1
+    in_kernel = selection is None and new.spread.slots == 1
     scores, summed = (
         kernel_scores(requests, new)
-        if alone
+        if in_kernel
         else ("each" if selection or flatten_requests(requests)[0] else None, False)
     )
-    low_rank = remembered if alone and isinstance(remembered, LowRank) else None
-    found = decode_attention(
-        given.q[:, :, :, 0],
-        *given.stored,
+    low_rank = evicted if in_kernel and isinstance(evicted, LowRank) else None
+    attention = decode_attention(
+        operands.q[:, :, :, 0],
+        *operands.stored,
         view.position,
         new.position[:, 0],
         new.config.spec,
-        places=given.token_places,
+        places=operands.token_places,
         low_rank=None if low_rank is None else low_rank._replace(features=low_rank.features[:, :, :, 0]),
-        sinks=given.sinks,
+        sinks=operands.sinks,
         scores=scores,
     )
     if new.spread.slots > 1:
-        return _shared(found, given, view.position, new, requests, remembered, selection)
-    partial = found.partial
+        return _attend_sharded(attention, operands, view.position, new, requests, evicted, selection)
+    partial = attention.partial
     if selection is not None:
-        assert found.scores is not None
-        partial = narrowed(selection, found.scores[:, :, :, None], given.v, view.position, new, found.lse[..., None])
+        assert attention.scores is not None
+        probs, lse = attention.scores[:, :, :, None], attention.lse[..., None]
+        partial = narrowed(selection, probs, operands.v, view.position, new, lse)
     if low_rank is None:
-        partial = with_evicted(partial, remembered)
-    return partial, requested_stats(requests, found, given, view.position, new, summed=summed)
+        partial = with_evicted(partial, evicted)
+    return partial, requested_stats(requests, attention, operands, view.position, new, summed=summed)
 
 
 def kernel_scores(requests: PyTree, new: LayerTokens) -> tuple[str | ScoreNoise | None, bool]:
@@ -124,7 +125,7 @@ def kernel_scores(requests: PyTree, new: LayerTokens) -> tuple[str | ScoreNoise 
     leaves, _ = flatten_requests(requests)
     if any(isinstance(request, LocalAttention) for request in leaves):
         raise ValueError("LocalAttention needs a prompt that is read as a whole, not a single token.")
-    kinds = {_question(request, prompt=False) for request in leaves}
+    kinds = {_softmax_kind(request, prompt=False) for request in leaves}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kind is None:
         return ("each" if leaves else None), False
@@ -132,94 +133,101 @@ def kernel_scores(requests: PyTree, new: LayerTokens) -> tuple[str | ScoreNoise 
 
 
 def requested_stats(
-    requests: PyTree, found: Decoded, given: Operands, position: Int[Array, "b h c"], new: LayerTokens, *, summed: bool
+    requests: PyTree,
+    output: Decoded,
+    operands: Operands,
+    position: Int[Array, "b h c"],
+    new: LayerTokens,
+    *,
+    summed: bool,
 ) -> PyTree:
     """Compute the requested statistics of one token per row from the kernel scores that `kernel_scores` chose."""
     leaves, tree = flatten_requests(requests)
     if not leaves:
         return requests
-    assert found.scores is not None
+    assert output.scores is not None
     if summed:
-        return tree.unflatten(over_heads(request, weighed(request, found.scores), new) for request in leaves)
-    return stats_from_probs(requests, found.scores[:, :, :, None], given.v, position, new)
+        return tree.unflatten(over_heads(request, weighed(request, output.scores), new) for request in leaves)
+    return stats_from_probs(requests, output.scores[:, :, :, None], operands.v, position, new)
 
 
-def _shared(
-    found: Decoded,
-    given: Operands,
+def _attend_sharded(
+    attention: Decoded,
+    operands: Operands,
     position: Int[Array, "b h c"],
     new: LayerTokens,
     requests: PyTree,
-    remembered: LowRank | Partial | None,
+    evicted: LowRank | Partial | None,
     selection: Selection | None,
 ) -> tuple[Partial, PyTree]:
     # Returns attention of heads that share their slots with other devices, and the statistics of this device's slots.
     # Only the output features that this device's output weights read are valid.
     # One collective carries log-sum-exps, counts and, without a selection, outputs.
     leaves, tree = flatten_requests(requests)
-    local = None if found.scores is None else found.scores[:, :, :, None]
+    local = None if attention.scores is None else attention.scores[:, :, :, None]
     powers: dict[int, Array] = {}
-    told, kind = [found.lse], found.lse.dtype
+    terms, kind = [attention.lse], attention.lse.dtype
     for i, request in enumerate(leaves):
         if isinstance(request, AttentionSum) and not request.plain:
             # This softmax is sharded, too; its numerators are powers of the plain softmax's probabilities.
             assert local is not None
             powers[i] = tempered(request, local, position, new)
             tau = jnp.asarray(request.tau, kind)
-            lse = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0) / (tau[:, :, None] if tau.ndim else tau)
-            told.append(jnp.log(powers[i].sum((-2, -1))) + lse)
-    sums = len(told)
+            lse = jnp.where(jnp.isfinite(attention.lse), attention.lse, 0.0) / (tau[:, :, None] if tau.ndim else tau)
+            terms.append(jnp.log(powers[i].sum((-2, -1))) + lse)
+    sums = len(terms)
     if any(isinstance(request, AttentionProbs) for request in leaves):
-        told.append(jnp.broadcast_to(seen_slots(position, new).sum(-1), found.lse.shape).astype(kind))
-    here = jnp.stack(told, axis=-1)
-    rows, heads, groups, width = found.out.shape
+        terms.append(jnp.broadcast_to(seen_slots(position, new).sum(-1), attention.lse.shape).astype(kind))
+    local_terms = jnp.stack(terms, axis=-1)
+    rows, heads, groups, width = attention.out.shape
     if selection is None:
-        every, features = new.spread.of_slots(here.reshape(rows, -1), found.out.reshape(rows, -1))
-        every = every.reshape(-1, *here.shape)
+        all_terms, features = new.spread.of_slots(local_terms.reshape(rows, -1), attention.out.reshape(rows, -1))
+        all_terms = all_terms.reshape(-1, *local_terms.shape)
     else:
-        every, features = jax.lax.all_gather(here, SLOTS), None
-    totals = jax.nn.logsumexp(every[..., :sums], axis=0)
-    shares = _share(here[..., :sums], totals)
+        all_terms, features = jax.lax.all_gather(local_terms, SLOTS), None
+    totals = jax.nn.logsumexp(all_terms[..., :sums], axis=0)
+    shares = _fraction(local_terms[..., :sums], totals)
     lse, probs = totals[..., 0], None if local is None else local * shares[..., :1, None]
     if features is not None:
-        parts = _share(every[..., 0], lse)[..., None]
-        parts = jnp.broadcast_to(parts, (*parts.shape[:-1], width)).reshape(len(every), rows, -1)
+        parts = _fraction(all_terms[..., 0], lse)[..., None]
+        parts = jnp.broadcast_to(parts, (*parts.shape[:-1], width)).reshape(len(all_terms), rows, -1)
         out = new.spread.all_features((new.spread.own_features(parts) * features).sum(0))
         out = out.reshape(rows, heads, groups, 1, width)
     else:
         assert probs is not None and selection is not None
-        out, lse = narrowed(selection, probs, given.v, position, new, lse[..., None])
+        out, lse = narrowed(selection, probs, operands.v, position, new, lse[..., None])
         out, lse = new.spread.over_slots(out), lse[..., 0]
-    partial = with_evicted(Partial(out, lse[..., None]), remembered)  # which is replicated on these devices
+    partial = with_evicted(Partial(out, lse[..., None]), evicted)  # which is replicated on these devices
 
-    def of_here(i: int, request: StatRequest) -> Any:
+    def local_stat(i: int, request: StatRequest) -> Any:
         assert probs is not None
         if i not in powers:
             visible = (
-                every[..., sums].sum(0)[..., :1].astype(jnp.int32) if isinstance(request, AttentionProbs) else None
+                all_terms[..., sums].sum(0)[..., :1].astype(jnp.int32) if isinstance(request, AttentionProbs) else None
             )
-            return stat_from_probs(request, probs, given.v, position, new, visible)
+            return stat_from_probs(request, probs, operands.v, position, new, visible)
         assert isinstance(request, AttentionSum)
-        own = shares[..., 1 + list(powers).index(i), None, None]
-        return over_heads(request, summed(request, own * normalised(powers[i], powers[i].sum(-1, keepdims=True))), new)
+        local_probs = normalised(powers[i], powers[i].sum(-1, keepdims=True))
+        share = shares[..., 1 + list(powers).index(i), None, None]
+        return over_heads(request, summed(request, share * local_probs), new)
 
-    return partial, tree.unflatten(of_here(i, request) for i, request in enumerate(leaves))
+    return partial, tree.unflatten(local_stat(i, request) for i, request in enumerate(leaves))
 
 
-def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, "*n"]:
+def _fraction(part: Float[Array, "*n"], total: Float[Array, "*n"]) -> Float[Array, "*n"]:
     # Returns the fraction of a sum that a part of it makes up, from the logarithms of both.
-    return jnp.where(jnp.isfinite(part), jnp.exp(part - jnp.where(jnp.isfinite(whole), whole, 0.0)), 0.0)
+    return jnp.where(jnp.isfinite(part), jnp.exp(part - jnp.where(jnp.isfinite(total), total, 0.0)), 0.0)
 
 
-def with_evicted(attended: Partial, remembered: LowRank | Partial | None) -> Partial:
+def with_evicted(attended: Partial, evicted: LowRank | Partial | None) -> Partial:
     """Merge attention over slots with that to evicted tokens, if there is one."""
-    return attended if remembered is None else merge(attended, share_of_evicted(remembered))
+    return attended if evicted is None else merge(attended, share_of_evicted(evicted))
 
 
-class Share(NamedTuple):
+class QueryShard(NamedTuple):
     """Queries of a block that this device computes: all, or every n-th run if n devices hold the same slots."""
 
-    given: Operands
+    operands: Operands
     new: LayerTokens
     """These queries with their positions, and the keys and values of the whole block."""
     token: Int[Array, " m"] | None
@@ -228,18 +236,18 @@ class Share(NamedTuple):
     """Queries in a run."""
 
     @classmethod
-    def of(cls, given: Operands, new: LayerTokens) -> Share:
+    def of(cls, operands: Operands, new: LayerTokens) -> QueryShard:
         """Return the queries of this device."""
         tokens = new.position.shape[1]
         # Give each device several runs: later queries see more keys, so the last run takes longest.
         size = min(query_block(tokens, new.q.shape[0]), power_below(max(1, tokens // (4 * new.spread.queries))))
         number = new.spread.own_queries(tokens, size)
         if number is None:
-            return cls(given, new, None, size)
+            return cls(operands, new, None, size)
         token = jnp.minimum(number, tokens - 1)
         position = jnp.where(number < tokens, new.position[:, token], -1)
-        places = None if given.places is None else (given.places[0][:, :, token], given.places[1])
-        share = given._replace(q=given.q[:, :, :, token], places=places)
+        places = None if operands.places is None else (operands.places[0][:, :, token], operands.places[1])
+        share = operands._replace(q=operands.q[:, :, :, token], places=places)
         return cls(share, new.replace(q=share.q, position=position), token, size)
 
     def weighed(self, request: StatRequest) -> StatRequest:
@@ -252,71 +260,71 @@ class Share(NamedTuple):
         tau = jnp.asarray(request.tau)
         return request.replace(weights=weights, tau=tau[:, self.token] if tau.ndim else request.tau)
 
-    def whole(self, own: Array, axis: int) -> Array:
+    def gather(self, shard: Array, axis: int) -> Array:
         """Gather an array over all queries from the devices' arrays, along an axis."""
-        return self.new.spread.all_queries(own, self.new.k.shape[2], self.size, axis)
+        return self.new.spread.all_queries(shard, self.new.k.shape[2], self.size, axis)
 
 
 def attend_block(
-    given: Operands,
+    operands: Operands,
     view: View,
     new: LayerTokens,
     requests: PyTree,
-    remembered: LowRank | Partial | None,
+    evicted: LowRank | Partial | None,
     selection: Selection | None,
 ) -> tuple[Partial, PyTree]:
     """Attend from a block of a text to all slots, of which the last hold the block; see `attend_token`."""
     leaves, tree = flatten_requests(requests)
-    kinds = [_question(request, prompt=True) for request in leaves]
+    kinds = [_softmax_kind(request, prompt=True) for request in leaves]
     fused = next((kind for kind in kinds if kind is not None), None)
     together = [i for i, kind in enumerate(kinds) if kind is not None and kind == fused]
-    share = Share.of(given, new)
-    rows, weights = _stacked([share.weighed(leaves[i]) for i in together], share.new) if together else ([], None)
+    shard = QueryShard.of(operands, new)
+    rows, weights = _stacked([shard.weighed(leaves[i]) for i in together], shard.new) if together else ([], None)
     tau, noise = fused or (1.0, None)
-    found = prefill_attention(
-        share.given.q,
-        given.k,
-        given.v,
-        share.new.position,
+    attention = prefill_attention(
+        shard.operands.q,
+        operands.k,
+        operands.v,
+        shard.new.position,
         view.position,
         new.config.spec,
-        places=share.given.places,
+        places=shard.operands.places,
         scores=fused is not None,
         weights=weights,
-        noise=None if noise is None else drawn(noise, view.position, new, wide(new.q.dtype)),
+        noise=None if noise is None else sample_noise(noise, view.position, new, wide(new.q.dtype)),
         tau=tau,
-        query_tokens=None if share.token is None else QueryTokens(share.token, new.k.shape[2]),
+        query_tokens=None if shard.token is None else QueryTokens(shard.token, new.k.shape[2]),
     )
-    partial = Partial(found.out, found.lse)
-    lse = share.whole(found.lse, 3)
+    partial = Partial(attention.out, attention.lse)
+    lse = shard.gather(attention.lse, 3)
     stats: dict[int, Any] = {}
-    sums = None if found.scores is None else new.spread.over_queries(found.scores)
+    sums = None if attention.scores is None else new.spread.over_queries(attention.scores)
     for i, row in zip(together, rows, strict=True):
         assert sums is not None
         stats[i] = over_heads(leaves[i], sums[:, :, row], new)
-    rest = [
+    recomputed = [
         i for i, request in enumerate(leaves) if isinstance(request, AttentionSum | Damage | Peak) and i not in stats
     ]
-    if rest:
-        more = by_blocks(share.given, view, share.new, [share.weighed(leaves[i]) for i in rest], partial.lse)
-        for i, part in zip(rest, more, strict=True):
-            together = new.spread.most_of_queries if isinstance(leaves[i], Peak) else new.spread.over_queries
-            stats[i] = over_heads(leaves[i], together(part), new)
+    if recomputed:
+        more = by_blocks(shard.operands, view, shard.new, [shard.weighed(leaves[i]) for i in recomputed], partial.lse)
+        for i, part in zip(recomputed, more, strict=True):
+            combine = new.spread.most_of_queries if isinstance(leaves[i], Peak) else new.spread.over_queries
+            stats[i] = over_heads(leaves[i], combine(part), new)
     for i, request in enumerate(leaves):
         if isinstance(request, LocalAttention):
             if view.capacity != new.position.shape[1]:
                 raise ValueError("LocalAttention needs a prompt that is read as a whole, not a part of it.")
             stats[i] = near_sums(new, lse, request)
         elif isinstance(request, AttentionProbs):
-            stats[i] = newest_attention(given, view, new, request, lse)
+            stats[i] = newest_attention(operands, view, new, request, lse)
     if selection is not None:
-        partial = select_by_blocks(share.given, view, share.new, selection, partial)
-        lse = share.whole(partial.lse, 3)
-    partial = with_evicted(Partial(share.whole(partial.out, 3), lse), remembered)
+        partial = select_by_blocks(shard.operands, view, shard.new, selection, partial)
+        lse = shard.gather(partial.lse, 3)
+    partial = with_evicted(Partial(shard.gather(partial.out, 3), lse), evicted)
     return partial, tree.unflatten(stats[i] for i in range(len(leaves)))
 
 
-def _question(request: StatRequest, prompt: bool) -> Question | None:
+def _softmax_kind(request: StatRequest, prompt: bool) -> SoftmaxKind | None:
     # Returns the softmax for a kernel, or None: kernels sum over a group, with one noise value per key.
     if (
         not isinstance(request, AttentionSum)

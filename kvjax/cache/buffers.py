@@ -19,7 +19,7 @@ MORE_ROOM = "read the state with a larger budget, or more max_new_tokens if its 
 
 def select_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Any:
     """Select rows of all arrays, in any order."""
-    return jax.tree.map(lambda leaf: _moved(_on_device(leaf)[index], _space(leaf)), cache)
+    return jax.tree.map(lambda leaf: _to_space(_on_device(leaf)[index], _space(leaf)), cache)
 
 
 def with_empty_slots(view: V, capacity: int) -> V:
@@ -36,7 +36,7 @@ def with_empty_slots(view: V, capacity: int) -> V:
 def replace_rows(cache: PyTree, index: Int[np.ndarray, " m"], rows: PyTree) -> Any:
     """Replace some rows of all arrays, in any order."""
     return jax.tree.map(
-        lambda leaf, row: _moved(_on_device(leaf).at[index].set(_on_device(row)), _space(leaf)), cache, rows
+        lambda leaf, row: _to_space(_on_device(leaf).at[index].set(_on_device(row)), _space(leaf)), cache, rows
     )
 
 
@@ -62,10 +62,10 @@ def in_memory(view: V, space: Any) -> V:
 
 def _on_device(leaf: Array) -> Array:
     """Return an array in device memory: rows can be gathered and scattered only there."""
-    return _moved(leaf, jax.memory.Space.Device)
+    return _to_space(leaf, jax.memory.Space.Device)
 
 
-def _moved(leaf: Array, space: Any) -> Array:
+def _to_space(leaf: Array, space: Any) -> Array:
     return leaf if _space(leaf) == space else jax.device_put(leaf, space)
 
 

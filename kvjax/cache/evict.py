@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import ranks
+from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking
 from kvjax.types import KV, Evicted, LayerTokens, Parts, PyTree, View, restored, wide
@@ -63,10 +64,10 @@ def write_token(
     else:
         ranking = ranked(policy, view, new) if ranking is None else ranking
         replaced = replace_slot(policy, view, new, ranking, buffers, pairs=pairs or policy.codec.ordered)
-    evicted_position, evicted, position, written = replaced
-    after = view.replace(position=position, **written)
+    evicted_position, evicted, position, contents = replaced
+    after = view.replace(position=position, **contents)
     if policy.codec.ordered:
-        after = policy.codec.exchanged(after, new, evicted["slots"].codec, evicted_position)
+        after = policy.codec.rerank(after, new, evicted["slots"].codec, evicted_position)
     return after, evicted_pairs(view.state, new, evicted["kv"] if pairs else None, evicted_position)
 
 
@@ -78,7 +79,7 @@ def shrunk(policy: Policy, view: V, new: LayerTokens) -> V:
 
     # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
     def evict_several() -> Any:
-        leaving = ranks.best_slots(policy, view, new, view.capacity * new.spread.slots, coming=1)[2]
+        leaving = ranks.best_slots(policy, view, new, view.capacity * new.spread.slots, reserved=1)[2]
         leaving &= fewer[..., None]
         after = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
         return leaving, after.slots.codec, after.state.codec
@@ -100,7 +101,7 @@ class Ranks(NamedTuple):
 
     scores: Array | None
     """Score of each slot, or None if ordering by position is enough."""
-    bounds: EvictionRules
+    rules: EvictionRules
     keep: Bool[Array, "b h c"] | None
     hashed: Hashed | None
     """Codes whose distances replace scores; None if there are none."""
@@ -113,13 +114,13 @@ def ranked(policy: Policy, view: View, new: LayerTokens) -> Ranks:
     scores, protected, ranking = ranks.scores(policy, view, new, ranking=equal)
     if protected.quota is not None:
         raise ValueError(
-            f"{policy.protection.label} has a quota, which plan {policy.plan.label} does not keep; "
+            f"{label_of(policy.protection)} has a quota, which plan {label_of(policy.plan)} does not keep; "
             "use a plan with slots for each head, such as adakv."
         )
     simple = protected.last is None and new.config.window is None
-    bounds = EvictionRules(protected.sinks, protected.recent, ranks.slots_at(policy, view.limit, new))
+    rules = EvictionRules(protected.sinks, protected.recent, ranks.slots_at(policy, view.limit, new))
     by_age = simple and isinstance(ranking, OldestFirst)
-    return Ranks(None if by_age else scores, bounds, protected.keep, hashed_codes(ranking, view) if simple else None)
+    return Ranks(None if by_age else scores, rules, protected.keep, hashed_codes(ranking, view) if simple else None)
 
 
 def hashed_codes(ranking: Ranking, view: View) -> Hashed | None:
@@ -127,7 +128,7 @@ def hashed_codes(ranking: Ranking, view: View) -> Hashed | None:
     if not isinstance(ranking, HammingDistance):
         return None
     codes, stored = jax.tree.leaves(ranking.codes), jax.tree.leaves(view.slots.score)
-    same = len(codes) == len(stored) and all(one is other for one, other in zip(codes, stored, strict=True))
+    same = len(codes) == len(stored) and all(code is buffer for code, buffer in zip(codes, stored, strict=True))
     return Hashed(ranking.hashing, view.slots.score) if same else None
 
 
@@ -138,8 +139,8 @@ def replace_slot(
 
     `buffers` are the positions of the slots, the position of the token [b], buffers, and the token's entries in them.
     """
-    scores, bounds, keep, hashed = ranking
-    options: dict[str, Any] = dict(protection=bounds, keep=keep)
+    scores, rules, keep, hashed = ranking
+    options: dict[str, Any] = dict(protection=rules, keep=keep)
     if hashed is None or policy.may_shrink:
         return evict(scores, *buffers, shrinks=policy.may_shrink, pairs=pairs, **options)[1:]
     slot = hamming(hashed.hashing.of_queries(), hashed.codes, view.position, new.position[:, 0], **options)
@@ -167,8 +168,8 @@ def victims_of(
     """
     claims = []
     for policy, view, tokens in zip(policies, views, new, strict=True):
-        scores, bounds, keep, _ = ranked(policy, view, tokens)
-        claims.append(ranks.claim(scores, view.position, tokens, bounds, keep, policy.may_shrink))
+        scores, rules, keep, _ = ranked(policy, view, tokens)
+        claims.append(ranks.claim(scores, view.position, tokens, rules, keep, policy.may_shrink))
     return ranks.victims_of_all(jnp.stack(claims), [view.capacity for view in views])
 
 
@@ -179,7 +180,7 @@ def replace_slot_sharded(
 
     The device that holds the victim sends the other devices what they need of it.
     """
-    _, _, evicted, position, written = replace_slots(victim.slot, *buffers)
+    _, _, evicted, position, contents = replace_slots(victim.slot, *buffers)
     is_here = victim.slot < view.capacity
 
     def sent(leaf: Array) -> Array:
@@ -188,7 +189,7 @@ def replace_slot_sharded(
     kv = jax.tree.map(sent, evicted["kv"]) if pairs else evicted["kv"]
     states = evicted["slots"].replace(codec=jax.tree.map(sent, evicted["slots"].codec))
     evicted_position = jnp.where(new.valid[:, :1], victim.position, -1)
-    return evicted_position, {"kv": kv, "slots": states}, position, written
+    return evicted_position, {"kv": kv, "slots": states}, position, contents
 
 
 def evicted_pairs(state: Parts, new: LayerTokens, kv: KV | None, position: Int[Array, "b h"]) -> Evicted:

@@ -61,7 +61,7 @@ class FusedStep(NamedTuple):
         step = fused_decode(
             Slots(view.position, *operands.stored, states),
             Token(new.position[:, 0], token["kv"].k, token["kv"].v, token_states),
-            Choice(ranking.hashed or ranking.scores, ranking.bounds, ranking.keep, policy.may_shrink),
+            Choice(ranking.hashed or ranking.scores, ranking.rules, ranking.keep, policy.may_shrink),
             Query(operands.q[:, :, :, 0], new.config.spec, operands.sinks, scores),
             pairs=policy.residual is not None,
             adds=adds,

@@ -64,9 +64,9 @@ def compressed(policy: Policy, view: V, new: LayerTokens, capacity: int) -> tupl
 
     Rows without new tokens keep their slots in place.
     """
-    best, kept, leaving = ranks.best_slots(policy, view, new, capacity)
+    best, valid, leaving = ranks.best_slots(policy, view, new, capacity)
     kv, position, states = jax.tree.map(lambda leaf: ranks.gather(leaf, best), (view.kv, view.position, view.slots))
-    smaller = view.replace(kv=kv, position=jnp.where(kept, position, -1), slots=states)
+    smaller = view.replace(kv=kv, position=jnp.where(valid, position, -1), slots=states)
     return policy.codec.settle(smaller, new), leaving
 
 
@@ -116,7 +116,7 @@ def _ranks(policy: Policy, view: View, new: LayerTokens) -> Float[Array, "b h c"
 
 def _bounded_by_window(new: LayerTokens) -> Bool[Array, " b"] | None:
     # Rows whose text exceeds the layer's window, which then overrides the budget.
-    return None if new.config.window is None else new.config.bounds(new.end)
+    return None if new.config.window is None else new.config.bounded_by_window(new.end)
 
 
 def _within_window(view: V, limit: Int[Array, "b h"], plan: PyTree, new: LayerTokens) -> V:

@@ -51,12 +51,12 @@ def scores(
     """
     with jax.named_scope("scores"):
         ranking = policy.ranking(view, new) if ranking is None else ranking
-        found, guard = numbers(ranking, view), policy.protection.guard(view, new)
-    if guard.last is not None:
-        found = jnp.where(guard.last, last_resort(found.dtype), found)
+        values, protected = numbers(ranking, view), policy.protection.guard(view, new)
+    if protected.last is not None:
+        values = jnp.where(protected.last, last_resort(values.dtype), values)
     if new.config.window is not None:
-        found = jnp.where(in_window(view.position, new), found, -jnp.inf)
-    return found, guard, ranking
+        values = jnp.where(in_window(view.position, new), values, -jnp.inf)
+    return values, protected, ranking
 
 
 def in_window(position: Int[Array, "b h *c"], new: LayerTokens) -> Bool[Array, "b h *c"]:
@@ -79,15 +79,15 @@ def slots_at(
 
     Heads may use all slots in `limit` if the layer's window bounds the text.
     """
-    found = policy.slots_at(limit, new.length if length is None else length)
-    return jnp.where(new.config.bounds(new.end)[:, None], limit, found) if new.config.local else found
+    slots = policy.slots_at(limit, new.length if length is None else length)
+    return jnp.where(new.config.bounded_by_window(new.end)[:, None], limit, slots) if new.config.local else slots
 
 
 def rank(policy: Policy, view: View, new: LayerTokens, numbers: Numbers = as_numbers) -> Float[Array, "b h c"]:
     """Return ranks; the lowest is evicted first: expired (-inf) < empty < scores < protected < sinks (+inf)."""
-    found, guard, _ = scores(policy, view, new, numbers)
-    newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
-    return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
+    score, protected, _ = scores(policy, view, new, numbers)
+    newest, sinks, recent = new.newest[:, None, None], protected.sinks[..., None], protected.recent[..., None]
+    return ranking.rank(score, view.position, newest, sinks, recent, protected.keep)
 
 
 def with_newest(ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], new: LayerTokens) -> Float[Array, "b h c"]:
@@ -109,7 +109,7 @@ def claim(
     scores: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
     new: LayerTokens,
-    bounds: EvictionRules,
+    rules: EvictionRules,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
 ) -> Int[Array, "3 b h"]:
@@ -120,34 +120,34 @@ def claim(
     """
     last, capacity = jnp.iinfo(jnp.int32).max, position.shape[-1]
     slot = jax.lax.axis_index(SLOTS) * capacity + jnp.arange(capacity, dtype=jnp.int32)
-    sinks, recent, limit = (bound[..., None] for bound in bounds)
+    sinks, recent, limit = (rule[..., None] for rule in rules)
     ranks = ranking.rank(scores, position, new.position[:, :1, None], sinks, recent, keep)
     live = position >= 0
     usable = slot < limit
     if shrinks:
         usable = live | (new.spread.over_slots(live.sum(-1, keepdims=True, dtype=jnp.int32)) < limit)
     ranks = jnp.where(usable, ranks, jnp.inf)
-    least = ranks.min(-1)
-    age = jnp.where(usable & (ranks == least[..., None]), position, last)
+    lowest = ranks.min(-1)
+    age = jnp.where(usable & (ranks == lowest[..., None]), position, last)
     place = jnp.where(age == age.min(-1, keepdims=True), slot, last).min(-1)
     bits = jnp.dtype(f"int{jnp.finfo(ranks.dtype).bits}")
-    return jnp.stack([jax.lax.bitcast_convert_type(least, bits), age.min(-1).astype(bits), place.astype(bits)])
+    return jnp.stack([jax.lax.bitcast_convert_type(lowest, bits), age.min(-1).astype(bits), place.astype(bits)])
 
 
 def victims_of_all(claims: Int[Array, "m 3 b h"], capacities: Sequence[int]) -> tuple[Victim, ...]:
     """Return the victims of several layers over the slots of all devices, from the `claim` of each layer."""
     last = jnp.iinfo(jnp.int32).max
-    least, age, place = jnp.moveaxis(jax.lax.all_gather(claims, SLOTS), 2, 0)
-    least = jax.lax.bitcast_convert_type(least, jnp.dtype(f"float{jnp.iinfo(least.dtype).bits}"))
-    age = jnp.where(least == least.min(0), age, last)
+    lowest, age, place = jnp.moveaxis(jax.lax.all_gather(claims, SLOTS), 2, 0)
+    lowest = jax.lax.bitcast_convert_type(lowest, jnp.dtype(f"float{jnp.iinfo(lowest.dtype).bits}"))
+    age = jnp.where(lowest == lowest.min(0), age, last)
     oldest = age.min(0)
     place = jnp.where(age == oldest, place, last).min(0)
-    found = []
+    victims = []
     for capacity, number, position in zip(capacities, place, oldest, strict=True):
         slot = number - jax.lax.axis_index(SLOTS) * capacity
         slot = jnp.where((slot >= 0) & (slot < capacity), slot, capacity).astype(jnp.int32)
-        found.append(Victim(slot, jnp.where(position == last, -1, position).astype(jnp.int32)))
-    return tuple(found)
+        victims.append(Victim(slot, jnp.where(position == last, -1, position).astype(jnp.int32)))
+    return tuple(victims)
 
 
 def best_first(
@@ -165,32 +165,32 @@ def best_first(
     return order, worth.sum(-1, dtype=jnp.int32)
 
 
-def chosen(
-    policy: Policy, view: View, new: LayerTokens, coming: int = 0
+def slots_to_keep(
+    policy: Policy, view: View, new: LayerTokens, reserved: int = 0
 ) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Return the slots of whole heads from the most to the least important one, and how many of them stay.
 
-    `coming` new tokens have no slot yet, and need one.
+    `reserved` slots stay free for new tokens.
     """
-    score, guard = policy.standing(view, new)
+    score, protected = policy.scores_and_protection(view, new)
     ranks, position, score = map(new.spread.all_slots, (rank(policy, view, new), view.position, score))
-    usable, quota = slots_at(policy, view.limit, new) - coming, guard.quota
+    usable, quota = slots_at(policy, view.limit, new) - reserved, protected.quota
     # The newest token gets a slot, even if protected tokens fill the head, as in a decode step.
     full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= usable[..., None]
     ranks = jnp.where(full, with_newest(ranks, position, new), ranks)
-    order, count = best_first(ranks, position, guard.sinks)
+    order, count = best_first(ranks, position, protected.sinks)
     if quota is not None:
         worth = (position >= 0) & (ranks > -jnp.inf)
         competes = (worth & (ranks < last_resort(ranks.dtype))).astype(jnp.int32)
         score = jnp.where(worth if quota.among_all else competes, score, -jnp.inf)
-        count += sum_of_most(score, position, competes, quota.most) - competes.sum(-1)
+        count += sum_of_top(score, position, competes, quota.limit) - competes.sum(-1)
     return order, jnp.minimum(count, usable)
 
 
 def best_slots(
-    policy: Policy, view: View, new: LayerTokens, capacity: int, coming: int = 0
+    policy: Policy, view: View, new: LayerTokens, capacity: int, reserved: int = 0
 ) -> tuple[Array, Array, Bool[Array, "b h c"]]:
-    """Choose the slots to keep in buffers of `capacity` slots per head, up to the limit of each head; see `chosen`.
+    """Choose the slots of each head to keep, up to its limit, in buffers of `capacity` slots; see `slots_to_keep`.
 
     Rows without new tokens keep their slots in place.
 
@@ -199,33 +199,33 @@ def best_slots(
         that are evicted.
     """
     position = new.spread.all_slots(view.position)
-    rows, heads, held = position.shape
-    best, count = chosen(policy, view, new, coming)
+    rows, heads, slots = position.shape
+    best, count = slots_to_keep(policy, view, new, reserved)
     idle = ~new.valid.any(1)[:, None, None]
-    best = jnp.where(idle, jnp.arange(held, dtype=jnp.int32), best)
-    count = jnp.where(idle[..., 0], held, count)
-    missing = max(0, capacity - held)
+    best = jnp.where(idle, jnp.arange(slots, dtype=jnp.int32), best)
+    count = jnp.where(idle[..., 0], slots, count)
+    missing = max(0, capacity - slots)
     if missing:
-        # Pad with repeats of the last slot, which `kept` excludes.
+        # Pad with repeats of the last slot, which `valid` excludes.
         best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (rows, heads, missing))], axis=-1)
     best = best[..., :capacity]
     place = jnp.arange(capacity)
-    kept = (place < count[..., None]) & (place < capacity - missing)
-    kept &= gather(position, best) >= 0
+    valid = (place < count[..., None]) & (place < capacity - missing)
+    valid &= gather(position, best) >= 0
     staying = jnp.zeros(position.shape, bool)
-    staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
-    return best, kept, new.spread.own_slots((position >= 0) & ~staying)
+    staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(valid)
+    return best, valid, new.spread.own_slots((position >= 0) & ~staying)
 
 
-def sum_of_most(
-    score: Float[Array, "b h c"], position: Int[Array, "b h c"], value: Array, most: Int[Array, "b #h"]
+def sum_of_top(
+    score: Float[Array, "b h c"], position: Int[Array, "b h c"], value: Array, k: Int[Array, "b #h"]
 ) -> Array:
-    """Sum the values [b h c] of the slots with the `most` highest scores: [b h].
+    """Sum the values [b h c] of the slots with the `k` highest scores: [b h].
 
     Among equal scores the newest tokens count first. Slots that score -inf never count.
     """
     ranked, _, value = jax.lax.sort((-score, -position, value), num_keys=2)
-    counts = (jnp.arange(score.shape[-1]) < most[..., None]) & (ranked < jnp.inf)
+    counts = (jnp.arange(score.shape[-1]) < k[..., None]) & (ranked < jnp.inf)
     return jnp.where(counts, value, 0).sum(-1, dtype=value.dtype)
 
 
@@ -247,10 +247,10 @@ def fold_evicted(residual: Residual, view: View, new: LayerTokens, leaving: Bool
         leaf = jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3), constant_values=fill)
         return jnp.moveaxis(leaf.reshape(*leaf.shape[:2], -1, size, *leaf.shape[3:]), 2, 0)
 
-    def add(remembered: PyTree, block: Any) -> tuple[PyTree, None]:
+    def add(state: PyTree, block: Any) -> tuple[PyTree, None]:
         kv, position = block
         pair = restored(new.config.rope, kv, position, view.state.codec, new.k.dtype)
-        return residual.absorb(remembered, Evicted(pair.k, pair.v, position, new.layer)), None
+        return residual.absorb(state, Evicted(pair.k, pair.v, position, new.layer)), None
 
     parts = jax.tree.map(blocks, view.kv), blocks(position, -1)
     return jax.lax.scan(add, view.state.residual, parts)[0]

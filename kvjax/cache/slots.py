@@ -200,7 +200,7 @@ class Slots(View, SlotCache, kw_only=True):
         in_two_kernels = functools.partial(super(Slots, slots).evict_and_attend, policy, new, requests, ranking=ranking)
         if not may_fuse(policy, slots, new):
             return in_two_kernels()
-        operands = policy.codec.operands(slots, new, room=ranking.bounds.limit)
+        operands = policy.codec.operands(slots, new, room=ranking.rules.limit)
         fused = FusedStep(policy, slots, new, requests, ranking, operands)
         if not fused.supported:
             return in_two_kernels()

@@ -39,8 +39,8 @@ def stat_from_probs(
 ) -> Any:
     """Compute a requested statistic of one token per row; `visible` counts slots on other devices, too."""
     if isinstance(request, AttentionProbs):
-        seen = seen_slots(position, new)
-        return Seen(probs, new.position, seen.sum(-1) if visible is None else visible, seen)
+        mask = seen_slots(position, new)
+        return Seen(probs, new.position, mask.sum(-1) if visible is None else visible, mask)
     return over_heads(request, reduced(request, probs, v, position, new), new)
 
 
@@ -55,17 +55,17 @@ def weighed(request: StatRequest, sums: Float[Array, "b h c"]) -> Float[Array, "
     return sums if request.weights is None else sums * request.weights.astype(sums.dtype)
 
 
-def over_heads(request: StatRequest, found: Float[Array, "b h c"], new: LayerTokens) -> Float[Array, "b h c"]:
+def over_heads(request: StatRequest, sums: Float[Array, "b h c"], new: LayerTokens) -> Float[Array, "b h c"]:
     """Reduce a sum over a KV head's queries over heads, as the request specifies."""
     if not isinstance(request, AttentionSum) or request.over not in ("layer", "device"):
-        return found
-    mean = found.mean(1, keepdims=True)
+        return sums
+    mean = sums.mean(1, keepdims=True)
     if request.over == "layer":
         mean = new.spread.over_heads(mean) / new.spread.heads
-    return jnp.broadcast_to(mean, found.shape)
+    return jnp.broadcast_to(mean, sums.shape)
 
 
-def drawn(noise: Noise, position: Int[Array, "b h c"], new: LayerTokens, dtype: DTypeLike) -> Array:
+def sample_noise(noise: Noise, position: Int[Array, "b h c"], new: LayerTokens, dtype: DTypeLike) -> Array:
     """Return the noise zeta of every slot [b h c], or of every query and slot [b h t c] if `noise.fresh`."""
     query = new.position if noise.fresh else None
     return hashed.KINDS[noise.kind](hashed.uniform_at(new.seed, new.layer, position, query, new.head).astype(dtype))
@@ -79,7 +79,7 @@ def tempered(
     tau = tau[:, None, None, :, None] if tau.ndim else tau
     if request.noise is None:
         return numerators(probs, None, tau)
-    zeta = drawn(request.noise, position, new, probs.dtype)
+    zeta = sample_noise(request.noise, position, new, probs.dtype)
     return numerators(probs, zeta[:, :, None] if request.noise.fresh else zeta[:, :, None, None], tau)
 
 
@@ -114,7 +114,7 @@ class Outputs(NamedTuple):
     The slot is kept apart because subtracting it from the whole output would cancel nearly equal numbers.
     """
 
-    rest: Float[Array, "b h g t"]
+    light_share: Float[Array, "b h g t"]
     """Attention to all other slots."""
     light: Float[Array, "b h g t e"]
     """Their values, weighted by it."""
@@ -138,16 +138,16 @@ def damage(
     """Compute a requested `Damage` to the outputs of some queries."""
     out = of.light + of.share[..., None] * of.heavy
     norms = jnp.einsum("bhce,bhce->bhc", values, values)[:, :, None, None]
-    apart = norms - 2 * jnp.einsum("bhgte,bhce->bhgtc", out, values) + (out**2).sum(-1, keepdims=True)
-    others = of.light / jnp.where(of.rest > 0, of.rest, 1.0)[..., None]
-    of_heavy = of.share**2 * ((of.heavy - others) ** 2).sum(-1)
+    distances = norms - 2 * jnp.einsum("bhgte,bhce->bhgtc", out, values) + (out**2).sum(-1, keepdims=True)
+    light_mean = of.light / jnp.where(of.light_share > 0, of.light_share, 1.0)[..., None]
+    of_heavy = of.share**2 * ((of.heavy - light_mean) ** 2).sum(-1)
     light = jnp.where(probs > 0.5, 0.0, probs)
-    found = jnp.where(probs > 0.5, of_heavy[..., None], (light / (1 - light)) ** 2 * jnp.maximum(apart, 0.0))
-    found = jnp.where(probs > 0, found, 0.0).sum(2)
+    change = jnp.where(probs > 0.5, of_heavy[..., None], (light / (1 - light)) ** 2 * jnp.maximum(distances, 0.0))
+    change = jnp.where(probs > 0, change, 0.0).sum(2)
     if request.weights is None:
-        return found.sum(2)
-    weights = jnp.broadcast_to(request.weights, found.shape[:3])
-    return jnp.einsum("bhtc,bht->bhc", found, weights.astype(found.dtype))
+        return change.sum(2)
+    weights = jnp.broadcast_to(request.weights, change.shape[:3])
+    return jnp.einsum("bhtc,bht->bhc", change, weights.astype(change.dtype))
 
 
 def highest(request: Peak, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h g c"]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from kvjax import methods
 from kvjax.generation.detokenize import stop_strings
 from kvjax.generation.sampling import TEMPERATURE, Sampling, defaults_in_force
-from kvjax.inference.budget import WHOLES
+from kvjax.inference.budget import BUDGET_BASES
 from kvjax.inference.prepare import check_bounded
 from kvjax.methods import describe
 from kvjax.methods.notation import combined_parts, parse_policy
@@ -40,7 +40,7 @@ def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: fl
         "--budget", help=f"slots per head, a fraction, or slots for each layer as 64,48,32,16 (default: {budget})"
     )
     options.add_argument(
-        "--budget-of", choices=WHOLES, help=f"base of a fraction; text is prompt + new tokens (default: {base})"
+        "--budget-of", choices=BUDGET_BASES, help=f"base of a fraction; text is prompt + new tokens (default: {base})"
     )
     options.add_argument("--prefill-chunk", type=int, help="compress after each chunk of this many prompt tokens")
 
@@ -221,7 +221,7 @@ def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[s
 
 
 def policy_and_budget(
-    options: argparse.Namespace, default: str = "full", slots: float = 1.0, base: str = WHOLES[0]
+    options: argparse.Namespace, default: str = "full", slots: float = 1.0, base: str = BUDGET_BASES[0]
 ) -> tuple[Policy, dict[str, Any]]:
     """Return the policy that a command line names, and its budget and chunk settings as keywords of `kvjax.prefill`.
 

@@ -51,7 +51,7 @@ def report(generation: Generation, policy: Policy, seed: int, texts: dict[str, A
 def _local_windows(generation: Generation) -> dict[int, int]:
     """Return the window of each layer whose sliding window overrides the budget, by the layer's index."""
     layers, end = enumerate(generation.state.config.layer_configs), int(np.max(generation.state.end))
-    return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounds(end)}
+    return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounded_by_window(end)}
 
 
 def text_fields(model: Model, generation: Generation, stop: tuple[str, ...]) -> list[dict[str, Any]]:

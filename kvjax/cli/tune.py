@@ -14,7 +14,7 @@ from kvjax.cli.commands import Parser, add_model_options, command, load_model
 from kvjax.cli.options import add_policy_options, console, policy_and_budget
 from kvjax.inference.decoder import step_shapes
 from kvjax.inference.extend import prefill
-from kvjax.inference.prepare import ready
+from kvjax.inference.prepare import bind_policy
 from kvjax.inference.shapes import state_shapes
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
@@ -36,7 +36,7 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
     """
     workloads = Survey()
     settings: dict[str, Any] = dict(reading, implementation=Kernels(workloads))
-    sizing = ready(model, policy, reading["budget"], None).plan.sizing
+    sizing = bind_policy(model, policy, reading["budget"], None).plan.sizing
     if sizing.per_head:  # only a prompt determines the slots of each head
         state, _ = prefill(model, policy, np.zeros((rows, tokens), np.int32), **settings)
     else:

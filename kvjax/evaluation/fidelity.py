@@ -20,6 +20,7 @@ from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.model import Model
 from kvjax.policies.allocation import Plan
+from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.types import LayerConfig, LayerTokens, Parts, View, restored, wide
 from pallas_kernels.attention import attend
@@ -61,8 +62,8 @@ def attention_row(
     psi: Float[Array, "b h n R"] | None,
 ) -> tuple[Float[Array, "b h g n"], Float[Array, "b h n R"] | None]:
     """Return the newest query's attention to all positions, evicted ones included, and LESS's psi of all keys."""
-    here = (view.position == newest[:, None, None]).astype(view.slots.residual.dtype)
-    q = jnp.einsum("bhcgd,bhc->bhgd", view.slots.residual, here)[:, :, :, None]
+    is_newest = (view.position == newest[:, None, None]).astype(view.slots.residual.dtype)
+    q = jnp.einsum("bhcgd,bhc->bhgd", view.slots.residual, is_newest)[:, :, :, None]
     kv = restored(config.rope, view.kv, view.position, view.state.codec, q.dtype)
     spec, place = config.spec, newest[:, None]
     mask, bias = spec.mask(place, view.position), spec.bias(place[:, None], view.position)
@@ -73,13 +74,13 @@ def attention_row(
         return dense, None
     # phi(q) psi(k) of each evicted token, over the denominator of equation 3.
     assert isinstance(policy.residual, LowRankMemory)
-    key = jnp.einsum("bhcd,bhc->bhd", keys, here)[:, :, None]
+    key = jnp.einsum("bhcd,bhc->bhd", keys, is_newest)[:, :, None]
     psi = jax.vmap(lambda all_, one, at: all_.at[:, at].set(one))(
         psi, policy.residual.psi(key)[:, :, 0].astype(psi.dtype), newest
     )
-    gone = ~held_tokens(view, length) & (jnp.arange(length) <= newest[:, None, None])
+    evicted = ~held_tokens(view, length) & (jnp.arange(length) <= newest[:, None, None])
     weights = jnp.einsum("bhgr,bhnr->bhgn", policy.residual.phi(q)[..., 0, :], psi)
-    weights = jnp.where(gone[:, :, None], weights, 0.0)
+    weights = jnp.where(evicted[:, :, None], weights, 0.0)
     highest = jnp.maximum(partial.lse, 0.0)  # both sums are relative to it
     slots, weights = jnp.exp(partial.lse - highest), weights * jnp.exp(-highest)
     return (dense * slots + weights) / (slots + weights.sum(-1, keepdims=True)), psi
@@ -90,7 +91,7 @@ class Compared(NamedTuple):
 
     hellinger: Float[np.ndarray, "b n layers"]
     """Distance of attention rows, mean over heads (LESS, eq. 7)."""
-    kept: Float[np.ndarray, "b n layers"]
+    attention_kept: Float[np.ndarray, "b n layers"]
     """Share of the full model's attention on tokens that the policy holds, mean over heads."""
     divergence: Float[np.ndarray, "b n"]
     """Kullback-Leibler divergence of the next token's distribution from the full model's, in nats."""
@@ -110,30 +111,31 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
     def features(state: State) -> Features:
         if state.policy.residual is None:
             return [None] * config.layers
-        remembered = (heads.state.residual.z for heads in state.cache.attending)
-        return [jnp.zeros((*z.shape[:2], length, z.shape[-1]), z.dtype) for z in remembered]
+        normalizers = (heads.state.residual.z for heads in state.cache.attending)
+        return [jnp.zeros((*z.shape[:2], length, z.shape[-1]), z.dtype) for z in normalizers]
 
     def one(carry: Carry, token: Int[Array, " b"]) -> tuple[Carry, tuple[Array, Array, Array, Array]]:
-        moved, known, rows, held, says = [], [], [], [], []
+        caches, features_after, rows, masks, says = [], [], [], [], []
         for state, before, psi in zip(states, *carry, strict=True):
             after, logits = state.decoder.step(before, token)
-            held.append([held_tokens(view, length) for view in after.slots])
+            masks.append([held_tokens(view, length) for view in after.slots])
             says.append(jax.nn.log_softmax(logits.astype(wide(logits.dtype))))
             layers = zip(config.layer_configs, after.slots, psi, strict=True)
-            looked = [
+            rows_and_features = [
                 attention_row(shape, state.policy.layer(layer), view, before.position, length, features)
                 for layer, (shape, view, features) in enumerate(layers)
             ]
-            moved.append(after)
-            rows.append([row for row, _ in looked])
-            known.append([seen for _, seen in looked])
-        apart = [hellinger(p, q).mean((1, 2)) for p, q in zip(*rows, strict=True)]
-        kept = [
-            jnp.where(here[:, :, None], p, 0.0).sum(-1).mean((1, 2)) for p, here in zip(rows[0], held[1], strict=True)
+            caches.append(after)
+            rows.append([row for row, _ in rows_and_features])
+            features_after.append([of_layer for _, of_layer in rows_and_features])
+        distances = [hellinger(p, q).mean((1, 2)) for p, q in zip(*rows, strict=True)]
+        attention_kept = [
+            jnp.where(mask[:, :, None], p, 0.0).sum(-1).mean((1, 2)) for p, mask in zip(rows[0], masks[1], strict=True)
         ]
         divergence = jnp.sum(jnp.exp(says[0]) * (says[0] - says[1]), axis=-1)
         agrees = jnp.argmax(says[0], axis=-1) == jnp.argmax(says[1], axis=-1)
-        return (moved, known), (jnp.stack(apart, axis=-1), jnp.stack(kept, axis=-1), divergence, agrees)
+        distance, share = (jnp.stack(layers, axis=-1) for layers in (distances, attention_kept))
+        return (caches, features_after), (distance, share, divergence, agrees)
 
     start = [state.cache for state in states], [features(state) for state in states]
     return jax.lax.scan(one, start, tokens.T)[1]
@@ -179,11 +181,11 @@ def fidelity(
             "show; leave the selection out."
         )
     if not isinstance(chosen.residual, LowRankMemory | None):
-        raise ValueError(f"residual {chosen.residual.label} does not tell evicted tokens apart; use less.")
+        raise ValueError(f"residual {label_of(chosen.residual)} does not tell evicted tokens apart; use less.")
     rows, length = ids.shape
     full = begin(model, watched(policy_by_name("full")), rows, length, 1.0, seed=seed)
     probed = begin(model, watched(chosen), rows, length, budget, plan=plan, seed=seed)
     plain = begin(model, chosen, rows, length, budget, plan=plan, seed=seed)
-    measured = (np.moveaxis(np.asarray(each), 0, 1) for each in _compared(full, probed, jnp.asarray(ids)))
-    apart, kept, divergence, agrees = measured
-    return Compared(apart, kept, divergence, agrees, cache_bytes(plain), full_cache_bytes(plain))
+    measured = (np.moveaxis(np.asarray(array), 0, 1) for array in _compared(full, probed, jnp.asarray(ids)))
+    distances, attention_kept, divergence, agrees = measured
+    return Compared(distances, attention_kept, divergence, agrees, cache_bytes(plain), full_cache_bytes(plain))

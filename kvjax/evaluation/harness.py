@@ -28,7 +28,7 @@ from kvjax.generation.questions import answer_each
 from kvjax.inference.budget import Budget
 from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.padding import bucket_rows
-from kvjax.inference.prepare import check_length, ready
+from kvjax.inference.prepare import bind_policy, check_length
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes, take_rows
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
@@ -107,7 +107,7 @@ class CompressedLM:
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.model, self.policy = model, ready(model, policy, budget, plan)
+        self.model, self.policy = model, bind_policy(model, policy, budget, plan)
         self.settings: dict[str, Any] = dict(budget=budget, budget_of=budget_of, prefill_chunk=prefill_chunk)
         self.tokenizer = model.tokenizer
         self.batch_size = whole_number("batch_size", batch_size)

@@ -17,7 +17,7 @@ from kvjax.cache.slots import HOST
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import lower_prefill, prefill
-from kvjax.inference.prepare import check_prompt, ready
+from kvjax.inference.prepare import bind_policy, check_prompt
 from kvjax.inference.shapes import empty_state
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
@@ -132,7 +132,7 @@ def begin(
     seed: int = 0,
 ) -> State:
     """Return an empty state for `rows` texts that are read only by decode steps, as with `prefill_chunk=1`."""
-    chosen = ready(model, policy, budget, plan)
+    chosen = bind_policy(model, policy, budget, plan)
     check_prompt(chosen, 1)
     requires = chosen.score.requires
     if chosen.plan.sizing.per_head or requires.replay is not None or requires.whole_prompt:

@@ -61,8 +61,8 @@ def masked_perplexity(
 def _nats(state: State, tokens: Int[Array, "b n"], *, mask: str) -> Float[Array, "b m"]:
     x, _ = replayed(state, tokens, mask)
 
-    def of_row(given: tuple[Float[Array, "m width"], Int[Array, " m"]]) -> Float[Array, " m"]:
-        return judge(unembed(state.weights, state.config, given[0]), given[1])[0]
+    def of_row(text: tuple[Float[Array, "m width"], Int[Array, " m"]]) -> Float[Array, " m"]:
+        return judge(unembed(state.weights, state.config, text[0]), text[1])[0]
 
     return jax.lax.map(of_row, (x[:, :-1], tokens[:, 1:]))  # logits of one row at a time: they are large
 
@@ -94,11 +94,11 @@ def compare(scores: Float[np.ndarray, "*b n"], attention: Float[np.ndarray, "*b 
     """Return the attention loss ratio over n, and Pearson's correlation, of scores and attention of the same tokens."""
     order = np.argsort(scores, axis=-1, kind="stable")
     lost = np.cumsum(np.take_along_axis(attention, order, axis=-1), axis=-1)
-    least = np.cumsum(np.sort(attention, axis=-1), axis=-1)
+    lowest = np.cumsum(np.sort(attention, axis=-1), axis=-1)
     s, a = (x - x.mean(-1, keepdims=True) for x in (scores, attention))
     spread = np.sqrt((s**2).sum(-1) * (a**2).sum(-1))
     correlation = np.divide((s * a).sum(-1), spread, out=np.full(spread.shape, np.nan), where=spread > 0)
-    return Ordering((lost - least).mean(-1), correlation)
+    return Ordering((lost - lowest).mean(-1), correlation)
 
 
 @jax.jit
@@ -106,15 +106,15 @@ def _sums(state: State, tokens: Int[Array, "b n"]) -> tuple[Float[Array, "b laye
     def start(view: View) -> tuple[Array, Array]:
         return jnp.zeros(view.position.shape), jnp.zeros(view.position.shape)
 
-    def look(
-        sums: tuple[Array, Array], view: View, new: LayerTokens, policy: Policy, found: Replayed
+    def update(
+        sums: tuple[Array, Array], view: View, new: LayerTokens, policy: Policy, step: Replayed
     ) -> tuple[Array, Array]:
-        score = jnp.where(view.live, policy.standing(view, new)[0], 0.0)
-        assert found.probs is not None
-        return sums[0] + score, sums[1] + found.probs.mean((2, 3))
+        score = jnp.where(view.live, policy.scores_and_protection(view, new)[0], 0.0)
+        assert step.probs is not None
+        return sums[0] + score, sums[1] + step.probs.mean((2, 3))
 
-    _, looked = replayed(state, tokens, "decode", start, look)
-    by_token = [[by_position(each, view.position, tokens.shape[1]) for each in sums] for view, sums in looked]
+    _, results = replayed(state, tokens, "decode", start, update)
+    by_token = [[by_position(total, view.position, tokens.shape[1]) for total in sums] for view, sums in results]
     scores, attention = (jnp.stack(layers, axis=1) for layers in zip(*by_token, strict=True))
     return scores, attention
 
@@ -133,14 +133,14 @@ def replayed(
     tokens: Int[Array, "b n"],
     mask: str,
     start: Callable[[View], Any] = lambda view: None,
-    look: Callable[[Any, View, LayerTokens, Policy, Replayed], Any] = lambda found, *_: found,
+    update: Callable[[Any, View, LayerTokens, Policy, Replayed], Any] = lambda result, *_: result,
 ) -> tuple[Float[Array, "b n width"], list[tuple[View, Any]]]:
     """Run whole texts through all layers, and replay a policy over the queries, keys and values of each.
 
     Args:
         start: returns the first result of a layer, from its empty slots.
-        look: returns the next result, from the last one, the layer's slots, the token that was read, the layer's policy
-            and the replayed step.
+        update: returns the next result, from the last one, the layer's slots, the token that was read, the layer's
+            policy and the replayed step.
 
     Returns:
         Hidden states, and the last slots and result of each layer.
@@ -150,7 +150,7 @@ def replayed(
     reading = state.cache.reading(tokens, positions, jnp.full(rows, n))
     x, results = embed(state.weights, state.config, tokens, positions), list[tuple[View, Any]]()
     for layer, slots in zip(state.decoder.layers, state.cache.slots, strict=True):
-        x, text = block(layer, _Text(slots=slots, result=start(slots), mask=mask, look=look), reading, x)
+        x, text = block(layer, _Text(slots=slots, result=start(slots), mask=mask, update=update), reading, x)
         results.append((text.slots, text.result))
     return x, results
 
@@ -161,7 +161,7 @@ class _Text(LayerCache):
     slots: Slots
     result: Any
     mask: str = setting("decode")
-    look: Callable[[Any, View, LayerTokens, Policy, Replayed], Any] = setting(None)
+    update: Callable[[Any, View, LayerTokens, Policy, Replayed], Any] = setting(None)
 
     def attend(
         self,
@@ -184,7 +184,7 @@ class _Text(LayerCache):
             of_token = tokens._replace(reading=reading, hidden=hidden).attending(q, k, v, sink_logits).rotated()
             slots, pending, replayed = replay(policy, self.mask, slots, of_token, lse)
             slots = slots.updated(policy, pending)
-            return (slots, self.look(result, slots, of_token, policy, replayed)), replayed.partial.out
+            return (slots, self.update(result, slots, of_token, policy, replayed)), replayed.partial.out
 
         arrays = ((tokens.hidden, 1), (q, 3), (k, 2), (v, 2), (lse, 3))
         steps = (by_steps(array, axis) for array, axis in arrays)

@@ -31,7 +31,7 @@ class Trace(NamedTuple):
     """Position of the token in each slot of each layer; -1 = empty."""
     scores: tuple[Float[np.ndarray, "b h entries c"], ...]
     """Score of each slot of each layer, as the policy ranks them for the next token; NaN for empty slots."""
-    kept: Float[np.ndarray, "layers b h entries"]
+    attention_kept: Float[np.ndarray, "layers b h entries"]
     """Share of the full cache's attention, from the newest token, on tokens that the cache holds."""
 
     @property
@@ -41,17 +41,17 @@ class Trace(NamedTuple):
 
     def evicted(self, layer: int, row: int, head: int) -> list[list[int]]:
         """Return the positions that a head evicted at each entry; at entry 0 those of the prompt."""
-        held = [{int(p) for p in slots if p >= 0} for slots in self.positions[layer][row, head]]
-        length = max((max(entry, default=-1) for entry in held[:1]), default=-1) + 1
-        before = [set(range(length)), *held[:-1]]
-        return [sorted(was - now) for was, now in zip(before, held, strict=True)]
+        entries = [{int(p) for p in slots if p >= 0} for slots in self.positions[layer][row, head]]
+        length = max((max(entry, default=-1) for entry in entries[:1]), default=-1) + 1
+        before = [set(range(length)), *entries[:-1]]
+        return [sorted(was - now) for was, now in zip(before, entries, strict=True)]
 
 
 def trace(
     model: Model,
     policy: Policy | str,
     prompt: Sequence[int],
-    written: Sequence[int],
+    continuation: Sequence[int],
     budget: Budget = 1.0,
     *,
     seed: int = 0,
@@ -61,47 +61,47 @@ def trace(
 
     Example:
         >>> from kvjax.evaluation.trace import trace
-        >>> found = trace(kvjax.load("tiny"), "streaming", range(5, 25), [7, 8, 9], budget=8)
-        >>> found.evicted(layer=0, row=0, head=0)[1:]
+        >>> record = trace(kvjax.load("tiny"), "streaming", range(5, 25), [7, 8, 9], budget=8)
+        >>> record.evicted(layer=0, row=0, head=0)[1:]
         [[17], [18], [19]]
-        >>> bool((found.live == 8).all())
+        >>> bool((record.live == 8).all())
         True
     """
-    ids = jnp.asarray(written, jnp.int32).reshape(-1, 1)
+    ids = jnp.asarray(continuation, jnp.int32).reshape(-1, 1)
     chosen = policy_by_name(policy) if isinstance(policy, str) else policy
     model.config.check_bound(len(prompt) + len(ids))
     planned: dict[str, Any] = dict(max_new_tokens=max(len(ids), 1), key=jax.random.key(seed))
     probed, _ = prefill(model, chosen, [list(prompt)], budget, **planned, **settings)
     full, _ = prefill(model, watched(policy_by_name("full")), [list(prompt)], **planned)
-    positions, scores, kept = jax.tree.map(np.asarray, _follow(probed, full, ids))
-    positions, scores = ([np.moveaxis(layer, 0, 2) for layer in found] for found in (positions, scores))
-    return Trace(tuple(positions), tuple(scores), np.stack([np.moveaxis(layer, 0, -1) for layer in kept]))
+    positions, scores, attention_kept = jax.tree.map(np.asarray, _follow(probed, full, ids))
+    positions, scores = ([np.moveaxis(layer, 0, 2) for layer in layers] for layers in (positions, scores))
+    return Trace(tuple(positions), tuple(scores), np.stack([np.moveaxis(layer, 0, -1) for layer in attention_kept]))
 
 
 @jax.jit
 def _follow(probed: State, full: State, tokens: Int[Array, "n 1"]) -> Any:
     config, length = full.config, full.cache.slots[0].capacity
 
-    def look(cache: Cache, whole: Cache) -> tuple[list[Array], list[Array], list[Array]]:
-        views, everything = cache.slots, whole.slots
+    def observe(cache: Cache, full_cache: Cache) -> tuple[list[Array], list[Array], list[Array]]:
+        views, full_slots = cache.slots, full_cache.slots
         reading = cache.newest
-        scores, kept = [], []
-        for index, (shape, view, beside) in enumerate(zip(config.layer_configs, views, everything, strict=True)):
+        scores, attention_kept = [], []
+        for index, (shape, view, beside) in enumerate(zip(config.layer_configs, views, full_slots, strict=True)):
             policy = probed.policy.layer(index)
-            score, _ = policy.standing(view, reading.ahead(shape, index, probed.weights.dtype))
+            score, _ = policy.scores_and_protection(view, reading.ahead(shape, index, probed.weights.dtype))
             scores.append(jnp.where(view.live, score, jnp.nan))
-            row, _ = attention_row(shape, full.policy.layer(index), beside, whole.position - 1, length, None)
-            kept.append(jnp.where(held_tokens(view, length)[:, :, None], row, 0.0).sum(-1).mean(2))
-        return [view.position for view in views], scores, kept
+            row, _ = attention_row(shape, full.policy.layer(index), beside, full_cache.position - 1, length, None)
+            attention_kept.append(jnp.where(held_tokens(view, length)[:, :, None], row, 0.0).sum(-1).mean(2))
+        return [view.position for view in views], scores, attention_kept
 
     def one(carry: tuple[Cache, Cache], token: Int[Array, " b"]) -> tuple[tuple[Cache, Cache], Any]:
         after = probed.decoder.step(carry[0], token)[0], full.decoder.step(carry[1], token)[0]
-        return after, look(*after)
+        return after, observe(*after)
 
     caches = probed.cache.replace(key=None), full.cache.replace(key=None)
-    first = look(*caches)
-    _, rest = jax.lax.scan(one, caches, tokens)
-    return jax.tree.map(lambda begun, more: jnp.concatenate([begun[None], more]), first, rest)
+    first = observe(*caches)
+    _, later = jax.lax.scan(one, caches, tokens)
+    return jax.tree.map(lambda start, more: jnp.concatenate([start[None], more]), first, later)
 
 
 def check_file(file: Path) -> None:
@@ -114,31 +114,31 @@ def check_file(file: Path) -> None:
         raise ValueError(f"--trace {file} is neither .json nor .png; choose one of these names.")
 
 
-def save(found: Trace, file: Path, facts: dict[str, Any]) -> None:
+def save(record: Trace, file: Path, facts: dict[str, Any]) -> None:
     """Write the first row of a trace as JSON or as a picture, by the file's suffix.
 
     Args:
         facts: policy, budget and similar fields, for the beginning of the JSON and the title of the picture.
     """
     if file.suffix == ".png":
-        _draw(found, file, ", ".join(f"{name} {value}" for name, value in facts.items()))
+        _draw(record, file, ", ".join(f"{name} {value}" for name, value in facts.items()))
         return
     layers = [
         {
             "live_slots": live[0].tolist(),
-            "attention_kept": np.round(kept[0].astype(float), 4).tolist(),
-            "evicted": [found.evicted(layer, 0, head) for head in range(live.shape[1])],
+            "attention_kept": np.round(attention_kept[0].astype(float), 4).tolist(),
+            "evicted": [record.evicted(layer, 0, head) for head in range(live.shape[1])],
         }
-        for layer, (live, kept) in enumerate(zip(found.live, found.kept, strict=True))
+        for layer, (live, attention_kept) in enumerate(zip(record.live, record.attention_kept, strict=True))
     ]
     write_text(file, json.dumps({**facts, "layers": layers}) + "\n")
 
 
-def _draw(found: Trace, file: Path, title: str) -> None:
+def _draw(record: Trace, file: Path, title: str) -> None:
     figure, panels = new_figure(width=9.0, height=2.5, rows=2)
-    live, kept = found.live[:, 0].mean(1), found.kept[:, 0].mean(1)
-    for panel, numbers, label in zip(panels, (live, kept), ("live slots per head", "attention kept"), strict=True):
-        image = panel.imshow(numbers, aspect="auto", interpolation="nearest", cmap="viridis")
+    images = {"live slots per head": record.live, "attention kept": record.attention_kept}
+    for panel, (label, numbers) in zip(panels, images.items(), strict=True):
+        image = panel.imshow(numbers[:, 0].mean(1), aspect="auto", interpolation="nearest", cmap="viridis")
         panel.set(ylabel="layer")
         whole_ticks(panel.xaxis, panel.yaxis)
         figure.colorbar(image, ax=panel, label=label)

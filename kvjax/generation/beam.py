@@ -79,7 +79,7 @@ def beam_search(
     state = take_rows(state, np.repeat(np.arange(rows), beams))
     shape, wide = (rows, beams), jnp.promote_types(logits.dtype, jnp.float32)
     text = jnp.zeros((*shape, bucket(max_new_tokens)), jnp.int32)
-    known = Beams(
+    search = Beams(
         length=jnp.int32(0),
         score=jnp.broadcast_to(jnp.where(jnp.arange(beams) > 0, NEVER, 0.0).astype(wide), shape),
         text=text,
@@ -95,13 +95,13 @@ def beam_search(
     decoder, cache = state.decoder, state.cache.replace(key=None)
     settle_step(decoder, cache)
     logits, limits = jnp.repeat(logits, beams, axis=0), (STEPS_PER_DISPATCH, max_new_tokens, float(length_penalty))
-    while bool(known.open.any()) and int(known.length) < max_new_tokens:
-        cache, logits, known = _search(decoder, cache, logits, known, ends, *limits, candidates=candidates)
-    best, lengths = on_host(known.ended_text[:, 0]), on_host(known.ended_length[:, 0])
+    while bool(search.open.any()) and int(search.length) < max_new_tokens:
+        cache, logits, search = _search(decoder, cache, logits, search, ends, *limits, candidates=candidates)
+    best, lengths = on_host(search.ended_text[:, 0]), on_host(search.ended_length[:, 0])
     tokens = [row[:length].tolist() for row, length in zip(best, lengths, strict=True)]
     tokens = [row[:-1] if row and row[-1] in eos else row for row in tokens]
-    scores = on_host(known.ended_score[:, 0]).tolist()
-    return Found(tokens, scores, State(decoder, cache.replace(key=state.key)), int(known.length))
+    scores = on_host(search.ended_score[:, 0]).tolist()
+    return Found(tokens, scores, State(decoder, cache.replace(key=state.key)), int(search.length))
 
 
 @functools.partial(jax.jit, static_argnames="candidates", donate_argnums=1)
@@ -112,19 +112,19 @@ def _search(
     beams: Beams,
     ends: Bool[Array, " vocab"],
     steps: int,
-    most: int,
+    max_new_tokens: int,
     length_penalty: float,
     *,
     candidates: int,
 ) -> tuple[Cache, Float[Array, "bk vocab"], Beams]:
-    until = jnp.minimum(beams.length + steps, most)
+    until = jnp.minimum(beams.length + steps, max_new_tokens)
 
     def more(carry: Any) -> Bool[Array, ""]:
         return carry[2].open.any() & (carry[2].length < until)
 
     def one(carry: Any) -> Any:
         cache, logits, beams = carry
-        beams, parent = _select(beams, logits, ends, most, length_penalty, candidates)
+        beams, parent = _select(beams, logits, ends, max_new_tokens, length_penalty, candidates)
         rows, width = parent.shape
         index = (parent + width * jnp.arange(rows)[:, None]).reshape(-1)
         token = jnp.take(beams.text, beams.length - 1, axis=2).reshape(-1)
@@ -137,27 +137,27 @@ def _select(
     beams: Beams,
     logits: Float[Array, "bk vocab"],
     ends: Bool[Array, " vocab"],
-    most: int | Array,
+    max_new_tokens: int | Array,
     length_penalty: float | Array,
     candidates: int,
 ) -> tuple[Beams, Int[Array, "b k"]]:
     """Extend each beam by one token, and return the beams with the parent index of each."""
     rows, width = beams.score.shape
     length = beams.length + 1
-    known = jax.nn.log_softmax(logits.astype(beams.score.dtype)).reshape(rows, width, -1) + beams.score[..., None]
-    score, place = jax.lax.top_k(known.reshape(rows, -1), candidates)
-    parent, token = place // known.shape[-1], (place % known.shape[-1]).astype(jnp.int32)
+    totals = jax.nn.log_softmax(logits.astype(beams.score.dtype)).reshape(rows, width, -1) + beams.score[..., None]
+    score, place = jax.lax.top_k(totals.reshape(rows, -1), candidates)
+    parent, token = place // totals.shape[-1], (place % totals.shape[-1]).astype(jnp.int32)
     text = _gather(beams.text, parent).at[:, :, beams.length].set(token)
-    ending = ends[token] | (length >= most)
+    ending = ends[token] | (length >= max_new_tokens)
     running, chosen = jax.lax.top_k(score + jnp.where(ending, NEVER, 0.0), width)
 
     divisor = length.astype(score.dtype) ** length_penalty
     # A text ends only if it is among the best `width` candidates; the others are running candidates.
     enters = ending & (jnp.arange(candidates) < width) & beams.open[:, None]
     scores = jnp.concatenate([beams.ended_score, jnp.where(enters, score / divisor, NEVER)], axis=1)
-    ended_score, kept = jax.lax.top_k(scores, width)
+    ended_score, best = jax.lax.top_k(scores, width)
     lengths = jnp.concatenate([beams.ended_length, jnp.broadcast_to(length, enters.shape)], axis=1)
-    ended = _gather(jnp.concatenate([beams.ended, enters], axis=1), kept)
+    ended = _gather(jnp.concatenate([beams.ended, enters], axis=1), best)
     worst = jnp.where(ended, ended_score.min(1, keepdims=True), NEVER)
     after = Beams(
         length=length,
@@ -165,8 +165,8 @@ def _select(
         text=_gather(text, chosen),
         ended=ended,
         ended_score=ended_score,
-        ended_text=_gather(jnp.concatenate([beams.ended_text, text], axis=1), kept),
-        ended_length=_gather(lengths, kept),
+        ended_text=_gather(jnp.concatenate([beams.ended_text, text], axis=1), best),
+        ended_length=_gather(lengths, best),
         open=beams.open & (running[:, :1] / divisor > worst).any(1) & ~ending.all(1),
     )
     return after, _gather(parent, chosen)

@@ -25,7 +25,7 @@ from kvjax.inference.cache import policy_seeds
 from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prefill import draws
-from kvjax.inference.prepare import check_vocabulary, instead, longest_text, prepare, ready
+from kvjax.inference.prepare import bind_policy, check_vocabulary, instead, longest_text, prepare
 from kvjax.inference.state import State, held_positions, take_rows
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.policies.allocation import Plan
@@ -141,7 +141,7 @@ def begin(
     rows, seeds = len(prompts), numbers if np.ndim(seed) else numbers * len(prompts)
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
-    chosen = ready(model, chosen, budget, plan)
+    chosen = bind_policy(model, chosen, budget, plan)
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, budget_of=budget_of)
     first = [list(prompt) for prompt in prompts[:1]]
     with Compiling() as compiling:

@@ -17,7 +17,7 @@ from kvjax.policies.policy import Policy
 from kvjax.utils.settings import whole_number
 
 Budget = int | float | Sequence[int]
-WHOLES = ("text", "prompt", "context")
+BUDGET_BASES = ("text", "prompt", "context")
 """Bases of a fractional budget."""
 
 
@@ -53,24 +53,24 @@ def plan_slots(
         lengths: tokens of each prompt.
         max_new_tokens: planned number of later tokens, of all rows or of each.
         width: tokens of the longest prompt.
-        budget_of: base of a fraction, one of `WHOLES`.
+        budget_of: base of a fraction, one of `BUDGET_BASES`.
 
     Raises:
         ValueError: the budget is not positive, or does not fit the layers or the policy's protections.
     """
     rows, total, plan = len(lengths), lengths + max_new_tokens, policy.plan
     one = isinstance(budget, (int, float, np.integer, np.floating))
-    if budget_of not in WHOLES:
-        raise ValueError(f"budget_of={budget_of!r} is not one of {', '.join(WHOLES)}.")
-    wholes = {"text": total, "prompt": lengths, "context": np.full(rows, config.max_positions)}
-    per_row = _slots_per_row(budget, wholes[budget_of]) if one else total  # type: ignore[arg-type]
+    if budget_of not in BUDGET_BASES:
+        raise ValueError(f"budget_of={budget_of!r} is not one of {', '.join(BUDGET_BASES)}.")
+    bases = {"text": total, "prompt": lengths, "context": np.full(rows, config.max_positions)}
+    per_row = _slots_per_row(budget, bases[budget_of]) if one else total  # type: ignore[arg-type]
     widths = [np.iinfo(np.int32).max if layer.window is None else layer.window for layer in config.layer_configs]
     windows = np.array(widths)[:, None]
     if plan.sizing.mode != "budget":
         slots = full_slots(width, int(np.max(max_new_tokens)))
         return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
-    apart = np.stack([layer.bounds(total) for layer in config.layer_configs])
-    if apart.any() and policy.score.requires.shared_slots == "layers":
+    windowed = np.stack([layer.bounded_by_window(total) for layer in config.layer_configs])
+    if windowed.any() and policy.score.requires.shared_slots == "layers":
         raise ValueError(
             f"{name_of(policy)} with one score for all layers needs the same tokens in all of them, but some layers of "
             "this model see a window of the text; use shared=False."
@@ -78,7 +78,7 @@ def plan_slots(
     if one:
         limits = np.zeros((config.layers, rows), np.int64)
         for row, slots in enumerate(per_row):
-            free = ~apart[:, row]
+            free = ~windowed[:, row]
             limits[free, row] = layer_slots(plan, int(slots), int(free.sum()))
     else:
         slots = np.asarray(budget)
@@ -88,23 +88,23 @@ def plan_slots(
             )
         limits = np.repeat(slots.astype(np.int64)[:, None], rows, axis=1)
     limits = limits + plan.extra_slots
-    row = int(np.where(apart, np.iinfo(np.int64).max, limits).min(0).argmin())
-    free = int((~apart[:, row]).sum())
+    row = int(np.where(windowed, np.iinfo(np.int64).max, limits).min(0).argmin())
+    free = int((~windowed[:, row]).sum())
     if one:
         policy.protection.check_budget(
             int(per_row[row]), lambda slots: int(layer_slots(plan, slots, free).min()) + plan.extra_slots
         )
     else:
-        policy.protection.check_budget(int(limits[~apart].min()))
+        policy.protection.check_budget(int(limits[~windowed].min()))
     if policy.score.requires.shared_slots == "layers" and (limits != limits[0]).any():
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
     # A layer cannot use more slots than its window.
-    limits = np.where(apart, windows, np.minimum(limits, windows))
-    buffers, planned = limits.max(1, where=apart, initial=0), functools.cache(policy.buffer_slots)
-    for layer, bound in enumerate(apart):
-        if not bound.all():
-            most = int(limits[layer, ~bound].max())
-            buffers[layer] = max(buffers[layer], planned(most, int(lengths.min())))
+    limits = np.where(windowed, windows, np.minimum(limits, windows))
+    buffers, planned = limits.max(1, where=windowed, initial=0), functools.cache(policy.buffer_slots)
+    for layer, in_window in enumerate(windowed):
+        if not in_window.all():
+            largest = int(limits[layer, ~in_window].max())
+            buffers[layer] = max(buffers[layer], planned(largest, int(lengths.min())))
     return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
 
 
@@ -118,11 +118,11 @@ def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[
     return [np.repeat(limit[:, None], layer.kv_heads, axis=1) for limit, layer in layers]
 
 
-def _slots_per_row(budget: int | float, whole: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
+def _slots_per_row(budget: int | float, base: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
     if isinstance(budget, (int, np.integer)):
         if budget < 1:
             raise ValueError(f"budget={budget} is not a number of slots from 1, nor a fraction between 0.0 and 1.0.")
-        return np.full(len(whole), budget)
+        return np.full(len(base), budget)
     if not 0 < budget <= 1:
         raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
-    return np.maximum(1, np.floor(budget * whole + 1e-6).astype(np.int64))
+    return np.maximum(1, np.floor(budget * base + 1e-6).astype(np.int64))

@@ -17,10 +17,10 @@ from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.decoder import Decoder, check_step, settle_step
 from kvjax.inference.padding import bucket
-from kvjax.inference.prepare import Tokens, check_length, check_on_host, check_tokens, ready
-from kvjax.inference.press import Asking, Limits, Ranked, held_layers, named, press, stored
+from kvjax.inference.prepare import Tokens, bind_policy, check_length, check_on_host, check_tokens
+from kvjax.inference.press import Asking, Limits, Ranked, held_layers, press, stored
 from kvjax.inference.replay import read_again, replayed_queries
-from kvjax.inference.sharding import joined, placed_policy, placed_rows, run_on_mesh, shared, unpacked
+from kvjax.inference.sharding import gather_slots, placed_policy, placed_rows, run_on_mesh, scatter_slots, unpacked
 from kvjax.inference.state import State, check_state
 from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order
@@ -91,39 +91,40 @@ def compress(
     budget, before = checked_budget(budget), state.decoder
     origin = before.origin or ModelOrigin("of this state", None, None, None)
     model = origin.model(before.weights, before.config, before.mesh)
-    own = jax.tree.map(
+    state_policy = jax.tree.map(
         lambda leaf: leaf.item() if isinstance(leaf, jax.Array) and not leaf.ndim else leaf, before.policy
     )
-    chosen = own if policy is None else policy_by_name(policy)
+    chosen = state_policy if policy is None else policy_by_name(policy)
     if chosen.plan.sizing.mode != "budget":
         raise ValueError(f"{name_of(chosen)} takes no budget to compress a cache to; choose a policy that does.")
-    bound = chosen if policy is None and plan is None else ready(model, chosen, budget, plan)
-    if policy is None and bound.codec != own.codec:
+    target = chosen if policy is None and plan is None else bind_policy(model, chosen, budget, plan)
+    if policy is None and target.codec != state_policy.codec:
         raise ValueError(
-            f"plan={plan!r} needs another form of the keys under {name_of(bound)} than this state stores; read the "
+            f"plan={plan!r} needs another form of the keys under {name_of(target)} than this state stores; read the "
             "text with kvjax.prefill and that plan."
         )
     read = on_host(state.position).astype(np.int64)
     end = planned_ends(state.cache, read)
-    limits, capacities = plan_slots(bound, budget, read, end - read, before.config, int(read.max()), budget_of)
+    limits, capacities = plan_slots(target, budget, read, end - read, before.config, int(read.max()), budget_of)
     lines = lines_of(limits)
     renewed = policy is not None
     if renewed:
         _check_same_tokens(state)
-    elif jax.tree.structure(bound.sized(lines)) != jax.tree.structure(bound):
-        raise ValueError(f"{name_of(bound)} has states whose size is fixed when the text is read; read the text again.")
-    read_over = _checked_text(bound, text, state, renewed)
-    again = None if bound.score.requires.replay is None else read_over
-    decoder = before.replace(policy=placed_policy(bound.sized(lines), before.mesh), asked=None)
-    matched = read_over if isinstance(bound.residual, SlotResidual) else None
+    elif jax.tree.structure(target.sized(lines)) != jax.tree.structure(target):
+        name = name_of(target)
+        raise ValueError(f"{name} has states whose size is fixed when the text is read; read the text again.")
+    read_over = _checked_text(target, text, state, renewed)
+    again = None if target.score.requires.replay is None else read_over
+    decoder = before.replace(policy=placed_policy(target.sized(lines), before.mesh), policy_and_budget=None)
+    matched = read_over if isinstance(target.residual, SlotResidual) else None
     asking = None if matched is None else _queries(before, state.cache.replace(key=None), *matched)
     cache = placed_rows(state.cache.replace(end=jnp.asarray(end, jnp.int32)), before.mesh)
-    held, slots = cache.replace(key=None), tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
+    source, slots = cache.replace(key=None), tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     if again is not None:
-        held = held.replace(layers=_renew_slots(decoder, held, slots), pool=None) if renewed else held
-        held = read_again(decoder, unpacked(held, before.mesh), *again)
+        source = source.replace(layers=_renew_slots(decoder, source, slots), pool=None) if renewed else source
+        source = read_again(decoder, unpacked(source, before.mesh), *again)
     layers_of = _renewed_layers if renewed and again is None else held_layers
-    pressed = press(decoder, held, slots, capacities, asking, layers_of)
+    pressed = press(decoder, source, slots, capacities, asking, layers_of)
     cache = cache.replace(**stored(pressed, decoder, int(end.max())))
     check_step(decoder, cache)
     settle_step(decoder, cache)
@@ -136,14 +137,14 @@ def _checked_text(
     replays, matches = policy.score.requires.replay is not None, isinstance(policy.residual, SlotResidual)
     if text is None:
         if replays and renewed:
-            raise ValueError(f"{named(policy)} reads the text again; give its token ids, text=[[...], ...].")
+            raise ValueError(f"{policy.label} reads the text again; give its token ids, text=[[...], ...].")
         return None
     if not replays and not matches:
-        raise ValueError(f"{named(policy)} does not read a text again; leave text out.")
+        raise ValueError(f"{policy.label} does not read a text again; leave text out.")
     tokens, lengths = rows_of(text)
     if len(tokens) != len(state.position):
         raise ValueError(f"text has {len(tokens)} rows, the state {len(state.position)}; give a text for each row.")
-    check_tokens(tokens, lengths, state.config, least=1 if matches else 0)
+    check_tokens(tokens, lengths, state.config, shortest=1 if matches else 0)
     return tokens, lengths
 
 
@@ -165,17 +166,17 @@ def _check_same_tokens(state: State) -> None:
 
 @jax.jit
 def _renew_slots(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCache, ...]:
-    def here(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCache, ...]:
-        return shared(tuple(_renewed_layers(decoder, cache, limits)[0]), decoder.mesh)
+    def renew(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCache, ...]:
+        return scatter_slots(tuple(_renewed_layers(decoder, cache, limits)[0]), decoder.mesh)
 
     return run_on_mesh(
-        here, decoder, cache, limits, argument_specs=OF_HEADS, out_specs=lambda: (Slots.specs,) * len(limits)
+        renew, decoder, cache, limits, argument_specs=OF_HEADS, out_specs=lambda: (Slots.specs,) * len(limits)
     )
 
 
 def _renewed_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     # The slots as the policy would have them, had it read the tokens that are there as a prompt, and these tokens.
-    reading, slots = cache.newest, joined(cache, decoder.mesh).slots
+    reading, slots = cache.newest, gather_slots(cache, decoder.mesh).slots
     layers = zip(decoder.here().layers, slots, limits, strict=True)
     renewed = [
         _renewed(layer, reading, view.replace(limit=limit), decoder.weights.dtype) for layer, view, limit in layers
@@ -198,20 +199,20 @@ def _renewed(layer: Layer, reading: TokenBatch, view: Slots, dtype: DTypeLike) -
         requests = policy.score.attention_stats(slots, block)
         if flatten_requests(requests)[0]:
             raise ValueError(
-                f"{named(policy)} ranks by attention of the text, which a cache does not hold; read the text with "
+                f"{policy.label} ranks by attention of the text, which a cache does not hold; read the text with "
                 "kvjax.prefill."
             )
         return slots.updated(policy, Pending(requests, requests, block))
 
     def ranks(**unknown: Array) -> Any:
         slots = read(**unknown)
-        return slots, policy.standing(slots, tokens.replace(**unknown))[0]
+        return slots, policy.scores_and_protection(slots, tokens.replace(**unknown))[0]
 
     unknown = {name: getattr(tokens, name) for name in UNKNOWN}
     missing = [UNKNOWN[name] for name in sorted(depends_on(ranks, unknown))]
     if missing:
         raise ValueError(
-            f"{named(policy)} needs {missing[0]} of the text, which a cache does not hold; read the text with "
+            f"{policy.label} needs {missing[0]} of the text, which a cache does not hold; read the text with "
             "kvjax.prefill."
         )
     return read(**unknown), tokens

@@ -60,7 +60,7 @@ def check_members(policy: Policy, model: LanguageModel) -> None:
 
 def _fields_of_heads(policy: Policy, config: ModelConfig) -> list[str]:
     """Return fields with arrays that lead with the KV heads and are not in `of_heads`; refuse other ones in it."""
-    every: list[str] = []
+    names: list[str] = []
     for index, layer in enumerate(config.layer_configs):
         for part in _all_parts(policy.layer(index)):
             for field in dataclasses.fields(part):  # type: ignore[arg-type]
@@ -74,21 +74,21 @@ def _fields_of_heads(policy: Policy, config: ModelConfig) -> list[str]:
                         f"{name} has shape {shapes[leads.index(False)]} in layer {index}, not an entry for each of "
                         f"{layer.kv_heads} KV heads, as of_heads declares."
                     )
-                if field.name not in part.of_heads and any(leads) and name not in every:
-                    every.append(name)
-    return every
+                if field.name not in part.of_heads and any(leads) and name not in names:
+                    names.append(name)
+    return names
 
 
 def _all_parts(part: Part) -> list[Part]:
     values = [getattr(part, field.name) for field in dataclasses.fields(part)]  # type: ignore[arg-type]
-    return [part, *(each for value in values if isinstance(value, Part) for each in _all_parts(value))]
+    return [part, *(inner for value in values if isinstance(value, Part) for inner in _all_parts(value))]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh", "dtype"))
 def _check_layers(policy: Policy, *, config: ModelConfig, mesh: Mesh | None, dtype: DTypeLike) -> tuple[()]:
-    def here(policy: Policy) -> tuple[()]:
-        alone = on_device(config, mesh)
-        shapes = alone.layer_configs
+    def check(policy: Policy) -> tuple[()]:
+        local = on_device(config, mesh)
+        shapes = local.layer_configs
         tokens = max(TOKENS, policy.score.requires.min_prompt)
         for index in sorted({shapes.index(shape) for shape in shapes}):
             shape, number = shapes[index], jnp.asarray(index)
@@ -98,19 +98,11 @@ def _check_layers(policy: Policy, *, config: ModelConfig, mesh: Mesh | None, dty
             check_layer(policy.layer(index), *read)
         return ()
 
-    return on_mesh(here, mesh, lambda: ((policy_specs(policy),), REPLICATED))(policy)
+    return on_mesh(check, mesh, lambda: ((policy_specs(policy),), REPLICATED))(policy)
 
 
 def _reading(rows: int, start: int, count: int, prompt: int) -> TokenBatch:
-    position = jnp.broadcast_to(start + jnp.arange(count, dtype=jnp.int32), (rows, count))
-    each = jnp.full(rows, prompt, jnp.int32)
-    return TokenBatch(
-        token=jnp.zeros_like(position),
-        position=position,
-        prompt_length=each,
-        read=each + max(start + count - prompt, 0),
-        horizon=each,
-        end=2 * each,
-        seed=each.astype(jnp.uint32),
-        given=start == 0,
-    )
+    length = jnp.full(rows, prompt, jnp.int32)
+    batch = TokenBatch.of_text(jnp.zeros((rows, count), jnp.int32), length)
+    read = length + max(start + count - prompt, 0)
+    return batch.replace(position=batch.position + start, read=read, horizon=length, end=2 * length, given=start == 0)

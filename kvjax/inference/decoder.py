@@ -32,7 +32,15 @@ from kvjax.inference.prepare import (
 )
 from kvjax.inference.press import on_pages, press, reads_all_first, stored, unevicted
 from kvjax.inference.replay import read_again
-from kvjax.inference.sharding import cache_specs, joined, logits_spec, placed_policy, placed_rows, run_on_mesh, shared
+from kvjax.inference.sharding import (
+    cache_specs,
+    gather_slots,
+    logits_spec,
+    placed_policy,
+    placed_rows,
+    run_on_mesh,
+    scatter_slots,
+)
 from kvjax.inference.windows import with_windows
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import unembed
@@ -60,7 +68,7 @@ class Decoder(Bound):
         ([4], (1, 2048))
     """
 
-    asked: tuple[Policy, Any] | None = None
+    policy_and_budget: tuple[Policy, Any] | None = None
     """Policy and budget with concrete numbers, from which slots of prompts are planned; None inside of programs."""
     origin: ModelOrigin | None = setting(None)
     """Name and tokenizer of the model, for policies that another state's policy is replaced by."""
@@ -81,18 +89,18 @@ class Decoder(Bound):
         rope_length: int | None = None,
     ) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read prompts into a new cache, and return the logits for the first new tokens, too; see `kvjax.prefill`."""
-        assert self.asked is not None, "a decoder for prompts comes from kvjax.decoder"
-        policy, budget = self.asked
+        assert self.policy_and_budget is not None, "a decoder for prompts comes from kvjax.decoder"
+        policy, budget = self.policy_and_budget
         settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
         settings |= dict(budget_of=budget_of, rope_length=rope_length)
         prompts = prepare_bound(self, policy, tokens, budget, lengths, **settings)
-        late = reads_all_first(prompts.policy)
-        first = unevicted(prompts, self.config, self.mesh) if late else prompts
-        made = bound_prompts(self, first).replace(kernels=self.kernels)
+        evicts_last = reads_all_first(prompts.policy)
+        first = unevicted(prompts, self.config, self.mesh) if evicts_last else prompts
+        reader = bound_prompts(self, first).replace(kernels=self.kernels)
         settle_before(
-            lambda survey: prompt_shapes(made.replace(kernels=Kernels(survey)), first), self.kernels.implementation
+            lambda survey: prompt_shapes(reader.replace(kernels=Kernels(survey)), first), self.kernels.implementation
         )
-        layers, position, seed, logits = read_prompts(made, first)
+        layers, position, seed, logits = read_prompts(reader, first)
         size = page_slots(prompts.tokens.shape[1] + max_new_tokens)
         cache = Cache(
             **on_pages(layers, self.policy, size, self.mesh),
@@ -106,7 +114,7 @@ class Decoder(Bound):
             rope_length=None if prompts.rope_length is None else jnp.asarray(prompts.rope_length),
         )
         cache = placed_rows(cache, self.mesh)
-        if late:
+        if evicts_last:
             cache = self._pressed(cache, prompts)
         check_step(self, cache)
         settle_step(self, cache)
@@ -119,11 +127,11 @@ class Decoder(Bound):
 
     def _pressed(self, cache: Cache, prompts: Prompts) -> Cache:
         # Prompts that all layers have read are read again, if the score needs it, and then compressed.
-        policy, held = placed_policy(prompts.policy.sized(prompts.lines), self.mesh), cache.replace(key=None)
-        decoder = self.replace(policy=policy, asked=None)
+        policy, source = placed_policy(prompts.policy.sized(prompts.lines), self.mesh), cache.replace(key=None)
+        decoder = self.replace(policy=policy, policy_and_budget=None)
         if policy.score.requires.replay is not None:
-            held = read_again(decoder, held, prompts.tokens, prompts.lengths)
-        pressed = press(decoder, held, tuple(map(jnp.asarray, prompts.limits)), prompts.capacities)
+            source = read_again(decoder, source, prompts.tokens, prompts.lengths)
+        pressed = press(decoder, source, tuple(map(jnp.asarray, prompts.limits)), prompts.capacities)
         return cache.replace(**stored(pressed, decoder, int((prompts.lengths + prompts.horizon).max())))
 
     @with_promotion
@@ -154,10 +162,9 @@ class Decoder(Bound):
             >>> cache.position.tolist(), logits.shape
             ([6], (1, 3, 2048))
         """
-        decoder = self.replace(asked=None)
-        return run_on_mesh(
-            _steps_on_device, decoder, cache, tokens, lengths, out_specs=lambda: _step_specs(decoder, cache, every=True)
-        )
+        decoder = self.replace(policy_and_budget=None)
+        specs = functools.partial(_step_specs, decoder, cache, all_logits=True)
+        return run_on_mesh(_steps_on_device, decoder, cache, tokens, lengths, out_specs=specs)
 
     @on_the_host
     def extend(
@@ -189,7 +196,7 @@ class Decoder(Bound):
         if ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
             raise ValueError(f"tokens of shape {ids.shape} are not text for each of {rows} rows [b, n].")
         counts = np.full(rows, ids.shape[1]) if lengths is None else checked_lengths(lengths)
-        check_tokens(ids, counts, self.config, least=0)
+        check_tokens(ids, counts, self.config, shortest=0)
         counts = np.where(on_host(cache.active), counts, 0)
         read, end = on_host(cache.position) + counts, on_host(cache.end)
         check_length(int(read.max()), self.policy, self.config)
@@ -206,14 +213,14 @@ class Decoder(Bound):
         size = bucket(ids.shape[1])
         padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
         texts = padded, jnp.asarray(counts, jnp.int32)
-        how: dict[str, Any] = dict(every=logits == "all", chunk=prefill_chunk)
+        how: dict[str, Any] = dict(all_logits=logits == "all", chunk=prefill_chunk)
         settle_before(
             lambda survey: read_more.eval_shape(self.replace(kernels=Kernels(survey)), cache, *texts, **how),
             self.kernels.implementation,
         )
-        after, found = read_more(self, cache.replace(key=None), *texts, **how)
+        after, next_logits = read_more(self, cache.replace(key=None), *texts, **how)
         after = after.replace(key=cache.key)
-        return after, found[:, : ids.shape[1]] if logits == "all" else found
+        return after, next_logits[:, : ids.shape[1]] if logits == "all" else next_logits
 
 
 @on_the_host
@@ -241,13 +248,13 @@ def decoder(
         >>> cache.position.tolist(), logits.shape
         ([6], (1, 2048))
     """
-    bound, budget = bind(model, policy, budget, plan)
+    bound_policy, budget = bind(model, policy, budget, plan)
     if not isinstance(implementation, Kernels):
         implementation = Kernels(model.automatic if implementation == "auto" else implementation)
     return Decoder(
         weights=model.weights,
-        policy=placed_policy(bound, model.mesh),
-        asked=(bound, budget),
+        policy=placed_policy(bound_policy, model.mesh),
+        policy_and_budget=(bound_policy, budget),
         config=model.config,
         kernels=implementation,
         mesh=model.mesh,
@@ -258,10 +265,10 @@ def decoder(
 _any_nan = jax.jit(lambda logits: jnp.isnan(logits).any())
 
 
-def _step_specs(decoder: Decoder, cache: Cache, *, every: bool) -> tuple[Cache, PartitionSpec]:
-    """Return the specs of a cache, and of logits [b vocab], or [b n vocab] if `every` token has some."""
+def _step_specs(decoder: Decoder, cache: Cache, *, all_logits: bool) -> tuple[Cache, PartitionSpec]:
+    """Return the specs of a cache, and of logits [b vocab], or [b n vocab] with `all_logits`."""
     logits = logits_spec(decoder.config, decoder.mesh)
-    return cache_specs(cache), PartitionSpec(logits[0], None, *logits[1:]) if every else logits
+    return cache_specs(cache), PartitionSpec(logits[0], None, *logits[1:]) if all_logits else logits
 
 
 compiled_step = jax.jit(Decoder.step)
@@ -297,14 +304,14 @@ def step_shapes(decoder: Decoder, cache: Cache) -> tuple[Cache, Float[Array, "b 
 def check_step(decoder: Decoder, cache: Cache) -> None:
     """Refuse a score whose requests at generated tokens need the same slots in all heads, if heads have pages."""
 
-    def look(policy: Policy, cache: Cache) -> tuple[()]:
+    def check(policy: Policy, cache: Cache) -> tuple[()]:
         reading, shape = cache.newest.replace(given=False), decoder.config.layer_configs[0]
         new = reading.ahead(shape, 0, decoder.weights.dtype)
         check_asks(policy, policy.layer(0).score.attention_stats(cache.attending[0], new))
         return ()
 
     if cache.pool is not None:
-        jax.eval_shape(look, decoder.policy, cache.replace(key=None))
+        jax.eval_shape(check, decoder.policy, cache.replace(key=None))
 
 
 def settle_step(decoder: Decoder, cache: Cache) -> None:
@@ -314,30 +321,30 @@ def settle_step(decoder: Decoder, cache: Cache) -> None:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("every", "chunk"))
+@functools.partial(jax.jit, static_argnames=("all_logits", "chunk"))
 def read_more(
     decoder: Decoder,
     cache: Cache,
     tokens: Int[Array, "b n"],
     lengths: Int[Array, " b"],
     *,
-    every: bool,
+    all_logits: bool,
     chunk: int | None = None,
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
     """Run `Decoder.extend` on checked tokens, padded on the right, also inside programs that are compiled as a whole.
 
     Args:
-        every: True for logits after every token, False for those after the last token of each row.
+        all_logits: True for logits after every token, False for those after the last token of each row.
         chunk: number of tokens after each of which the cache is compressed, 1 for decode steps; None for the policy's.
     """
-    here = functools.partial(_extend_on_device, every=every, chunk=chunk)
+    extend_on_device = functools.partial(_extend_on_device, all_logits=all_logits, chunk=chunk)
     return run_on_mesh(
-        here,
-        decoder.replace(asked=None),
+        extend_on_device,
+        decoder.replace(policy_and_budget=None),
         cache,
         tokens,
         lengths,
-        out_specs=lambda: _step_specs(decoder, cache, every=every),
+        out_specs=lambda: _step_specs(decoder, cache, all_logits=all_logits),
     )
 
 
@@ -347,23 +354,23 @@ def _extend_on_device(
     tokens: Int[Array, "b n"],
     lengths: Int[Array, " b"],
     *,
-    every: bool,
+    all_logits: bool,
     chunk: int | None,
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
     decoder, reading = decoder.here(), cache.following(tokens, lengths)
-    given = jnp.where(lengths > 0, reading.read, cache.prompt_length)
-    reading = reading.replace(prompt_length=given)
+    prompt_length = jnp.where(lengths > 0, reading.read, cache.prompt_length)
+    reading = reading.replace(prompt_length=prompt_length)
     # While a block is read, pages are unpacked into buffers of one size for all heads.
-    whole = joined(cache, decoder.mesh)
-    after = whole.replace(layers=whole.unpacked(), pool=None)
+    gathered = gather_slots(cache, decoder.mesh)
+    after = gathered.replace(layers=gathered.unpacked(), pool=None)
     chunk = chunk or decoder.policy.score.requires.prompt_chunk
     if chunk is None:
         layers, hidden = read_block(decoder, after.layers, reading)
         after = after.replace(layers=layers)
-        hidden = hidden if every else reading.at_last(hidden, otherwise=hidden[:, 0])
+        hidden = hidden if all_logits else reading.at_last(hidden, otherwise=hidden[:, 0])
     else:
-        after, hidden = read_chunks(decoder, after, reading, chunk, every=every)
-    cache = cache.packed(after.layers)
-    cache = cache.replace(layers=shared(cache.layers, decoder.mesh), position=reading.read, prompt_length=given)
-    read = reading.position >= 0 if every else lengths > 0
+        after, hidden = read_chunks(decoder, after, reading, chunk, every=all_logits)
+    cache = cache.packed(after.layers).replace(position=reading.read, prompt_length=prompt_length)
+    cache = cache.replace(layers=scatter_slots(cache.layers, decoder.mesh))
+    read = reading.position >= 0 if all_logits else lengths > 0
     return cache, jnp.where(read[..., None], unembed(decoder.weights, decoder.config, hidden), jnp.nan)

@@ -76,12 +76,12 @@ def prefill(
         >>> state.position.tolist(), logits.shape
         ([3], (1, 2048))
     """
-    made = decoder(model, policy, budget, plan=plan, implementation=implementation)
+    reader = decoder(model, policy, budget, plan=plan, implementation=implementation)
     settings: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk, rope_length=rope_length
     )
-    cache, logits = made.prefill(tokens, lengths, budget_of=budget_of, **settings)
-    return State(made.replace(asked=None), cache), logits
+    cache, logits = reader.prefill(tokens, lengths, budget_of=budget_of, **settings)
+    return State(reader.replace(policy_and_budget=None), cache), logits
 
 
 @on_the_host
@@ -143,5 +143,5 @@ def extend(
         ([6], (1, 2048))
     """
     check_state(state)
-    cache, found = state.decoder.extend(state.cache, tokens, lengths, logits, prefill_chunk=prefill_chunk)
-    return State(state.decoder, cache), found
+    cache, next_logits = state.decoder.extend(state.cache, tokens, lengths, logits, prefill_chunk=prefill_chunk)
+    return State(state.decoder, cache), next_logits

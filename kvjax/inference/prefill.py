@@ -24,7 +24,7 @@ from kvjax.inference.sharding import (
     on_mesh,
     placed_shapes,
     prompt_specs,
-    shared,
+    scatter_slots,
 )
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Layer, Weights, embed, unembed
@@ -53,8 +53,8 @@ def read_prompts(decoder: Bound, prompts: Prompts, run: Callable[[Any], Any] = l
     """
     requires, settings = prompts.policy.score.requires, dict(config=decoder.config, mesh=decoder.mesh)
     of_layer: dict[str, Any] = dict(kernels=decoder.kernels, mesh=decoder.mesh)
-    apart = requires.shared_slots != "layers" and not requires.host_memory
-    if decoder.config.layers < DEEP or prompts.chunk is not None or not apart:
+    by_layer = requires.shared_slots != "layers" and not requires.host_memory
+    if decoder.config.layers < DEEP or prompts.chunk is not None or not by_layer:
         return run(read_together)(*program_arguments(decoder, prompts), **program_settings(prompts))
     around = dataclasses.replace(decoder.weights, layers=())
     reading, x = run(_begin)(around, *_texts(prompts), **settings)
@@ -117,14 +117,14 @@ def _texts(prompts: Prompts) -> tuple[Any, ...]:
 def _begin(
     weights: Weights, *texts: Array, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[TokenBatch, Float[Array, "b n width"]]:
-    def here(weights: Weights, *texts: Array) -> tuple[TokenBatch, Float[Array, "b n width"]]:
+    def begin(weights: Weights, *texts: Array) -> tuple[TokenBatch, Float[Array, "b n width"]]:
         reading = _reading(*texts)
         return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
 
     def specs() -> tuple[PyTree, PyTree]:
         return (weight_specs(weights, config, mesh), *(OF_ROWS,) * len(texts)), OF_ROWS
 
-    return on_mesh(here, mesh, specs)(weights, *texts)
+    return on_mesh(begin, mesh, specs)(weights, *texts)
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "kernels", "mesh"), donate_argnames="x")
@@ -140,16 +140,16 @@ def read_one_layer(
 ) -> tuple[LayerCache, Float[Array, "b n width"]]:
     """Read whole prompts through one layer; equal layers share the program."""
 
-    def here(layer: Layer, limit: Array, reading: TokenBatch, x: Array) -> tuple[LayerCache, Float[Array, "b n width"]]:
+    def run(layer: Layer, limit: Array, reading: TokenBatch, x: Array) -> tuple[LayerCache, Float[Array, "b n width"]]:
         layer = layer.replace(config=on_device(layer.config, mesh))
         cache = layer.init_cache(limit, 0, x.dtype).grow(capacity)
         caches, _, x = read((layer,), (cache,), reading, x)
-        return shared(caches, mesh)[0], x
+        return scatter_slots(caches, mesh)[0], x
 
     def specs() -> tuple[PyTree, PyTree]:
         return (layer_specs(layer, mesh), OF_HEADS, OF_ROWS, OF_ROWS), (prompt_specs([layer])[0], OF_ROWS)
 
-    return on_mesh(using(kernels)(here), mesh, specs)(layer, limit, reading, x)
+    return on_mesh(using(kernels)(run), mesh, specs)(layer, limit, reading, x)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
@@ -195,20 +195,20 @@ def _read_on_device(
     # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
     slots = (0,) * decoder.config.layers if chunk is None else capacities
     caches = decoder.init_caches(limits, slots)
-    whole = _reading(tokens, lengths, horizon, keys, rope_length)
+    batch = _reading(tokens, lengths, horizon, keys, rope_length)
     if chunk is None:
-        caches, hidden = read_block(decoder, caches, whole, capacities)
-        last = whole.at_last(hidden, otherwise=hidden[:, 0])
+        caches, hidden = read_block(decoder, caches, batch, capacities)
+        last = batch.at_last(hidden, otherwise=hidden[:, 0])
     else:
         if decoder.policy.score.requires.host_memory:
             caches = tuple(cache.moved(HOST) for cache in caches)
-        cache = Cache.empty(caches, 0, horizon, whole.end, whole.seed, rope_length=rope_length)
-        cache, last = read_chunks(decoder, cache, whole, chunk)
+        cache = Cache.empty(caches, 0, horizon, batch.end, batch.seed, rope_length=rope_length)
+        cache, last = read_chunks(decoder, cache, batch, chunk)
         caches = cache.layers
     # Copy the lengths: a step may donate the positions, but the lengths must stay valid. As outputs of this program,
     # positions are committed to devices like the caches; otherwise a step would compile again for its own results.
     logits = unembed(decoder.weights, decoder.config, last)
-    return shared(caches, decoder.mesh), jnp.copy(lengths), whole.seed, logits
+    return scatter_slots(caches, decoder.mesh), jnp.copy(lengths), batch.seed, logits
 
 
 def _reading(
@@ -219,12 +219,9 @@ def _reading(
     rope_length: Int[Array, " b"] | None,
 ) -> TokenBatch:
     """Return a `TokenBatch` of whole prompts."""
-    place = jnp.arange(tokens.shape[1])
-    return TokenBatch(
-        token=tokens,
-        position=jnp.where(place < lengths[:, None], place, -1),
-        prompt_length=lengths,
-        read=lengths,
+    batch = TokenBatch.of_text(tokens, lengths)
+    return batch.replace(
+        position=jnp.where(batch.position < lengths[:, None], batch.position, -1),
         horizon=horizon,
         end=lengths + horizon,
         seed=policy_seeds(keys),

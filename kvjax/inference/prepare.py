@@ -60,8 +60,8 @@ def prepare(
     **settings: Any,
 ) -> Prompts:
     """Check the arguments of `kvjax.prefill`, with its errors, and prepare its prompts; see `prepare_bound`."""
-    bound, budget = bind(model, policy, budget, plan)
-    return prepare_bound(model, bound, tokens, budget, lengths, **settings)
+    bound_policy, budget = bind(model, policy, budget, plan)
+    return prepare_bound(model, bound_policy, tokens, budget, lengths, **settings)
 
 
 def bind(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> tuple[Policy, Budget]:
@@ -70,7 +70,7 @@ def bind(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan 
     if not hasattr(model, "name"):  # a state has a model's weights and config, too
         raise TypeError(f"the first argument is a model, from kvjax.load, not {type(model).__name__}.")
     budget = checked_budget(budget)
-    policy = ready(model, policy, budget, plan)
+    policy = bind_policy(model, policy, budget, plan)
     if policy.plan.sizing.mode == "profiled" and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
             f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} has no "
@@ -100,15 +100,15 @@ def prepare_bound(
     if rope_length is not None:
         rope_length = whole_number("rope_length", rope_length)
     requires = policy.score.requires
-    own, per_head = requires.prompt_chunk, policy.plan.sizing.per_head
-    if (per_head or requires.whole_prompt) and (chunk or own) is not None:
+    policy_chunk, per_head = requires.prompt_chunk, policy.plan.sizing.per_head
+    if (per_head or requires.whole_prompt) and (chunk or policy_chunk) is not None:
         what, instead = f"prefill_chunk={chunk}", "leave it out"
         if chunk is None:
-            what = f"policy {policy.name}, which reads prompts in chunks of {own},"
+            what = f"policy {policy.name}, which reads prompts in chunks of {policy_chunk},"
             instead = "let it read whole prompts (block=None or prompt='one_shot'), or choose another plan"
-        known = "a budget for each head" if per_head else f"policy {policy.name}"
-        raise ValueError(f"{what} does not go with {known}, which only the whole prompt can tell; {instead}.")
-    chunk = own if chunk is None else whole_number("prefill_chunk", chunk)
+        subject = "a budget for each head" if per_head else f"policy {policy.name}"
+        raise ValueError(f"{what} does not go with {subject}, which only the whole prompt can tell; {instead}.")
+    chunk = policy_chunk if chunk is None else whole_number("prefill_chunk", chunk)
     padded, counted = rows_of(tokens)
     rows, width = padded.shape
     real = checked_lengths(counted if lengths is None else lengths)
@@ -177,7 +177,7 @@ def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
     return key
 
 
-def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> Policy:
+def bind_policy(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> Policy:
     """Return a policy bound to its model, its budget and the plan that distributes the budget, which have to fit it."""
     chosen = policy_by_name(policy).bind(model)
     chosen.protection.check_tokens(model.config.vocab_size)
@@ -188,9 +188,9 @@ def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan
         )
     if (replay := chosen.score.requires.replay) is not None:
         check_vocabulary(np.array([*replay.prompt, *(replay.later or ())], np.int64), model.config)
-    bound = replaced(chosen.budgeted(budget), plan=plan)
-    check_parts(bound, model)
-    return bound
+    bound_policy = replaced(chosen.budgeted(budget), plan=plan)
+    check_parts(bound_policy, model)
+    return bound_policy
 
 
 def instead(config: ModelConfig) -> str:
@@ -205,19 +205,19 @@ def longest_text(policy: Policy, config: ModelConfig) -> float:
 
 def checked_lengths(lengths: ArrayLike | Sequence[int]) -> Int[np.ndarray, " b"]:
     """Return lengths of texts as an array; raise a TypeError if they are not whole numbers."""
-    found = np.asarray(lengths)
-    if not np.issubdtype(found.dtype, np.integer):
-        raise TypeError(f"lengths={found.tolist()} are not whole numbers of tokens.")
-    return found.astype(np.int64)
+    array = np.asarray(lengths)
+    if not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"lengths={array.tolist()} are not whole numbers of tokens.")
+    return array.astype(np.int64)
 
 
 def check_tokens(
-    tokens: Int[np.ndarray, "b n"], lengths: Int[np.ndarray, " b"], config: ModelConfig, least: int = 1
+    tokens: Int[np.ndarray, "b n"], lengths: Int[np.ndarray, " b"], config: ModelConfig, shortest: int = 1
 ) -> None:
-    """Refuse tokens that are not ids, lengths that do not match or are below `least`, and unknown ids."""
+    """Refuse tokens that are not ids, lengths that do not match or are below `shortest`, and unknown ids."""
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens of type {tokens.dtype} are no token ids; give integers.")
-    if lengths.shape != (len(tokens),) or lengths.max() > tokens.shape[1] or lengths.min() < least:
+    if lengths.shape != (len(tokens),) or lengths.max() > tokens.shape[1] or lengths.min() < shortest:
         raise ValueError(f"lengths={lengths.tolist()} do not fit tokens of shape {tokens.shape}.")
     check_vocabulary(tokens[np.arange(tokens.shape[1]) < lengths[:, None]], config)
 

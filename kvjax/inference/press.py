@@ -24,9 +24,10 @@ from kvjax.cache.slots import Slots
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.prepare import Prompts
-from kvjax.inference.sharding import joined, on_mesh, page_specs, prompt_specs, run_on_mesh, shared
+from kvjax.inference.sharding import gather_slots, on_mesh, page_specs, prompt_specs, run_on_mesh, scatter_slots
 from kvjax.models.config import ModelConfig
 from kvjax.policies.allocation import Uniform
+from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Queries, SlotResidual
 from kvjax.policies.stats import flatten_requests
@@ -64,14 +65,19 @@ def unevicted(prompts: Prompts, config: ModelConfig, mesh: Mesh | None) -> Promp
     return prompts._replace(policy=policy, limits=limits, capacities=among_devices(windows, mesh))
 
 
-def held_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
-    """Return the slots of a cache with other limits, to be ranked by the newest token."""
+def ranking_inputs(decoder: Bound, cache: Cache) -> tuple[list[Policy], Sequence[Slots], list[LayerTokens]]:
+    """Return the policy of each layer, its slots, and the newest token, as far as a ranking may use it."""
     reading, layers = cache.newest, decoder.here().layers
     new = [reading.ahead(layer.shape, index, decoder.weights.dtype) for index, layer in enumerate(layers)]
-    views, policies = joined(cache, decoder.mesh).slots, [layer.policy for layer in layers]
+    return [layer.policy for layer in layers], gather_slots(cache, decoder.mesh).slots, new
+
+
+def held_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
+    """Return the slots of a cache with other limits, to be ranked by the newest token."""
+    policies, views, new = ranking_inputs(decoder, cache)
     if not foreseen(policies, views, new):
         raise ValueError(
-            f"{named(policies[0])} ranks slots by the token that needs one, so it has no ranking before that token."
+            f"{policies[0].label} ranks slots by the token that needs one, so it has no ranking before that token."
         )
     return [view.replace(limit=limit) for view, limit in zip(views, limits, strict=True)], new
 
@@ -94,9 +100,9 @@ def press(
         asking: queries that stand for later ones; None if there are none.
         layers_of: function that returns the slots of one device's cache, in the form of the policy.
     """
-    here = functools.partial(_press_on_device, capacities=capacities, layers_of=layers_of)
+    press_on_device = functools.partial(_press_on_device, capacities=capacities, layers_of=layers_of)
     return run_on_mesh(
-        here,
+        press_on_device,
         decoder,
         cache,
         limits,
@@ -119,7 +125,7 @@ def _press_on_device(
     layers = list(zip(policies, views, new, strict=True))
     for policy, view, tokens in layers:
         if flatten_requests(policy.plan.attention_stats(view, tokens))[0]:
-            raise ValueError(f"plan {policy.plan.label} needs attention of the text, which a cache does not hold.")
+            raise ValueError(f"plan {label_of(policy.plan)} needs attention of the text, which a cache does not hold.")
     sizing = policies[0].plan.sizing
     if sizing.all_layers:
         views = allocated_together(policies, views, new)
@@ -131,10 +137,10 @@ def _press_on_device(
         queries = None if asking is None else Queries(asking[0][index], asking[1])
         if queries is None and isinstance(policy.residual, SlotResidual):
             _check_no_queries(policy, keep, Queries(tokens.q, tokens.valid))
-        kept = keep(queries=queries)
-        undefined = undefined if kept.undefined is None else undefined | kept.undefined
-        pressed.append(kept.slots)
-    return shared(tuple(pressed), decoder.mesh), undefined
+        selected = keep(queries=queries)
+        undefined = undefined if selected.undefined is None else undefined | selected.undefined
+        pressed.append(selected.slots)
+    return scatter_slots(tuple(pressed), decoder.mesh), undefined
 
 
 def _check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries) -> None:
@@ -142,14 +148,9 @@ def _check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries
     assert policy.residual is not None
     if depends_on(lambda q: keep(queries=queries._replace(q=q)), {"q": queries.q}):
         raise ValueError(
-            f"residual {policy.residual.label} matches queries of a text, which a cache does not hold; give "
+            f"residual {label_of(policy.residual)} matches queries of a text, which a cache does not hold; give "
             "kvjax.compress a text, such as the context again."
         )
-
-
-def named(policy: Policy) -> str:
-    """Return the name of a policy in messages."""
-    return policy.label
 
 
 def stored(pressed: Pressed, decoder: Bound, longest: int) -> dict[str, Any]:
@@ -177,14 +178,14 @@ def on_pages(layers: Caches, policy: Policy, page_size: int, mesh: Mesh | None) 
     spare = policy.evict_every - 1
     limits = np.stack([on_host(layer.view.limit) for layer in selected]) + spare
     devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
-    *tables, most = table(limits, page_size, devices)
-    sizes: dict[str, Any] = dict(page_size=page_size, most=most, spare=spare, devices=devices)
+    *tables, max_slots = table(limits, page_size, devices)
+    sizes: dict[str, Any] = dict(page_size=page_size, max_slots=max_slots, spare=spare, devices=devices)
     pages, pool = pack_pages(selected, *map(jnp.asarray, tables), **sizes, mesh=mesh)
     packed = dict(zip(chosen, pages, strict=True))
     return {"layers": tuple(packed.get(index, layer) for index, layer in enumerate(layers)), "pool": pool}
 
 
-@functools.partial(jax.jit, static_argnames=("page_size", "most", "spare", "devices", "mesh"))
+@functools.partial(jax.jit, static_argnames=("page_size", "max_slots", "spare", "devices", "mesh"))
 def pack_pages(selected: tuple[Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> tuple[Caches, Pool]:
     def specs() -> tuple[PyTree, PyTree]:
         static = {name: size for name, size in sizes.items() if name != "page_size"}

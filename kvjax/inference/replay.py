@@ -16,7 +16,7 @@ from kvjax.cache.slots import Slots
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import longest_text
-from kvjax.inference.sharding import joined, layer_cache_specs, run_on_mesh, shared
+from kvjax.inference.sharding import gather_slots, layer_cache_specs, run_on_mesh, scatter_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import block, embed
 from kvjax.policies.policy import Policy
@@ -55,29 +55,30 @@ def _chunks(
     replay: Replay, policy: Policy, read: Int[np.ndarray, " b"], lengths: Int[np.ndarray, " b"], config: ModelConfig
 ) -> Int[np.ndarray, " b"]:
     # The tokens of each row's chunks, by its own length alone.
-    wanted = np.maximum(np.minimum(replay.chunk, lengths), 1)
+    sizes = np.maximum(np.minimum(replay.chunk, lengths), 1)
     if longest_text(policy, config) == math.inf:
-        return wanted
+        return sizes
     room = config.max_positions - read - replay.most_before
-    if (room < np.minimum(wanted, LEAST)).any():
+    if (room < np.minimum(sizes, LEAST)).any():
         raise ValueError(
             f"policy {policy.name} reads a text of {int(read.max())} tokens again at the positions after it, and the "
             f"model has {config.max_positions}; use a text of at most "
             f"{max(config.max_positions - replay.most_before - LEAST, 0)} tokens."
         )
-    return np.minimum(wanted, room)
+    return np.minimum(sizes, room)
 
 
 @jax.jit
 def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> tuple[LayerCache, ...]:
-    def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[LayerCache, ...]:
+    def read_layers(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[LayerCache, ...]:
         reading = cache.following(tokens, lengths).replace(replayed=True)
-        slots, decoder = joined(cache, decoder.mesh).slots, decoder.here()
-        of_cache = map(_of_cache, _pending(decoder, slots, reading), [each.capacity for each in slots])
+        slots, decoder = gather_slots(cache, decoder.mesh).slots, decoder.here()
+        of_cache = map(_of_cache, _pending(decoder, slots, reading), [view.capacity for view in slots])
         totals = zip(decoder.layers, slots, sum_over_layers(list(of_cache)), strict=True)
-        return shared(tuple(each.updated(layer.policy, pending) for layer, each, pending in totals), decoder.mesh)
+        updated = (view.updated(layer.policy, pending) for layer, view, pending in totals)
+        return scatter_slots(tuple(updated), decoder.mesh)
 
-    return run_on_mesh(here, decoder, cache, tokens, lengths, out_specs=lambda: layer_cache_specs(cache.layers))
+    return run_on_mesh(read_layers, decoder, cache, tokens, lengths, out_specs=lambda: layer_cache_specs(cache.layers))
 
 
 @jax.jit
@@ -86,13 +87,13 @@ def replayed_queries(
 ) -> tuple[Float[Array, "b h g n d"], ...]:
     """Return each layer's queries of a text that is read on top of a cache, with the arguments of `read_again`."""
 
-    def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
+    def queries_of_layers(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
         reading = cache.following(tokens, lengths)
         reading = reading.replace(prompt_length=reading.read)
-        slots = joined(cache, decoder.mesh).slots
+        slots = gather_slots(cache, decoder.mesh).slots
         return tuple(pending.new.q for pending in _pending(decoder.here(), slots, reading))
 
-    return run_on_mesh(here, decoder, cache, tokens, lengths, out_specs=lambda: OF_HEADS)
+    return run_on_mesh(queries_of_layers, decoder, cache, tokens, lengths, out_specs=lambda: OF_HEADS)
 
 
 def _pending(decoder: Bound, slots: tuple[Slots, ...], reading: TokenBatch) -> list[Pending]:

@@ -62,12 +62,11 @@ def state_shapes(
             "tell how many; use a policy or plan whose budget says it."
         )
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
-    made = bound_prompts(model, prompts).replace(kernels=kernels)
-    layers, position, seed, _ = prompt_shapes(made, prompts)
-    placed = jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy)
-    shared: dict[str, Any] = dict(config=made.config, kernels=kernels, mesh=made.mesh, origin=model.origin)
-    decoder = Decoder(weights=made.weights, policy=placed, **shared)
-    decoder = decoder.replace(origin=model.origin)
+    reader = bound_prompts(model, prompts).replace(kernels=kernels)
+    layers, position, seed, _ = prompt_shapes(reader, prompts)
+    policy_shapes = jax.tree.map(lambda leaf: leaf if is_shape(leaf) else jnp.asarray(leaf), prompts.policy)
+    settings = dict(config=reader.config, kernels=kernels, mesh=reader.mesh, origin=model.origin)
+    decoder = Decoder(weights=reader.weights, policy=policy_shapes, **settings)
     lengths: dict[str, Any] = dict.fromkeys(("position", "prompt_length", "horizon", "end"), position)
     active: Any = jax.ShapeDtypeStruct((rows,), np.bool_)
     lengths["rope_length"] = None if prompts.rope_length is None else position
@@ -81,17 +80,17 @@ def state_shapes(
 def empty_state(
     model: LanguageModel, policy: Policy, rows: int, length: int, budget: Budget, *, seed: int = 0
 ) -> State:
-    """Return a state in which the first of `length` tokens counts as the prompt; `policy` comes from `ready`."""
+    """Return a state in which the first of `length` tokens counts as the prompt; `policy` comes from `bind_policy`."""
     config = model.config
     config.check_bound(length)
     limits, capacities = plan_slots(policy, budget, np.ones(rows, np.int64), length - 1, config, 1)
     policy, allowed = policy.sized(lines_of(limits)), [jnp.asarray(limit, jnp.int32) for limit in limits]
     buffers = among_devices(capacities, model.mesh)
-    bound = Bound(model.weights, policy, config)
-    layers = bound.init_caches(allowed, buffers)
+    reader = Bound(model.weights, policy, config)
+    layers = reader.init_caches(allowed, buffers)
     keys, end = jax.random.split(jax.random.key(seed), rows), jnp.full(rows, length, jnp.int32)
     rope = config.rope_length(np.full(rows, length))
     cache = Cache.empty(layers, 1, end - 1, end, policy_seeds(keys), keys, None if rope is None else jnp.asarray(rope))
-    placed = jax.tree.map(jnp.asarray, policy)
-    decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh, origin=model.origin)
+    arrays = jax.tree.map(jnp.asarray, policy)
+    decoder = Decoder(weights=model.weights, policy=arrays, config=config, mesh=model.mesh, origin=model.origin)
     return State(decoder, cache)

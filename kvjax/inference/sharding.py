@@ -46,11 +46,11 @@ def on_mesh(
         # Flat, because shard_map would make policies of placeholders that are not numbers.
         flat, tree = jax.tree.flatten(arguments)
 
-        def here(*flat: Any) -> Any:
+        def of_flat(*flat: Any) -> Any:
             return function(*jax.tree.unflatten(tree, flat))
 
-        flat_specs = _each(in_specs, arguments)
-        return jax.shard_map(here, mesh=mesh, in_specs=flat_specs, out_specs=out_specs, check_vma=False)(*flat)
+        flat_specs = _leaf_specs(in_specs, arguments)
+        return jax.shard_map(of_flat, mesh=mesh, in_specs=flat_specs, out_specs=out_specs, check_vma=False)(*flat)
 
     return run
 
@@ -68,14 +68,14 @@ def run_on_mesh(
     `argument_specs` are the specs of the other arguments; `out_specs` returns those of the results.
     """
 
-    def here(decoder: Bound, cache: Cache, arguments: tuple[Any, ...]) -> Any:
+    def of_arguments(decoder: Bound, cache: Cache, arguments: tuple[Any, ...]) -> Any:
         with using(decoder.kernels):
             return function(decoder, cache, *arguments)
 
     def specs() -> tuple[PyTree, PyTree]:
         return (bound_specs(decoder), cache_specs(cache), argument_specs), out_specs()
 
-    return on_mesh(here, decoder.mesh, specs)(decoder, cache, arguments)
+    return on_mesh(of_arguments, decoder.mesh, specs)(decoder, cache, arguments)
 
 
 def constrain(tree: PyTree, specs: Callable[[], PyTree], mesh: Mesh | None) -> Any:
@@ -96,7 +96,7 @@ def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
     if mesh is None:
         return tree
     leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, _placed(leaves, specs=tuple(jax.tree.leaves(specs)), mesh=mesh))
+    return jax.tree.unflatten(structure, _constrain_leaves(leaves, specs=tuple(jax.tree.leaves(specs)), mesh=mesh))
 
 
 def placed_policy(policy: Policy, mesh: Mesh | None) -> Policy:
@@ -106,7 +106,7 @@ def placed_policy(policy: Policy, mesh: Mesh | None) -> Policy:
 
 
 @functools.partial(jax.jit, static_argnames=("specs", "mesh"))
-def _placed(leaves: list[Array], *, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> list[Array]:
+def _constrain_leaves(leaves: list[Array], *, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> list[Array]:
     return constrain(leaves, lambda: list(specs), mesh)
 
 
@@ -122,7 +122,7 @@ def whole_rows(specs: PyTree) -> Any:
     return jax.tree.map(lambda spec: PartitionSpec(*(None if axis == ROWS else axis for axis in spec)), specs)
 
 
-def _each(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
+def _leaf_specs(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
     """Return a spec for each leaf of the arguments, from specs that may stand for whole trees."""
 
     def broadcast(spec: PartitionSpec, tree: PyTree) -> PyTree:
@@ -134,11 +134,11 @@ def _each(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
 def placed_shapes(specs: PyTree, tree: PyTree, mesh: Mesh | None) -> PyTree:
     """Return the shapes of a tree with the sharding that its specs describe; one may stand for a whole tree."""
 
-    def placed(spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+    def shape_of(spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = None if mesh is None else NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(lambda spec, each: jax.tree.map(lambda leaf: placed(spec, leaf), each), specs, tree)
+    return jax.tree.map(lambda spec, subtree: jax.tree.map(lambda leaf: shape_of(spec, leaf), subtree), specs, tree)
 
 
 def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:
@@ -165,13 +165,13 @@ def page_specs(pool: Pool, layers: int) -> Any:
     return (Pages.specs,) * layers, pool.specs
 
 
-def shared(caches: tuple[C, ...], mesh: Mesh | None) -> tuple[C, ...]:
+def scatter_slots(caches: tuple[C, ...], mesh: Mesh | None) -> tuple[C, ...]:
     """Keep this device's shard of the slots, after all devices with the same heads have computed all slots."""
     return tuple(cache.of_slots(_slots_of(mesh).own_slots) for cache in caches)
 
 
-def joined(cache: Cache, mesh: Mesh | None) -> Cache:
-    """Gather all slots of this device's heads in each layer of a cache; the inverse of `shared`."""
+def gather_slots(cache: Cache, mesh: Mesh | None) -> Cache:
+    """Gather all slots of this device's heads in each layer of a cache; the inverse of `scatter_slots`."""
     return cache.replace(layers=tuple(layer.of_slots(_slots_of(mesh).all_slots) for layer in cache.layers))
 
 
@@ -215,7 +215,7 @@ def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
         return cache
 
     def unpack(layers: Caches, pool: Pool) -> Caches:
-        return shared(cache.replace(layers=layers, pool=pool).unpacked(), mesh)
+        return scatter_slots(cache.replace(layers=layers, pool=pool).unpacked(), mesh)
 
     def specs() -> tuple[PyTree, PyTree]:
         return page_specs(pool, len(cache.layers)), (Slots.specs,) * len(cache.layers)
@@ -226,9 +226,9 @@ def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
 def _head_specs(part: Any, specs: Any) -> Any:
     # The specs of a policy or a part, with those of its own parts.
     of_heads = getattr(part, "of_heads", ())
-    held = {name: jax.tree.map(lambda _: PartitionSpec(HEADS), getattr(part, name)) for name in of_heads}
+    changes = {name: jax.tree.map(lambda _: PartitionSpec(HEADS), getattr(part, name)) for name in of_heads}
     for field in dataclasses.fields(part):
         inner = getattr(part, field.name)
         if isinstance(inner, Part):
-            held[field.name] = _head_specs(inner, getattr(specs, field.name))
-    return dataclasses.replace(specs, **held)
+            changes[field.name] = _head_specs(inner, getattr(specs, field.name))
+    return dataclasses.replace(specs, **changes)

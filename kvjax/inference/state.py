@@ -43,8 +43,8 @@ class State:
         """Return a state with other values of some attributes, of its cache or of its decoder."""
         fields = {field.name for field in dataclasses.fields(Cache)}
         of_cache = {name: changes.pop(name) for name in fields & changes.keys()}
-        own = {name: changes.pop(name) for name in ("decoder", "cache") if name in changes}
-        state = dataclasses.replace(self, **own)
+        members = {name: changes.pop(name) for name in ("decoder", "cache") if name in changes}
+        state = dataclasses.replace(self, **members)
         return State(state.decoder.replace(**changes), state.cache.replace(**of_cache))
 
     @property
@@ -167,8 +167,8 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
         raise ValueError(f"index={where.tolist()} does not name a row of its own for each of {count} rows.")
     if state.config != rows.config:
         raise ValueError("rows of another model's state do not fit; read them with the model of the state.")
-    mine, theirs = (described(part.policy) for part in (state, rows))
-    if mine != theirs or (state.cache.pool is None) != (rows.cache.pool is None):
+    form, form_of_rows = (described(part.policy) for part in (state, rows))
+    if form != form_of_rows or (state.cache.pool is None) != (rows.cache.pool is None):
         raise ValueError(
             f"rows under policy {rows.policy.name!r} do not fit a state under {state.policy.name!r} or with other "
             "settings; read them with the policy of the state."
@@ -188,8 +188,8 @@ def described(policy: Policy) -> tuple[Any, list[tuple[str, float]]]:
 
 def _rows(state: State, index: ArrayLike | Sequence[int]) -> Int[np.ndarray, " m"]:
     rows, count = np.atleast_1d(np.asarray(index)), len(state.position)
-    whole = rows.ndim == 1 and rows.size > 0 and np.issubdtype(rows.dtype, np.integer)
-    if not whole or rows.min() < 0 or rows.max() >= count:
+    are_numbers = rows.ndim == 1 and rows.size > 0 and np.issubdtype(rows.dtype, np.integer)
+    if not are_numbers or rows.min() < 0 or rows.max() >= count:
         raise ValueError(f"index={rows.tolist()} does not name rows of a state with rows 0 to {count - 1}.")
     return rows
 
@@ -224,8 +224,8 @@ def full_cache_bytes(state: State) -> int:
     number = np.dtype(np.int32).itemsize  # a slot's position, a head's limit
 
     def of_head(layer: LayerConfig) -> int:
-        held = slots if layer.window is None else min(slots, round_slots(layer.window))
-        return held * ((layer.key_width + layer.value_width) * size + number) + number
+        layer_slots = slots if layer.window is None else min(slots, round_slots(layer.window))
+        return layer_slots * ((layer.key_width + layer.value_width) * size + number) + number
 
     return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in state.config.layer_configs)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.layers import read
-from kvjax.inference.sharding import cache_specs, joined, logits_spec, run_on_mesh, shared
+from kvjax.inference.sharding import cache_specs, gather_slots, logits_spec, run_on_mesh, scatter_slots
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import embed, unembed
 
@@ -52,23 +52,23 @@ def verify(
                 f"layer {index} keeps a window of {shape.window} tokens, which verification would overwrite; use steps."
             )
 
-    def here(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Cache, Array]:
+    def read_on_device(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Cache, Array]:
         decoder, place = decoder.here(), cache.position[:, None] + jnp.arange(tokens.shape[1])
         batch = cache.following(tokens, jnp.where(cache.active, lengths, 0)).replace(given=False)
         batch = batch
         x = embed(decoder.weights, decoder.config, batch.token, batch.position)
-        opened = [layer.open() for layer in joined(cache, decoder.mesh).layers]
+        opened = [layer.open() for layer in gather_slots(cache, decoder.mesh).layers]
         layers, _, x = read(decoder.layers, opened, batch, x, close=False)
         logits = unembed(decoder.weights, decoder.config, x)
         logits = jnp.where((place < cache.end[:, None])[..., None], logits, jnp.nan)
-        return cache.replace(layers=shared(layers, decoder.mesh), position=batch.read), logits
+        return cache.replace(layers=scatter_slots(layers, decoder.mesh), position=batch.read), logits
 
     def specs() -> tuple[Cache, Any]:
         opened = tuple(type(layer.open()).specs for layer in cache.layers)
         logits = logits_spec(decoder.config, decoder.mesh)
         return cache_specs(cache).replace(layers=opened), PartitionSpec(logits[0], None, *logits[1:])
 
-    return run_on_mesh(here, decoder, cache, tokens, lengths, out_specs=specs)
+    return run_on_mesh(read_on_device, decoder, cache, tokens, lengths, out_specs=specs)
 
 
 def truncate(cache: Cache, length: Int[Array, " b"]) -> Cache:

@@ -18,7 +18,7 @@ from kvjax.inference.budget import lines_of
 from kvjax.inference.cache import Cache
 from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.press import on_pages
-from kvjax.inference.sharding import cache_specs, joined, on_mesh, placed_rows, shared
+from kvjax.inference.sharding import cache_specs, gather_slots, on_mesh, placed_rows, scatter_slots
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
@@ -37,14 +37,14 @@ def with_windows(
 ) -> Cache:
     """Give layers the slots of their windows in rows whose text, of `read` tokens, outgrows both window and plan."""
     before, end = on_host(cache.end), planned_ends(cache, read)
-    outgrown = [layer.bounds(end) & ~layer.bounds(before) for layer in config.layer_configs]
+    outgrown = [layer.bounded_by_window(end) & ~layer.bounded_by_window(before) for layer in config.layer_configs]
     rows = np.any(outgrown, 0)
     if not rows.any():
         return cache
     windows = [layer.window or 0 for layer in config.layer_configs]
     limits = [
-        np.where(here[:, None], window, on_host(heads.limit)).astype(np.int32)
-        for here, window, heads in zip(outgrown, windows, cache.attending, strict=True)
+        np.where(grows[:, None], window, on_host(heads.limit)).astype(np.int32)
+        for grows, window, heads in zip(outgrown, windows, cache.attending, strict=True)
     ]
     fixed = jax.tree.structure(policy.sized(lines_of(limits))) != jax.tree.structure(policy)
     requires = policy.score.requires
@@ -55,9 +55,9 @@ def with_windows(
             f"window, for which {name_of(policy)} cannot change its slots; give prefill more max_new_tokens."
         )
     cache = placed_rows(cache.replace(end=jnp.asarray(np.where(rows, end, before), jnp.int32)), mesh)
-    wanted = [round_slots(window) if here.any() else 0 for here, window in zip(outgrown, windows, strict=True)]
+    sizes = [round_slots(window) if grows.any() else 0 for grows, window in zip(outgrown, windows, strict=True)]
     allowed = tuple(map(jnp.asarray, limits))
-    grown = _grown(cache.replace(key=None), allowed, capacities=among_devices(wanted, mesh), mesh=mesh)
+    grown = _grown(cache.replace(key=None), allowed, capacities=among_devices(sizes, mesh), mesh=mesh)
     page_size = 0 if cache.pool is None else cache.pool.page_size
     return cache.replace(**on_pages(grown, policy, page_size, mesh))
 
@@ -68,15 +68,15 @@ def _grown(
 ) -> tuple[LayerCache, ...]:
     paged = cache.pool is not None
 
-    def here(cache: Cache, limits: tuple[Array, ...]) -> tuple[LayerCache, ...]:
-        layers = zip(joined(cache, mesh).slots, limits, capacities, strict=True)
+    def grow(cache: Cache, limits: tuple[Array, ...]) -> tuple[LayerCache, ...]:
+        layers = zip(gather_slots(cache, mesh).slots, limits, capacities, strict=True)
         views = [with_empty_slots(view.replace(limit=limit), capacity) for view, limit, capacity in layers]
         if not paged:
-            return shared(tuple(views), mesh)
+            return scatter_slots(tuple(views), mesh)
         return tuple(Selected(view, text_order(view.position), view.live.sum(-1, dtype=jnp.int32)) for view in views)
 
     def specs() -> tuple[PyTree, PyTree]:
         layers = (Selected.specs if paged else Slots.specs,) * len(limits)
         return (cache_specs(cache), (OF_HEADS,) * len(limits)), layers
 
-    return on_mesh(here, mesh, specs)(cache, limits)
+    return on_mesh(grow, mesh, specs)(cache, limits)

@@ -10,7 +10,8 @@ from kvjax.methods.attention_matching import Matching
 from kvjax.methods.fastgen import OF_FREQUENT, Profiled, TokenClasses
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import AfterLimit, LastQueries
-from kvjax.policies import Policy, Protection, Sizing
+from kvjax.policies import AgeScore, Policy, Protection, Sizing
+from kvjax.policies.base import label_of
 
 
 class Pair(NamedTuple):
@@ -74,7 +75,7 @@ PAIRS = (
         "give both to policy fastgen",
     ),
     Pair(
-        lambda policy: policy.codec.quantized and policy.codec.positions == "cache" and not policy.slides,
+        lambda policy: policy.codec.quantized and policy.codec.positions == "cache" and not _ranks_by_age(policy),
         "codec {codec} holds keys as they are seen, but positions='cache' turns all of them at every step under "
         "{score}",
         "use positions='original', or a policy that keeps a window, such as streaming",
@@ -102,6 +103,10 @@ PAIRS = (
 )
 
 
+def _ranks_by_age(policy: Policy) -> bool:
+    return type(policy.score).score is AgeScore.score
+
+
 def _of_fixed_budgets(sizing: Sizing) -> bool:
     return sizing == Sizing(per_head=sizing.per_head, all_layers=sizing.all_layers)
 
@@ -120,14 +125,14 @@ def fitted(policy: Policy) -> Policy:
     policy.check_kinds()
     guard = policy.protection
     simple = type(guard) is Protection and not guard.special and guard.one_in is None
-    slides = policy.codec.positions == "cache" and policy.slides and simple and not policy.plan.sizing.per_head
+    slides = policy.codec.positions == "cache" and _ranks_by_age(policy) and simple and not policy.plan.sizing.per_head
     codec = dataclasses.replace(policy.codec, sliding=slides, sinks=policy.protection.sinks if slides else 0)
     policy = dataclasses.replace(policy, codec=codec)
     for pair in PAIRS:
         if pair.clash(policy):
-            selection = "" if policy.selection is None else policy.selection.label
+            selection = "" if policy.selection is None else label_of(policy.selection)
             names = dict(
-                score=policy.label, protection=_protection(policy), plan=policy.plan.label, selection=selection
+                score=policy.label, protection=_protection(policy), plan=label_of(policy.plan), selection=selection
             )
             raise ValueError(f"{pair.what.format(**names, codec=policy.codec.name)}; {pair.remedy}.")
     return policy

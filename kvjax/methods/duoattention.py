@@ -63,9 +63,9 @@ class RetrievalHeads(EndsOrAll):
                 )
             return self
         require_weights(model.weights, "finding the retrieval heads of duoattention")
-        found = np.concatenate(self._attention(model))
-        chosen = np.zeros(len(found), bool)
-        chosen[np.argsort(-found, kind="stable")[: round(self.retrieval * len(found))]] = True
+        attention = np.concatenate(self._attention(model))
+        chosen = np.zeros(len(attention), bool)
+        chosen[np.argsort(-attention, kind="stable")[: round(self.retrieval * len(attention))]] = True
         masks = np.split(chosen, np.cumsum(sizes)[:-1])
         return self.replace(full=tuple(map(jnp.asarray, masks)))
 

@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
-from kvjax.cache.ranks import sum_of_most
+from kvjax.cache.ranks import sum_of_top
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import combine, register
 from kvjax.models.model import LanguageModel
@@ -243,7 +243,7 @@ class Profiled(Uniform):
                     width = self._newest(new.read, "local" in parts)
                     among &= ~in_classes & (position <= (new.newest - width)[:, None, None])
                 gain, quota = jnp.where(in_classes, 0.0, total - near), _share(self.frequent, new.read)[:, None]
-                mass += sum_of_most(jnp.where(among, total, -jnp.inf), position, gain, quota)
+                mass += sum_of_top(jnp.where(among, total, -jnp.inf), position, gain, quota)
             recovered.append(mass / queries)
         last = len(self.order)
         shares = jnp.stack(recovered, axis=-1)

@@ -73,9 +73,9 @@ class AfterLimit(Plan):
     def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
         return self.plan.layer_budgets(budget, layers)
 
-    def spread_by(self, other: Plan) -> Plan:
+    def spread_by(self, allocation: Plan) -> Plan:
         """Return a copy with the C_l of another plan."""
-        return super().spread_by(other) if other.sizing.per_head else self.replace(plan=other)
+        return super().spread_by(allocation) if allocation.sizing.per_head else self.replace(plan=allocation)
 
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Return all slots up to the context limit; beyond it C_l, or the mask and C_sink middle tokens.

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register_score
-from kvjax.policies import OldestFirst, Score
+from kvjax.policies import AgeScore, Score
 from kvjax.types import LayerTokens, View, at_least, number
 
 
 @register_score("window", paper="Longformer, 3.1", group="ranked by position")
-class Recency(Score):
+class Recency(AgeScore):
     r"""Keep the most recent tokens: the oldest is evicted first (Longformer's sliding window as a cache).
 
     .. math:: F(i) = i
@@ -19,9 +19,6 @@ class Recency(Score):
     When: as a control. SmolLM2 needs its first tokens: at a quarter of the slots its perplexity is 36.8 here and 17.3
     under `lambda_mask`, which also keeps the first four.
     """
-
-    def score(self, view: View, new: LayerTokens) -> OldestFirst:
-        return OldestFirst()
 
 
 @register_score("dilated_window", paper="Longformer, 3.1; Keyformer, Figure 2c", group="ranked by position")

@@ -115,9 +115,9 @@ def _rows(table: Linear, tokens: Int[Array, "b t"], config: ModelConfig) -> Arra
     if not config.spread.vocab:
         return table.rows(tokens)
     # Each device looks up the tokens of its shard of the table; each token is in one shard.
-    here = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table.weight)
-    found = (here >= 0) & (here < len(table.weight))
-    return config.spread.over_devices(jnp.where(found[..., None], table.rows(jnp.where(found, here, 0)), 0))
+    local = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table.weight)
+    in_shard = (local >= 0) & (local < len(table.weight))
+    return config.spread.over_devices(jnp.where(in_shard[..., None], table.rows(jnp.where(in_shard, local, 0)), 0))
 
 
 class Layer(struct.PyTreeNode):

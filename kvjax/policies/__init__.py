@@ -24,6 +24,7 @@ from kvjax.policies.residual import Selection as Selection
 from kvjax.policies.residual import SlotResidual as SlotResidual
 from kvjax.policies.score import UNRANKED as UNRANKED
 from kvjax.policies.score import AccumulatedScore as AccumulatedScore
+from kvjax.policies.score import AgeScore as AgeScore
 from kvjax.policies.score import PromptScore as PromptScore
 from kvjax.policies.score import Replay as Replay
 from kvjax.policies.score import Requirements as Requirements

@@ -72,8 +72,8 @@ class Plan(Part, interface=True, kw_only=True):
 
     extra_slots: int = number(0)
 
-    def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
-        super().__init_subclass__(interface=interface, **rest)
+    def __init_subclass__(cls, *, interface: bool = False, **options: Any) -> None:
+        super().__init_subclass__(interface=interface, **options)
         for name in _REPLACED.keys() & vars(cls).keys():
             raise TypeError(f"{cls.__name__}.{name} is no longer a member of a plan; {_REPLACED[name]}.")
         for old in _RENAMED.keys() & vars(cls).keys():
@@ -86,9 +86,9 @@ class Plan(Part, interface=True, kw_only=True):
         """Properties of the plan's numbers of slots."""
         return FIXED
 
-    def spread_by(self, other: Plan) -> Plan:
+    def spread_by(self, allocation: Plan) -> Plan:
         """Return a plan that distributes the budget over layers as another one does."""
-        return dataclasses.replace(other, extra_slots=self.extra_slots)
+        return dataclasses.replace(allocation, extra_slots=self.extra_slots)
 
     @abc.abstractmethod
     def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
@@ -100,7 +100,7 @@ class Plan(Part, interface=True, kw_only=True):
         """Return the slots of each head, and the plan's state, once a prompt has been read and ranked.
 
         Args:
-            answers: attention statistics, in the structure of `attention_stats`; () under `Sizing.all_layers`.
+            stats: attention statistics, in the structure of `attention_stats`; () under `Sizing.all_layers`.
             view: all slots of the prompt; under `Sizing.all_layers` a `Heads` with the limits alone.
             ranks: ranks of these slots, from `kvjax.cache.ranks.rank`; empty slots have the lowest finite number. None
                 unless the plan spreads a budget over heads.
@@ -133,16 +133,16 @@ def layer_slots(plan: Plan, budget: int, layers: int) -> np.ndarray:
             f"{type(plan).__name__}.layer_budgets gives {shares.tolist()}, not slots for each of {layers} layers that "
             f"sum to {layers * budget}."
         )
-    whole = np.floor(shares + 1e-9).astype(np.int64)
+    slots = np.floor(shares + 1e-9).astype(np.int64)
     # Largest remainders, so that nothing is lost to rounding; of equal ones the lower layer gets the slot.
-    order = np.argsort(-(shares - whole), kind="stable")
-    whole[order[: int(layers * budget - whole.sum())]] += 1
-    if whole.min() < 1:
+    order = np.argsort(-(shares - slots), kind="stable")
+    slots[order[: int(layers * budget - slots.sum())]] += 1
+    if slots.min() < 1:
         raise ValueError(
-            f"{plan!r} gives layer {int(whole.argmin())} no slot at a budget of {budget} per layer; "
+            f"{plan!r} gives layer {int(slots.argmin())} no slot at a budget of {budget} per layer; "
             "use a larger budget or a flatter plan."
         )
-    return whole
+    return slots
 
 
 class Uniform(Plan):

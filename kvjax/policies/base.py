@@ -49,17 +49,17 @@ class Part(struct.PyTreeNode, abc.ABC):
     against_alibi: ClassVar[str] = ""
     """Reason why the part refuses models with ALiBi, in which logits fall with distance; empty if it takes them."""
 
-    def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
+    def __init_subclass__(cls, *, interface: bool = False, **options: Any) -> None:
         for old in [name for name in _RENAMED if isinstance(vars(cls).get(name), FunctionType)]:
             raise TypeError(f"{cls.__name__}.{old} is now {_RENAMED[old]}; rename the method.")
-        super().__init_subclass__(**rest)  # which makes a dataclass of it
+        super().__init_subclass__(**options)  # which makes a dataclass of it
         cls._interface = interface
 
-    def __new__(cls, *values: Any, **named: Any) -> Self:
+    def __new__(cls, *values: Any, **keywords: Any) -> Self:
         """Check the class and its settings before `__post_init__`, which may then compare numbers."""
         check_class(cls)
         in_order, fields = _hyperparameters(cls)
-        for name, value in (dict(zip(in_order, values, strict=False)) | named).items():
+        for name, value in (dict(zip(in_order, values, strict=False)) | keywords).items():
             # A placeholder for a number, in a program or another tree, has no kind to check.
             if name in fields and (fields[name].metadata.get("pytree_node") is False or written(value)):
                 check_kind(name, value, fields[name].type)
@@ -97,11 +97,6 @@ class Part(struct.PyTreeNode, abc.ABC):
                 of_layer[name] = value[index]
         return self._with_inner("layer", index, **of_layer)
 
-    @property
-    def label(self) -> str:
-        """Name in messages: the registered one, or else the class."""
-        return vars(type(self)).get("_registered", type(self).__name__)
-
     def _with_inner(self, member: str, *arguments: Any, **values: Any) -> Self:
         # Returns a copy with other values of some fields, and with what a member of the parts in its fields returns.
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
@@ -129,6 +124,11 @@ class Part(struct.PyTreeNode, abc.ABC):
         return ()
 
 
+def label_of(part: Part) -> str:
+    """Return the name of a part in messages: the registered one, or else the class."""
+    return vars(type(part)).get("_registered", type(part).__name__)
+
+
 @functools.cache
 def _hyperparameters(kind: type[Part]) -> tuple[list[str], dict[str, dataclasses.Field[Any]]]:
     """Return the names of a class's fields in the order of its arguments, and the fields of its hyperparameters."""
@@ -143,13 +143,13 @@ def check_class(kind: type[Part]) -> None:
     offering = [base for base in kind.__mro__ if vars(base).get("_interface")]
     hooks = sorted({name for base in offering for name in vars(base) if not name.startswith("_")})
     fields = getattr(kind, "__dataclass_fields__", {})
-    own = {
+    members = {
         name: value
         for base in kind.__mro__
         if issubclass(base, Part) and base not in offering
         for name, value in vars(base).items()
     }
-    for name, value in own.items():
+    for name, value in members.items():
         if name.startswith("_") or name in hooks or name in fields or name == "replace":  # which flax adds
             continue
         near = difflib.get_close_matches(name, hooks, 1, 0.7)

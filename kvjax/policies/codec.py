@@ -160,13 +160,13 @@ class Codec(Part, interface=True, init=False):
         state = heads.state.codec
         if state is None or state.factor is None:
             return heads
-        found: Any = jnp.ones_like(state.factor)
+        factor: Any = jnp.ones_like(state.factor)
         if new.k.shape[2] >= LEAST_TOKENS:
             scales: Any = self.quantizer.init_scales(new.raw_k if self.ordered else new.k, new.valid[:, None])
-            found = jnp.where((new.valid.sum(1) >= LEAST_TOKENS)[:, None, None], scales, found)
+            factor = jnp.where((new.valid.sum(1) >= LEAST_TOKENS)[:, None, None], scales, factor)
         unknown = (state.factor == 0) & new.valid.any(1)[:, None, None]
-        known = state.replace(factor=jnp.where(unknown, found, state.factor))
-        return heads.replace(state=heads.state.replace(codec=known))
+        updated = state.replace(factor=jnp.where(unknown, factor, state.factor))
+        return heads.replace(state=heads.state.replace(codec=updated))
 
     def encode(self, new: LayerTokens, state: CodecState | None) -> KV:
         """Encode the pairs of new tokens in the form that slots store."""
@@ -179,8 +179,8 @@ class Codec(Part, interface=True, init=False):
 
     def stored(self, x: Any) -> Operand:
         """Encode keys or values in the form that slots store."""
-        found = self.quantizer.encode(x)
-        return found if not self.quantized or isinstance(found, Quantised) else Encoded(found, self.quantizer)
+        encoded = self.quantizer.encode(x)
+        return encoded if not self.quantized or isinstance(encoded, Quantised) else Encoded(encoded, self.quantizer)
 
     def _levelled(self, keys: Float[Array, "b h t d"], state: CodecState | None) -> Float[Array, "b h t d"]:
         if state is None or state.factor is None:
@@ -217,49 +217,49 @@ class Codec(Part, interface=True, init=False):
                 cos, sin = cos_sin_table(config.rope, places or capacity, k.dtype)
                 k = LazyRope(k, order, cos, sin, config.rope.interleaved)
             return Operands(q, k, v, (place, order))
-        seen, sinks = None, None
+        place_pair, sinks = None, None
         if self.sliding and self.sinks:
             gap = self._gap(config.window, view, new, room)[..., None]
             if not block:
                 sinks = self._nearer_query(new, gap, capacity + self.sinks + 1)
             elif config.slopes is not None:
                 first = view.live & (view.position < self.sinks)
-                here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
-                seen = here, jnp.where(first, view.position + gap, view.position)
+                query_place = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
+                place_pair = query_place, jnp.where(first, view.position + gap, view.position)
             if config.rope is not None and block:
                 k = self._nearer(config.rope, view, new, gap)
         if not self.quantized:
-            return Operands(q, k, v, seen, sinks=sinks)
+            return Operands(q, k, v, place_pair, sinks=sinks)
         if tokens > 1:
             old = capacity - tokens
             first = jax.tree.map(lambda leaf: leaf[:, :, :old], (k, v))
             k, v = SplitKV(first[0], self._levelled(new.k, view.state.codec)), SplitKV(first[1], new.v)
         factor = None if view.state.codec is None else view.state.codec.factor
         if factor is None:
-            return Operands(q, k, v, seen, sinks=sinks)
+            return Operands(q, k, v, place_pair, sinks=sinks)
         if sinks is not None:
             sinks = dataclasses.replace(sinks, q=sinks.q * factor[:, :, None].astype(q.dtype))
-        return Operands(q * factor[:, :, None, None].astype(q.dtype), k, v, seen, factor, sinks)
+        return Operands(q * factor[:, :, None, None].astype(q.dtype), k, v, place_pair, factor, sinks)
 
     def earlier(
         self,
         view: View,
-        given: Operands,
+        operands: Operands,
         new: LayerTokens,
         raw_q: Float[Array, "b h g a d"],
         position: Int[Array, "b a"],
     ) -> tuple[Float[Array, "b h g a d"], Int[Array, "b h a"]]:
-        """Rotate stored queries for attention over the keys of `given`; return them and their positions.
+        """Rotate stored queries for attention over the keys of `operands`; return them and their positions.
 
         Their tokens may have been evicted. Under cache positions, a query's position is the number of live tokens
         before it.
         """
         place = jnp.broadcast_to(position[:, None], (*view.limit.shape, position.shape[1]))
-        if self.ordered and given.places is not None:
+        if self.ordered and operands.places is not None:
             before = view.live[:, :, None] & (view.position[:, :, None] < position[:, None, :, None])
             place = new.spread.over_slots(before.sum(-1))
         q = rotate(new.config.rope, raw_q, place[:, :, None], new.rope_length)
-        return q if given.factor is None else q * given.factor[:, :, None, None].astype(q.dtype), place
+        return q if operands.factor is None else q * operands.factor[:, :, None, None].astype(q.dtype), place
 
     def _places(self, view: View, new: LayerTokens) -> Int[Array, "b h t"]:
         """Count the live slots with an earlier position, for each new token."""
@@ -277,39 +277,40 @@ class Codec(Part, interface=True, init=False):
         if self.ordered:
             live = new.spread.all_slots(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max))
             order = new.spread.own_slots(jnp.argsort(jnp.argsort(live, axis=-1), axis=-1).astype(jnp.int32))
-            known = view.state.codec
+            state = view.state.codec
             count = new.spread.over_slots(view.live.sum(-1, dtype=jnp.int32))
             # Rows without new tokens stay unchanged, including their empty slots.
             reads = new.valid.any(1)[:, None]
             order = jnp.where(reads[..., None], order, view.slots.codec)
-            return _with(view, order, known.replace(count=jnp.where(reads, count, known.count)))
+            return _with(view, order, state.replace(count=jnp.where(reads, count, state.count)))
         return view
 
-    def exchanged(self, view: AnyView, new: LayerTokens, place: Any, left: Int[Array, "b h"]) -> AnyView:
+    def rerank(self, view: AnyView, new: LayerTokens, place: Any, evicted_position: Int[Array, "b h"]) -> AnyView:
         """Update the ranks of a layer's slots, whose state is that before a new token took a slot in each head.
 
-        The evicted token had rank `place` and position `left`, which is -1 if no token was evicted.
+        The evicted token had rank `place` and position `evicted_position`, which is -1 if no token was evicted.
         """
-        return _with(view, self.requeued(view, new, place, left), self.counted(view.state.codec, new, left))
+        state = self.count_after(view.state.codec, new, evicted_position)
+        return _with(view, self.order_after(view, new, place, evicted_position), state)
 
-    def requeued(
-        self, view: View, new: LayerTokens, place: Int[Array, "b h"], left: Int[Array, "b h"]
+    def order_after(
+        self, view: View, new: LayerTokens, place: Int[Array, "b h"], evicted_position: Int[Array, "b h"]
     ) -> Int[Array, "b h c"]:
         """Return the ranks without the evicted token: later ones move up, the new token is last; slot by slot."""
-        gone = jnp.where(left >= 0, place, jnp.iinfo(jnp.int32).max)[..., None]
-        order = view.slots.codec - (view.slots.codec > gone)
-        last = view.state.codec.count - (left >= 0)
-        arrived = (view.position == new.position[:, None, :1]) & view.live
-        moved = jnp.where(arrived, last[..., None], order)
-        return jnp.where(new.valid[:, None, :1], moved, view.slots.codec)
+        evicted_rank = jnp.where(evicted_position >= 0, place, jnp.iinfo(jnp.int32).max)[..., None]
+        order = view.slots.codec - (view.slots.codec > evicted_rank)
+        last = view.state.codec.count - (evicted_position >= 0)
+        is_new = (view.position == new.position[:, None, :1]) & view.live
+        order = jnp.where(is_new, last[..., None], order)
+        return jnp.where(new.valid[:, None, :1], order, view.slots.codec)
 
-    def counted(
-        self, state: CodecState, new: LayerTokens, left: Int[Array, "b h"], *, arrives: bool = True
+    def count_after(
+        self, state: CodecState, new: LayerTokens, evicted_position: Int[Array, "b h"], *, arrives: bool = True
     ) -> CodecState:
         """Count the live slots after an eviction; the new token counts if it `arrives`."""
         assert state.count is not None
-        arrived = new.valid[:, :1] & arrives
-        return state.replace(count=state.count + arrived - (left >= 0))
+        is_new = new.valid[:, :1] & arrives
+        return state.replace(count=state.count + is_new - (evicted_position >= 0))
 
     def _nearer_query(self, new: LayerTokens, gap: Int[Array, "b 1 1"], places: int) -> Sinks | None:
         """Return a token's query for the sinks, rotated as if they were right before the window.
@@ -329,18 +330,18 @@ class Codec(Part, interface=True, init=False):
         # Sinks are in the first slots (`best_first`). If they have just been read they may not be, but the gap is 0.
         count = min(self.sinks, view.capacity)
         first = jax.tree.map(lambda leaf: leaf[:, :, :count], view.kv.k)
-        turned = dataclasses.replace(rope, attention_factor=1.0)  # the keys are already multiplied by it
-        held = view.position[:, :, :count] < self.sinks
+        unscaled = dataclasses.replace(rope, attention_factor=1.0)  # the keys are already multiplied by it
+        is_sink = view.position[:, :, :count] < self.sinks
         state = view.state.codec
         if state is None or state.factor is None:
             keys = operands.values(first, new.k.dtype)
         else:
             keys = operands.values(first, state.factor.dtype) * state.factor[:, :, None]
-        near = self.stored(self._levelled(rotate(turned, keys, gap, new.rope_length), state))
+        near = self.stored(self._levelled(rotate(unscaled, keys, gap, new.rope_length), state))
 
         def write(leaf: Array, old: Array, value: Array) -> Array:
-            kept = held.reshape(*held.shape, *(1,) * (leaf.ndim - 3))
-            return leaf.at[:, :, :count].set(jnp.where(kept, value, old))
+            mask = is_sink.reshape(*is_sink.shape, *(1,) * (leaf.ndim - 3))
+            return leaf.at[:, :, :count].set(jnp.where(mask, value, old))
 
         return jax.tree.map(write, view.kv.k, first, near)
 

@@ -60,10 +60,10 @@ def check_layer(policy: Policy, shape: LayerTokens, block: LayerTokens, token: L
         _check_lead(part, "init_head", getattr(state, name), lead, letters)
     slots = _checked_slots(policy, state, block)
     for new in (shape, token):
-        others = _checked_slots(policy, state, new)
+        other_slots = _checked_slots(policy, state, new)
         for name, part in _parts(policy):
             what = f"as for {block.k.shape[2]} tokens"
-            _check_same(part, "init_slot", getattr(others, name), getattr(slots, name), what, skip=2)
+            _check_same(part, "init_slot", getattr(other_slots, name), getattr(slots, name), what, skip=2)
     limit = jnp.full((rows, heads), block.k.shape[2], jnp.int32)
     position = jnp.broadcast_to(block.position[:, None], block.k.shape[:3]).astype(jnp.int32)
     view = View(limit, state, policy.codec.encode(block, state.codec), position, slots)
@@ -127,27 +127,27 @@ def _described(tree: PyTree) -> str:
     return ", ".join(shapes) or "nothing"
 
 
-def _refuse(part: Part, member: str, found: PyTree, expected: str) -> None:
-    raise ValueError(f"{type(part).__name__}.{member} gives {_described(found)}, not {expected}.")
+def _refuse(part: Part, member: str, value: PyTree, expected: str) -> None:
+    raise ValueError(f"{type(part).__name__}.{member} gives {_described(value)}, not {expected}.")
 
 
 def _check(
-    part: Part, member: str, found: Any, shape: tuple[int, ...], letters: str, kind: Any, scalar: bool = False
+    part: Part, member: str, value: Any, shape: tuple[int, ...], letters: str, kind: Any, scalar: bool = False
 ) -> None:
     """Refuse a result that is no array of a shape and a kind; a `scalar` stands for an array of equal numbers."""
     shapes = [shape, ()] if scalar else [shape]
-    if not _is_array(found) or found.shape not in shapes or not jnp.issubdtype(found.dtype, kind[0]):
-        expected = " or ".join(str(list(each)) for each in shapes)
-        _refuse(part, member, found, f"{kind[1]} of shape {expected} [{letters}]")
+    if not _is_array(value) or value.shape not in shapes or not jnp.issubdtype(value.dtype, kind[0]):
+        expected = " or ".join(str(list(option)) for option in shapes)
+        _refuse(part, member, value, f"{kind[1]} of shape {expected} [{letters}]")
 
 
-def _check_lead(part: Part, member: str, found: PyTree, lead: tuple[int, ...], letters: str) -> None:
+def _check_lead(part: Part, member: str, value: PyTree, lead: tuple[int, ...], letters: str) -> None:
     """Refuse a tree with a leaf that is no array, or whose first axes are others."""
-    if not all(_is_array(leaf) and leaf.shape[: len(lead)] == lead for leaf in jax.tree.leaves(found)):
-        _refuse(part, member, found, f"arrays whose shapes begin with {list(lead)} [{letters}]")
+    if not all(_is_array(leaf) and leaf.shape[: len(lead)] == lead for leaf in jax.tree.leaves(value)):
+        _refuse(part, member, value, f"arrays whose shapes begin with {list(lead)} [{letters}]")
 
 
-def _check_same(part: Part, member: str, found: PyTree, before: PyTree, what: str, skip: int | None = None) -> None:
+def _check_same(part: Part, member: str, value: PyTree, before: PyTree, what: str, skip: int | None = None) -> None:
     """Refuse a tree of another structure, or with a leaf of another dtype or shape; the axis `skip` may differ."""
 
     def forms(tree: PyTree) -> list[Any]:
@@ -157,8 +157,8 @@ def _check_same(part: Part, member: str, found: PyTree, before: PyTree, what: st
             for leaf, shape in shapes
         ]
 
-    if jax.tree.structure(found) != jax.tree.structure(before) or forms(found) != forms(before):
-        _refuse(part, member, found, f"{what}: {_described(before)}")
+    if jax.tree.structure(value) != jax.tree.structure(before) or forms(value) != forms(before):
+        _refuse(part, member, value, f"{what}: {_described(before)}")
 
 
 def _check_quantizer(quantizer: Quantizer, new: LayerTokens) -> None:
@@ -177,7 +177,7 @@ def _updated(policy: Policy, view: View, new: LayerTokens) -> View:
     """Return the slots after attention, as a score changes them."""
     score = policy.score
     requests = _call(score, "attention_stats", view, new)
-    _check_asks(score, requests, new)
+    _check_requests(score, requests, new)
     if requests is None or not (flatten_requests(requests)[0] or takes_attention(type(score))):
         return view
     advanced = _call(score, "update_head", view, new)
@@ -192,14 +192,14 @@ def _folded(policy: Policy, requests: PyTree, view: View, new: LayerTokens) -> P
     return folded
 
 
-def _check_asks(part: Part, requests: PyTree, new: LayerTokens) -> None:
+def _check_requests(part: Part, requests: PyTree, new: LayerTokens) -> None:
     (rows, heads, groups, tokens, width), name = new.q.shape, type(part).__name__
 
     def check(request: StatRequest, field: str, shapes: list[tuple[int, ...]], letters: str) -> None:
         value = getattr(request, field)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if getattr(value, "shape", () if number else None) not in shapes:
-            expected = " or ".join(str(list(each)) for each in shapes)
+            expected = " or ".join(str(list(option)) for option in shapes)
             raise ValueError(
                 f"{name}.attention_stats requests {type(request).__name__} with {field}={_described(value)}, not of "
                 f"shape {expected} [{letters}]."
@@ -236,54 +236,54 @@ def _stats_like(requests: PyTree, view: View, new: LayerTokens) -> PyTree:
     def stat(request: StatRequest) -> Any:
         if isinstance(request, AttentionProbs):
             count = min(request.newest, tokens)
-            seen, at = jnp.zeros((rows, heads, count, slots), bool), jnp.zeros((rows, count), jnp.int32)
-            return Seen(jnp.zeros((rows, heads, groups, count, slots), kind), at, seen.sum(-1), seen)
+            mask, at = jnp.zeros((rows, heads, count, slots), bool), jnp.zeros((rows, count), jnp.int32)
+            return Seen(jnp.zeros((rows, heads, groups, count, slots), kind), at, mask.sum(-1), mask)
         return jnp.zeros((rows, heads, groups, slots) if isinstance(request, Peak) else (rows, heads, slots), kind)
 
     return jax.tree.map(stat, requests, is_leaf=is_request)
 
 
 def _check_ranking(policy: Policy, view: View, new: LayerTokens) -> None:
-    found = _call(policy.score, "score", view, new)
-    if isinstance(found, (OldestFirst, HammingDistance)):
+    ranking = _call(policy.score, "score", view, new)
+    if isinstance(ranking, (OldestFirst, HammingDistance)):
         return
-    for scores in (found.within, found.between) if isinstance(found, SplitRanking) else (found,):
+    for scores in (ranking.within, ranking.between) if isinstance(ranking, SplitRanking) else (ranking,):
         _check(policy.score, "score", scores, view.position.shape, "b h c", _FLOAT)
 
 
 def _check_protection(policy: Policy, view: View, new: LayerTokens) -> None:
     part = policy.protection
-    found = _call(part, "guard", view, new)
-    if not isinstance(found, Protected):
-        _refuse(part, "guard", found, "a kvjax.policies.Protected")
+    protected = _call(part, "guard", view, new)
+    if not isinstance(protected, Protected):
+        _refuse(part, "guard", protected, "a kvjax.policies.Protected")
     check = functools.partial(_check, part)
     for name in ("sinks", "recent"):
-        check(f"guard(...).{name}", getattr(found, name), view.limit.shape, "b h", _INT, scalar=True)
+        check(f"guard(...).{name}", getattr(protected, name), view.limit.shape, "b h", _INT, scalar=True)
     for name in ("keep", "last"):
-        if getattr(found, name) is not None:
-            check(f"guard(...).{name}", getattr(found, name), view.position.shape, "b h c", _BOOL)
-    if isinstance(found.quota, Quota):
-        check("guard(...).quota.most", found.quota.most, view.limit.shape, "b h", _INT)
-    elif found.quota is not None:
-        _refuse(part, "guard(...).quota", found.quota, "a kvjax.policies.Quota, or None")
+        if getattr(protected, name) is not None:
+            check(f"guard(...).{name}", getattr(protected, name), view.position.shape, "b h c", _BOOL)
+    if isinstance(protected.quota, Quota):
+        check("guard(...).quota.limit", protected.quota.limit, view.limit.shape, "b h", _INT)
+    elif protected.quota is not None:
+        _refuse(part, "guard(...).quota", protected.quota, "a kvjax.policies.Quota, or None")
 
 
 def _check_plan(policy: Policy, view: View, new: LayerTokens) -> None:
     plan, sizing = policy.plan, policy.plan.sizing
     _check(plan, "slots_at", _call(plan, "slots_at", view.limit, new.length), view.limit.shape, "b h", _INT)
     requests = _call(plan, "attention_stats", view, new)
-    _check_asks(plan, requests, new)
+    _check_requests(plan, requests, new)
     stats, heads, ranks = _stats_like(requests, view, new), view, jnp.zeros(view.position.shape, wide(new.q.dtype))
     if sizing.all_layers:
         limit, ranks = (jnp.concatenate([x] * _OTHER_HEADS, axis=1) for x in (view.limit, ranks))
         stats, heads = (), Heads(limit=limit, state=Parts())
     ranked = sizing.all_layers or (sizing.per_head and sizing.mode == "budget")
-    found = _call(plan, "head_budgets", stats, heads, ranks if ranked else None, new)
-    if not isinstance(found, tuple) or len(found) != 2:
-        _refuse(plan, "head_budgets", found, "a pair of slots [b h] and the plan's state")
-    _check(plan, "head_budgets", found[0], heads.limit.shape, "b h", _INT)
-    if found[1] is not None and type(plan).head_budgets is not Plan.head_budgets:
-        _check_same(plan, "head_budgets", found[1], heads.state.plan, "a state as init returned it")
+    allocation = _call(plan, "head_budgets", stats, heads, ranks if ranked else None, new)
+    if not isinstance(allocation, tuple) or len(allocation) != 2:
+        _refuse(plan, "head_budgets", allocation, "a pair of slots [b h] and the plan's state")
+    _check(plan, "head_budgets", allocation[0], heads.limit.shape, "b h", _INT)
+    if allocation[1] is not None and type(plan).head_budgets is not Plan.head_budgets:
+        _check_same(plan, "head_budgets", allocation[1], heads.state.plan, "a state as init returned it")
 
 
 def _check_residual(residual: Residual, view: View, new: LayerTokens) -> None:
@@ -293,33 +293,33 @@ def _check_residual(residual: Residual, view: View, new: LayerTokens) -> None:
         keys, values = (jnp.zeros((rows, heads, count, x.shape[-1]), kind) for x in (new.k, new.v))
         evicted = Evicted(keys, values, jnp.zeros((rows, heads, count), jnp.int32), new.layer)
         _check_same(residual, "absorb", _call(residual, "absorb", state, evicted), state, "what its state began with")
-    found = _call(residual, "share", state, new)
+    attention = _call(residual, "share", state, new)
     check = functools.partial(_check, residual)
-    if isinstance(found, Partial):
-        check("share(...).out", found.out, (rows, heads, groups, tokens, width), "b h g t e", _FLOAT)
-        check("share(...).lse", found.lse, (rows, heads, groups, tokens), "b h g t", _FLOAT)
-    elif isinstance(found, LowRank):
-        rank = found.z.shape[-1] if _is_array(found.z) and found.z.ndim else 0
-        check("share(...).features", found.features, (rows, heads, groups, tokens, rank), "b h g t R", _FLOAT)
-        check("share(...).h", found.h, (rows, heads, rank, width), "b h R e", _FLOAT)
-        check("share(...).z", found.z, (rows, heads, rank), "b h R", _FLOAT)
-    elif found is not None:
-        _refuse(residual, "share", found, "a kvjax.types.Partial, a LowRank, or None")
+    if isinstance(attention, Partial):
+        check("share(...).out", attention.out, (rows, heads, groups, tokens, width), "b h g t e", _FLOAT)
+        check("share(...).lse", attention.lse, (rows, heads, groups, tokens), "b h g t", _FLOAT)
+    elif isinstance(attention, LowRank):
+        rank = attention.z.shape[-1] if _is_array(attention.z) and attention.z.ndim else 0
+        check("share(...).features", attention.features, (rows, heads, groups, tokens, rank), "b h g t R", _FLOAT)
+        check("share(...).h", attention.h, (rows, heads, rank, width), "b h R e", _FLOAT)
+        check("share(...).z", attention.z, (rows, heads, rank), "b h R", _FLOAT)
+    elif attention is not None:
+        _refuse(residual, "share", attention, "a kvjax.types.Partial, a LowRank, or None")
     if isinstance(residual, SlotResidual) and tokens > 1:
         _check_rewritten(residual, view, new)
 
 
 def _check_rewritten(residual: SlotResidual, view: View, new: LayerTokens) -> None:
-    kept = view.capacity // 2
-    held = jax.tree.map(lambda leaf: leaf[:, :, :kept], (view.kv, view.position, view.slots))
-    after = view.replace(kv=held[0], position=held[1], slots=held[2])
-    found = _call(residual, "rewrite", view, after, Queries(new.q, new.valid), new)
-    if isinstance(found, Rewritten):
-        shape, check = (*new.v.shape[:2], kept), functools.partial(_check, residual)
-        check("rewrite(...).values", found.values, (*shape, new.v.shape[-1]), "b h c e", _FLOAT)
-        check("rewrite(...).bias", found.bias, shape, "b h c", _FLOAT)
-    elif found is not None:
-        _refuse(residual, "rewrite", found, "a kvjax.policies.Rewritten, or None")
+    count = view.capacity // 2
+    slots = jax.tree.map(lambda leaf: leaf[:, :, :count], (view.kv, view.position, view.slots))
+    after = view.replace(kv=slots[0], position=slots[1], slots=slots[2])
+    rewritten = _call(residual, "rewrite", view, after, Queries(new.q, new.valid), new)
+    if isinstance(rewritten, Rewritten):
+        shape, check = (*new.v.shape[:2], count), functools.partial(_check, residual)
+        check("rewrite(...).values", rewritten.values, (*shape, new.v.shape[-1]), "b h c e", _FLOAT)
+        check("rewrite(...).bias", rewritten.bias, shape, "b h c", _FLOAT)
+    elif rewritten is not None:
+        _refuse(residual, "rewrite", rewritten, "a kvjax.policies.Rewritten, or None")
 
 
 def _check_pages(policy: Policy, view: View, new: LayerTokens) -> None:

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.allocation import Plan, Sizing, Uniform
-from kvjax.policies.base import Part
+from kvjax.policies.base import Part, label_of
 from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protected, Protection
 from kvjax.policies.quantizer import Quantizer
-from kvjax.policies.rankings import OldestFirst, Ranking, as_numbers
+from kvjax.policies.rankings import Ranking, as_numbers
 from kvjax.policies.residual import Residual, Selection, SlotResidual
 from kvjax.policies.score import Requirements, Score
 from kvjax.types import LayerTokens, Parts, View, derived, setting, wide
@@ -107,16 +107,16 @@ class Policy(Part, interface=True):
         """
         if plan is None:
             return self
-        mode, other = self.plan.sizing.mode, plan.label
+        mode, label = self.plan.sizing.mode, label_of(plan)
         if mode == "unbounded":
             raise ValueError(
-                f"this policy evicts nothing, so plan={other} has no effect; leave it out, or choose another policy "
+                f"this policy evicts nothing, so plan={label} has no effect; leave it out, or choose another policy "
                 "such as h2o."
             )
         if mode == "profiled":
             raise ValueError(
                 f"{self.label} decides itself how many slots each head gets, so budget and "
-                f"plan={other} mean nothing to it; leave both out and change its settings."
+                f"plan={label} mean nothing to it; leave both out and change its settings."
             )
         return dataclasses.replace(self, plan=self.plan.spread_by(plan))
 
@@ -124,15 +124,6 @@ class Policy(Part, interface=True):
     def may_shrink(self) -> bool:
         """True if one step may have to evict several tokens."""
         return self.plan.sizing.may_shrink or self.evict_every > 1
-
-    @property
-    def slides(self) -> bool:
-        """True if the score ranks by age: except for sinks, a head then holds the newest tokens without a gap."""
-        nothing: Any = None
-        try:
-            return isinstance(self.score.score(nothing, nothing), OldestFirst)
-        except Exception:  # it looks at slots or tokens, or needs a model first: ranking by age needs nothing
-            return False
 
     def init_head(self, shape: LayerTokens) -> Parts:
         """Return the initial state of all parts for a layer."""
@@ -167,7 +158,7 @@ class Policy(Part, interface=True):
         due = (new.newest % self.evict_every == 0).any()
         return jax.lax.cond(due, lambda: as_numbers(score(view, new), view).astype(zeros.dtype), lambda: zeros)
 
-    def standing(self, view: View, new: LayerTokens) -> tuple[Float[Array, "b h c"], Protected]:
+    def scores_and_protection(self, view: View, new: LayerTokens) -> tuple[Float[Array, "b h c"], Protected]:
         """Return the score of each slot as a number, and the protection of the slots."""
         return as_numbers(self.ranking(view, new), view), self.protection.guard(view, new)
 
@@ -180,8 +171,8 @@ class Policy(Part, interface=True):
         """Return the slots that buffers need for heads with a budget of `limit` and texts from `shortest` tokens on."""
         at_first, spare = limit, self.plan.sizing.spare_slots
         if type(self.plan).slots_at is not Plan.slots_at:  # which gives the limit, without calling the device
-            found = self.plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))
-            at_first = int(found[0, 0])
+            slots = self.plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))
+            at_first = int(slots[0, 0])
         return (max(at_first, limit + spare) if spare else at_first) + self.evict_every - 1
 
 

@@ -21,7 +21,7 @@ MOST = 2**20
 class Quota(NamedTuple):
     """Number of tokens that a head may keep for their score alone."""
 
-    most: Int[Array, "b h"]
+    limit: Int[Array, "b h"]
     among_all: bool
     """True if protected tokens that score among the highest count, too."""
 
@@ -79,8 +79,8 @@ class Protection(Part, interface=True):
             return
         check(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "a whole number from 0")
         fraction = isinstance(self.recent, float) and 0 <= self.recent <= 1
-        whole = isinstance(self.recent, int) and self.recent >= 0
-        check(fraction or whole, "recent", self.recent, "a number of slots from 0, or a fraction from 0.0 to 1.0")
+        count = isinstance(self.recent, int) and self.recent >= 0
+        check(fraction or count, "recent", self.recent, "a number of slots from 0, or a fraction from 0.0 to 1.0")
         check(all(isinstance(token, int) for token in self.special), "special", self.special, "a list of token ids")
         wide_enough = self.one_in is None or not written(self.one_in) or self.one_in >= 2
         check(wide_enough, "one_in", self.one_in, "a number from 2, or None")
@@ -95,8 +95,8 @@ class Protection(Part, interface=True):
         if not self.special:
             return None
         counts = self.generated or new.given
-        found = jnp.isin(new.token, jnp.asarray(self.special)) & counts
-        return jnp.broadcast_to(found[:, None], new.k.shape[:3])
+        special = jnp.isin(new.token, jnp.asarray(self.special)) & counts
+        return jnp.broadcast_to(special[:, None], new.k.shape[:3])
 
     def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
         """Return the number of protected first tokens in heads of `limit` slots; a scalar if all heads agree."""
@@ -146,8 +146,8 @@ class Protection(Part, interface=True):
         slots, sinks, recent = protected(budget)
         read = "" if recent else " and the token that is being read"
         of_plan = "" if slots == budget else f", which gives a layer {slots}"
-        least = bisect.bisect_left(range(MOST), True, lo=budget, key=fits)
-        larger = f"use a budget of at least {least} or " if least < MOST else ""
+        smallest_budget = bisect.bisect_left(range(MOST), True, lo=budget, key=fits)
+        larger = f"use a budget of at least {smallest_budget} or " if smallest_budget < MOST else ""
         raise ValueError(
             f"sinks + recent = {sinks} + {recent} slots{read} do not fit in a budget of {budget} slots per head"
             f"{of_plan}; {larger}protect fewer tokens."
@@ -159,9 +159,9 @@ def _protected(protection: Protection, limit: Int[Array, ""]) -> tuple[Int[Array
     return protection.sink_slots(limit), protection.recent_slots(limit)
 
 
-def one_slot_in(many: float, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """Return one slot for each `many` slots of heads, and one at least."""
-    return jnp.maximum(1, jnp.floor(limit / many + 1e-6)).astype(jnp.int32)
+def one_slot_in(ratio: float, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """Return one slot for each `ratio` slots of heads, and one at least."""
+    return jnp.maximum(1, jnp.floor(limit / ratio + 1e-6)).astype(jnp.int32)
 
 
 def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:

@@ -30,7 +30,7 @@ class QueryMoments(struct.PyTreeNode):
         zero = jnp.zeros((*shape.q.shape[:3], shape.q.shape[-1]), wide(shape.q.dtype))
         return QueryMoments(zero[:, :, 0, 0], zero, zero[..., None] * zero[..., None, :] if covariance else None)
 
-    def joined(self, new: LayerTokens, sinks: int) -> QueryMoments:
+    def updated(self, new: LayerTokens, sinks: int) -> QueryMoments:
         """Return the moments with the queries of new text, those of the first `sinks` positions left out."""
         counts = new.valid & (new.position >= sinks)
         raw, weight = new.raw_q.astype(self.mean.dtype), counts.astype(self.mean.dtype)
@@ -46,13 +46,13 @@ class QueryMoments(struct.PyTreeNode):
         return QueryMoments(self.count + added, self.mean + share[..., None, None] * step, spread)
 
 
-def turned_ahead(x: Float[Array, "b h g d"], new: LayerTokens, future: int) -> Float[Array, "b h g d"]:
+def rotated_ahead(x: Float[Array, "b h g d"], new: LayerTokens, future: int) -> Float[Array, "b h g d"]:
     """Return the mean of vectors rotated to each of the next `future` positions."""
     rope = new.config.rope
     if rope is None:
         return x
     turns = turns_of(rope, new.read[:, None] + jnp.arange(future), x.dtype, new.rope_length)
-    return rotate_by(rope, x, Turns(*(each.mean(-2)[:, None, None] for each in turns)))
+    return rotate_by(rope, x, Turns(*(table.mean(-2)[:, None, None] for table in turns)))
 
 
 class Expected(NamedTuple):
@@ -85,17 +85,17 @@ class MomentScore(PromptScore, interface=True):
         return QueryMoments.none(shape, covariance=self.covariance)
 
     def update_head(self, heads: Heads, new: LayerTokens) -> QueryMoments:
-        return heads.state.score.joined(new, self.sinks)
+        return heads.state.score.updated(new, self.sinks)
 
     def _ranked(self, view: View, new: LayerTokens) -> Float[Array, "b h c"]:
         moments, kind = self.update_head(view, new), wide(new.k.dtype)
         spread = moments.spread
         if spread is not None:
-            rows = jax.vmap(lambda x: turned_ahead(x, new, self.future), -2, -2)
+            rows = jax.vmap(lambda x: rotated_ahead(x, new, self.future), -2, -2)
             spread = rows(jnp.swapaxes(rows(spread), -1, -2))
             spread /= jnp.maximum(moments.count, 1.0)[..., None, None, None]
         counts = view.live & (view.position >= self.sinks)
-        mean = turned_ahead(moments.mean, new, self.future)
+        mean = rotated_ahead(moments.mean, new, self.future)
         of = Expected(view.keys(new).astype(kind), view.values(new).astype(kind), counts, mean, spread)
         return self._expected(of, view, new)
 

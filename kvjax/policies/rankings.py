@@ -66,10 +66,10 @@ def between_heads(ranking: Ranking, view: View) -> Float[Array, "b h c"] | Any:
 
 def standardized(x: Float[Array, "*b c"], counts: Bool[Array, "*b c"], spread: Spread) -> Float[Array, "*b c"]:
     """Return z-scores over those slots or tokens of each head that count, on all devices that shard them."""
-    some = jnp.maximum(spread.over_slots(counts.sum(-1, keepdims=True)), 1)
+    count = jnp.maximum(spread.over_slots(counts.sum(-1, keepdims=True)), 1)
 
     def mean(x: Array) -> Array:
-        return spread.over_slots(jnp.where(counts, x, 0.0).sum(-1, keepdims=True)) / some
+        return spread.over_slots(jnp.where(counts, x, 0.0).sum(-1, keepdims=True)) / count
 
     off = x - mean(x)
     return off / jnp.maximum(jnp.sqrt(mean(off**2)), 1e-6)

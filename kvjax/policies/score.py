@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.base import Part
-from kvjax.policies.rankings import Ranking
+from kvjax.policies.rankings import OldestFirst, Ranking
 from kvjax.policies.stats import AttentionSum
 from kvjax.types import Heads, LayerTokens, PyTree, View, check, nothing, setting
 from kvjax.utils.fields import check_fields
@@ -84,8 +84,8 @@ class Requirements:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        known = ("none", "heads", "layers")
-        check(self.shared_slots in known, "shared_slots", self.shared_slots, f"one of {', '.join(known)}")
+        kinds = ("none", "heads", "layers")
+        check(self.shared_slots in kinds, "shared_slots", self.shared_slots, f"one of {', '.join(kinds)}")
 
 
 NO_REQUIREMENTS = Requirements()
@@ -114,20 +114,20 @@ class Score(Part, interface=True):
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
-    def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
-        super().__init_subclass__(interface=interface, **rest)
+    def __init_subclass__(cls, *, interface: bool = False, **options: Any) -> None:
+        super().__init_subclass__(interface=interface, **options)
         if "settle" in vars(cls):
             raise TypeError(f"{cls.__name__}.settle is now part of update_slot, which sees whole heads of a block.")
         old = {"aligned": "heads", "aligned_layers": "layers"}
         for name in old.keys() & vars(cls).keys():
-            made = Requirements(shared_slots=old[name])
+            needs = Requirements(shared_slots=old[name])
             warnings.warn(
-                f"{cls.__name__}.{name} is now a property `requires` that returns kvjax.{made}.", DeprecationWarning, 2
+                f"{cls.__name__}.{name} is now a property `requires` that returns kvjax.{needs}.", DeprecationWarning, 2
             )
             if vars(cls)[name] is True:
-                cls.requires = made  # type: ignore[assignment]
+                cls.requires = needs  # type: ignore[assignment]
 
-    def __new__(cls, *values: Any, **named: Any) -> Self:
+    def __new__(cls, *values: Any, **keywords: Any) -> Self:
         """Check that a class that requests statistics has a method that uses them."""
         requests = cls.attention_stats is not Part.attention_stats
         if requests and not takes_attention(cls):
@@ -135,7 +135,7 @@ class Score(Part, interface=True):
                 f"{cls.__name__} requests attention statistics and never uses them; override update_slot, which gets "
                 "them."
             )
-        return super().__new__(cls, *values, **named)
+        return super().__new__(cls, *values, **keywords)
 
     @property
     def requires(self) -> Requirements:
@@ -180,6 +180,13 @@ def takes_attention(kind: type[Score]) -> bool:
     return kind.update_slot is not Score.update_slot or kind.update_head is not Score.update_head
 
 
+class AgeScore(Score):
+    """Ranking by age: except for protected tokens, a head holds the newest tokens without a gap."""
+
+    def score(self, view: View, new: LayerTokens) -> OldestFirst:
+        return OldestFirst()
+
+
 class StoredScore(Score, interface=True):
     """Score that slots store: one statistic of attention to each, which a subclass requests in `attention_stats`."""
 
@@ -204,16 +211,16 @@ class AccumulatedScore(StoredScore, interface=True):
         return None
 
     def update_slot(self, stats: PyTree, view: View, new: LayerTokens) -> PyTree:
-        kept, before = self.retained(new), view.slots.score
-        return stats + (before if kept is None else kept.astype(stats.dtype)[:, None, None] * before)
+        factor, before = self.retained(new), view.slots.score
+        return stats + (before if factor is None else factor.astype(stats.dtype)[:, None, None] * before)
 
     def only_adds(self, requests: PyTree, new: LayerTokens) -> bool:
         """Return whether sums change only by adding a statistic of one query group, which kernels can do.
 
         A subclass that overrides `init_slot`, `update_slot` or `score` is treated like any other score.
         """
-        mine, kind = AccumulatedScore, type(self)
-        as_here = kind.init_slot is mine.init_slot and kind.update_slot is mine.update_slot and kind.score is mine.score
+        base, kind = AccumulatedScore, type(self)
+        as_here = kind.init_slot is base.init_slot and kind.update_slot is base.update_slot and kind.score is base.score
         return (
             as_here and self.retained(new) is None and isinstance(requests, AttentionSum) and requests.over == "group"
         )

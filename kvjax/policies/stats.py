@@ -182,12 +182,12 @@ def flatten_requests(requests: Any) -> tuple[list[StatRequest], Any]:
 def of_own_heads(requests: Any) -> Any:
     """Replace means over a layer's heads by means over the heads of one device; the caller combines the devices."""
 
-    def own(request: StatRequest) -> StatRequest:
+    def on_device(request: StatRequest) -> StatRequest:
         return (
             request.replace(over="device") if isinstance(request, AttentionSum) and request.over == "layer" else request
         )
 
-    return jax.tree.map(own, requests, is_leaf=is_request)
+    return jax.tree.map(on_device, requests, is_leaf=is_request)
 
 
 def sums_over(requests: Any, over: str) -> bool:

@@ -53,7 +53,7 @@ class Text(struct.PyTreeNode):
 
     cache: Cache
     """On a mesh, all devices along the rows axis have a copy."""
-    seen: Bool[Array, "b vocab"]
+    token_mask: Bool[Array, "b vocab"]
     """True for tokens that have been read."""
 
 
@@ -65,7 +65,7 @@ class Wishes(NamedTuple):
     frequency_penalty: Float[Array, " b"]
     ends: Int[Array, "b e"]
     """Ids that end a row, padded with -1."""
-    left: Int[Array, " b"]
+    remaining: Int[Array, " b"]
     """Tokens that may still be generated."""
     tells: Bool[Array, " b"]
     """True if log-probabilities are requested."""
@@ -76,9 +76,9 @@ class Rows(struct.PyTreeNode):
 
     cache: Cache
     logits: Float[Array, "b vocab"]
-    seen: Bool[Array, "b vocab"]
+    token_mask: Bool[Array, "b vocab"]
     """True for tokens in each text, for the repetition penalty."""
-    written: Int[Array, "b vocab"]
+    token_counts: Int[Array, "b vocab"]
     """Number of times that each token has been generated."""
     wishes: Wishes
 
@@ -91,18 +91,18 @@ class Written(NamedTuple):
     """Number of leading tokens that belong to the row's text; an end id does not."""
     active: Bool[Array, " b"]
     """True for rows that continue."""
-    left: Int[Array, " b"]
+    remaining: Int[Array, " b"]
     """Tokens that the row could still generate; `UNDEFINED` if its logits were NaN."""
     position: Int[Array, " b"]
     """Tokens that the row's cache has read."""
-    kept: Float[Array, " b"]
+    live_slots: Float[Array, " b"]
     """Occupied slots, averaged over layers and heads."""
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
 def begin(decoder: Decoder, planned: Planned, *, sizes: Sizes) -> Text:
     """Create texts with empty caches."""
-    text = _begun(decoder, planned, sizes)
+    text = _empty_text(decoder, planned, sizes)
     return constrain(text, lambda: _text_specs(text), reading_mesh(sizes.mesh))
 
 
@@ -111,7 +111,7 @@ def reading_mesh(mesh: Mesh | None) -> Mesh | None:
     return None if mesh is None else copying(mesh)
 
 
-def _begun(decoder: Decoder, planned: Planned, sizes: Sizes) -> Text:
+def _empty_text(decoder: Decoder, planned: Planned, sizes: Sizes) -> Text:
     rows, policy = len(planned.seed), decoder.policy.sized(sizes.lines)
     layers = decoder.replace(policy=policy).init_caches(planned.limits, sizes.capacities)
     key = jax.vmap(jax.random.key)(planned.seed)
@@ -123,15 +123,15 @@ def _begun(decoder: Decoder, planned: Planned, sizes: Sizes) -> Text:
 @functools.partial(jax.jit, static_argnames="sizes")
 def empty_rows(decoder: Decoder, planned: Planned, wishes: Wishes, *, sizes: Sizes) -> Rows:
     """Create free rows."""
-    text = _begun(decoder, planned, sizes)
-    made = Rows(
+    text = _empty_text(decoder, planned, sizes)
+    rows = Rows(
         cache=text.cache.replace(active=jnp.zeros(len(planned.seed), bool)),
-        logits=jnp.zeros(text.seen.shape, wide(sizes.dtype)),
-        seen=text.seen,
-        written=jnp.zeros(text.seen.shape, jnp.int32),
+        logits=jnp.zeros(text.token_mask.shape, wide(sizes.dtype)),
+        token_mask=text.token_mask,
+        token_counts=jnp.zeros(text.token_mask.shape, jnp.int32),
         wishes=wishes,
     )
-    return constrain(made, lambda: _rows_specs(made, sizes.config, sizes.mesh), sizes.mesh)
+    return constrain(rows, lambda: _rows_specs(rows, sizes.config, sizes.mesh), sizes.mesh)
 
 
 def _text_specs(text: Text) -> Any:
@@ -148,10 +148,10 @@ def read(
     decoder: Decoder, text: Text, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Text, Float[Array, "b vocab"]]:
     """Read the next chunk of texts, padded on the right, and return the logits for the token after it."""
-    cache, logits = read_more(decoder, text.cache, tokens, lengths, every=False)
+    cache, logits = read_more(decoder, text.cache, tokens, lengths, all_logits=False)
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
-    seen = text.seen.at[jnp.arange(len(tokens))[:, None], tokens].max(valid)
-    after = Text(cache, seen)
+    token_mask = text.token_mask.at[jnp.arange(len(tokens))[:, None], tokens].max(valid)
+    after = Text(cache, token_mask)
     return constrain(after, lambda: _text_specs(after), decoder.mesh), logits
 
 
@@ -160,13 +160,13 @@ def insert(
     rows: Rows, row: ArrayLike, text: Text, logits: Float[Array, "1 vocab"], wishes: Wishes, *, sizes: Sizes
 ) -> Rows:
     """Write a prefilled text into a row and replace the row's old contents."""
-    mesh, count = sizes.mesh, jnp.zeros(text.seen.shape, jnp.int32)
-    one = Rows(text.cache, logits, text.seen, count, wishes)
+    mesh, count = sizes.mesh, jnp.zeros(text.token_mask.shape, jnp.int32)
+    one = Rows(text.cache, logits, text.token_mask, count, wishes)
 
     def put(rows: Rows, one: Rows, row: Int[Array, ""]) -> Rows:
-        here = len(rows.logits)
-        row -= 0 if mesh is None else jax.lax.axis_index(ROWS) * here
-        place = jnp.clip(row, 0, here - 1)
+        local_rows = len(rows.logits)
+        row -= 0 if mesh is None else jax.lax.axis_index(ROWS) * local_rows
+        place = jnp.clip(row, 0, local_rows - 1)
 
         def changed(all: Array, new: Array) -> Array:
             old = jax.lax.dynamic_slice_in_dim(all, place, 1, axis=0)
@@ -183,30 +183,30 @@ def insert(
     return on_mesh(put, mesh, specs)(rows, one, jnp.asarray(row))
 
 
-@functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=1)
+@functools.partial(jax.jit, static_argnames=("buffer_size", "logprobs"), donate_argnums=1)
 def generate(
     decoder: Decoder,
     rows: Rows,
-    kept: Bool[Array, " b"],
+    running: Bool[Array, " b"],
     steps: ArrayLike,
     leave: ArrayLike,
     *,
-    most: int,
+    buffer_size: int,
     logprobs: int,
 ) -> tuple[Rows, Written, Drawn]:
     """Generate tokens for all active rows; a row ends at one of its end ids or at its maximal number of tokens.
 
     Args:
         rows: the batch; it is consumed.
-        kept: False for rows to free, which generate nothing more.
-        steps: maximal tokens per row, 1 to `most`.
+        running: False for rows to free, which generate nothing more.
+        steps: maximal tokens per row, 1 to `buffer_size`.
         leave: True to stop as soon as a row has ended.
-        most: size of the token buffers.
+        buffer_size: size of the token buffers.
         logprobs: number of likeliest tokens to return; log-probabilities are valid only if a row requests them.
     """
-    active = constrain(rows.cache.active & kept, lambda: OF_ROWS, decoder.mesh)
+    active = constrain(rows.cache.active & running, lambda: OF_ROWS, decoder.mesh)
     rows = rows.replace(cache=rows.cache.replace(active=active))
-    began, each = active.sum(), len(rows.logits)
+    began, row_count = active.sum(), len(rows.logits)
 
     def more(carry: Any) -> Bool[Array, ""]:
         i, rows, _, _ = carry
@@ -214,52 +214,53 @@ def generate(
         return (i < steps) & active.any() & ~(jnp.asarray(leave) & (active.sum() < began))
 
     def one(carry: Any) -> Any:
-        i, rows, count, made = carry
-        rows, drawn, belongs = _written(decoder, rows, logprobs)
-        made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
-        return i + 1, rows, count + belongs, made
+        i, rows, count, tokens = carry
+        rows, sampled, belongs = _decode_tokens(decoder, rows, logprobs)
+        tokens = jax.tree.map(lambda all, new: all.at[:, i].set(new), tokens, sampled)
+        return i + 1, rows, count + belongs, tokens
 
-    made = token_buffers((each, most), decoder.weights.dtype, logprobs)
-    _, rows, count, made = jax.lax.while_loop(more, one, (jnp.int32(0), rows, jnp.zeros(each, jnp.int32), made))
+    tokens = token_buffers((row_count, buffer_size), decoder.weights.dtype, logprobs)
+    start = jnp.int32(0), rows, jnp.zeros(row_count, jnp.int32), tokens
+    _, rows, count, tokens = jax.lax.while_loop(more, one, start)
     cache, mesh = rows.cache, decoder.mesh
-    held = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in cache.stored_positions()]).mean(0)
-    written = Written(made.token, count, cache.active, rows.wishes.left, cache.position, held)
-    return constrain(rows, lambda: _rows_specs(rows, decoder.config, mesh), mesh), written, made
+    live_slots = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in cache.stored_positions()]).mean(0)
+    output = Written(tokens.token, count, cache.active, rows.wishes.remaining, cache.position, live_slots)
+    return constrain(rows, lambda: _rows_specs(rows, decoder.config, mesh), mesh), output, tokens
 
 
-def _written(decoder: Decoder, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
+def _decode_tokens(decoder: Decoder, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
     """Generate one token per active row and a mask of those in their text; rows that continue read their token."""
     layers = rows.cache.layers
     # Each device samples for its own rows, so no logits are transferred between devices.
-    draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), decoder.mesh, lambda: ((OF_ROWS,), OF_ROWS))
-    rows, drawn, belongs = draw(rows.replace(cache=rows.cache.replace(layers=())))
-    cache, logits = decoder.step(rows.cache.replace(layers=layers), drawn.token)
-    return rows.replace(cache=cache, logits=logits), drawn, belongs
+    draw = on_mesh(functools.partial(_sample_tokens, logprobs=logprobs), decoder.mesh, lambda: ((OF_ROWS,), OF_ROWS))
+    rows, sampled, belongs = draw(rows.replace(cache=rows.cache.replace(layers=())))
+    cache, logits = decoder.step(rows.cache.replace(layers=layers), sampled.token)
+    return rows.replace(cache=cache, logits=logits), sampled, belongs
 
 
-def _drawn(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
+def _sample_tokens(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
     """Sample the next token of each row and update the rows, except their caches."""
-    cache, wishes, each = rows.cache, rows.wishes, jnp.arange(len(rows.logits))
-    often, active = rows.written, cache.active
+    cache, wishes, index = rows.cache, rows.wishes, jnp.arange(len(rows.logits))
+    counts, active = rows.token_counts, cache.active
     penalty: Any = wishes.sampling.repetition_penalty
-    logits = penalised(rows.logits, rows.seen, penalty)
-    logits -= (wishes.presence_penalty[:, None] * (often > 0)).astype(logits.dtype)
-    logits -= (wishes.frequency_penalty[:, None] * often).astype(logits.dtype)
+    logits = penalised(rows.logits, rows.token_mask, penalty)
+    logits -= (wishes.presence_penalty[:, None] * (counts > 0)).astype(logits.dtype)
+    logits -= (wishes.frequency_penalty[:, None] * counts).astype(logits.dtype)
     token = sample(logits, jax.vmap(jax.random.fold_in)(cache.key, cache.position), wishes.sampling)
 
     # All requests share one program; otherwise, a row's numbers could depend on the requests of its neighbours.
-    drawn = jax.lax.cond(
+    sampled = jax.lax.cond(
         (wishes.tells & active).any(),
         lambda: token_logprobs(rows.logits, token, logprobs),
-        lambda: jax.tree.map(lambda leaf: leaf[:, 0], token_buffers((len(each), 1), rows.logits.dtype, logprobs)),
+        lambda: jax.tree.map(lambda leaf: leaf[:, 0], token_buffers((len(index), 1), rows.logits.dtype, logprobs)),
     )._replace(token=token)
     undefined = active & jnp.isnan(rows.logits.max(-1))
     belongs = active & ~undefined & ~(token[:, None] == wishes.ends).any(-1)
-    left = jnp.where(undefined, UNDEFINED, wishes.left - belongs)
+    remaining = jnp.where(undefined, UNDEFINED, wishes.remaining - belongs)
     rows = rows.replace(
-        cache=cache.replace(active=belongs & (left > 0)),
-        seen=rows.seen.at[each, token].max(belongs),
-        written=often.at[each, token].add(belongs),
-        wishes=wishes._replace(left=left),
+        cache=cache.replace(active=belongs & (remaining > 0)),
+        token_mask=rows.token_mask.at[index, token].max(belongs),
+        token_counts=counts.at[index, token].add(belongs),
+        wishes=wishes._replace(remaining=remaining),
     )
-    return rows, drawn, belongs
+    return rows, sampled, belongs

@@ -305,17 +305,18 @@ class Engine:
             logprobs = tuple(entry._replace(likeliest=entry.likeliest[: request.logprobs]) for entry in entries)
         work.tokens += len(tokens)
         length, bytes_ = min(int(output.position[row]), len(request.prompt) + work.tokens), self.device.bytes
-        work.usage = Held(length, min(float(output.kept[row]), length), bytes_ // self.device.rows, self.policy_name)
+        slots = min(float(output.live_slots[row]), length)
+        work.usage = Held(length, slots, bytes_ // self.device.rows, self.policy_name)
         with self.changed:
             self._counts["tokens_total"] += len(tokens)
         if text or tokens:
             self._tell(work, Piece(text, tuple(tokens), logprobs))
-        if output.left[row] == UNDEFINED:
+        if output.remaining[row] == UNDEFINED:
             self._finish(work, "failed", "the model's logits are not numbers (NaN), so no token can be drawn.")
         elif work.pieces.stopped:
             self._finish(work, "stop")
         elif ends:
-            self._finish(work, "stop" if output.left[row] else "length")
+            self._finish(work, "stop" if output.remaining[row] else "length")
 
     def _tell(self, work: _Work, news: Piece | Finished) -> None:
         try:

@@ -33,7 +33,7 @@ class PrefixCache:
 
     def put(self, key: Key, text: Text) -> None:
         """Store a text without copying it, unless it is larger than the limit."""
-        arrays = text.cache.memory, text.seen
+        arrays = text.cache.memory, text.token_mask
         size, device_size = allocated_bytes(arrays), device_bytes(arrays)
         if key in self._entries or size > self.limit:
             return

@@ -21,7 +21,7 @@ from kvjax.generation.sampling import Sampling, sampling_of
 from kvjax.inference.budget import lines_of, plan_slots
 from kvjax.inference.decoder import Decoder, read_more, step_shapes
 from kvjax.inference.padding import among_devices, bucket, check_rows
-from kvjax.inference.prepare import check_prompt, check_tokens, check_vocabulary, instead, longest_text, ready
+from kvjax.inference.prepare import bind_policy, check_prompt, check_tokens, check_vocabulary, instead, longest_text
 from kvjax.inference.sharding import placed_policy
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
@@ -60,7 +60,7 @@ class Device:
         self.chunk = whole_number("chunk", chunk, *SIZES["chunk"])
         self.steps = whole_number("steps", steps, *SIZES["steps"])
         self.logprobs = min(LOGPROBS, config.vocab_size)
-        self.policy = _check_servable(ready(model, policy, budget, None), model, self.chunk)
+        self.policy = _check_servable(bind_policy(model, policy, budget, None), model, self.chunk)
         self.context = config.max_positions if context is None else whole_number("context", context, *SIZES["context"])
         if self.context > longest_text(self.policy, config):
             raise ValueError(
@@ -139,7 +139,7 @@ class Device:
         if prefix is None:
             return text
         read = {name: getattr(prefix.cache, name) for name in ("layers", "position", "prompt_length")}
-        return Text(text.cache.replace(**read), prefix.seen)
+        return Text(text.cache.replace(**read), prefix.token_mask)
 
     @on_the_host
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
@@ -159,7 +159,7 @@ class Device:
         """Generate tokens for some rows, free the others, and return the tokens on the host; see `batch.generate`."""
         assert self.state is not None
         active = np.isin(np.arange(self.rows), list(rows))
-        numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
+        numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(buffer_size=self.steps, logprobs=self.logprobs)
         self.state, output, samples = batch.generate(self.decoder, self.state, active, *numbers, **sizes)
         return jax.device_get((output, samples if logprobs else None))
 
@@ -199,7 +199,7 @@ class Device:
             text = jax.eval_shape(lambda: self.begin(self._one)).cache
             length, reader = jax.ShapeDtypeStruct((1,), jnp.int32), self.reader.replace(kernels=kernels)
             for size in sizes:
-                read_more.eval_shape(reader, text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, every=False)
+                read_more.eval_shape(reader, text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, all_logits=False)
             step_shapes(self.decoder.replace(kernels=kernels), jax.eval_shape(self._empty_rows).cache)
 
         settle_before(trace, self.decoder.kernels.implementation)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from kvjax.cache.evict import foreseen
 from kvjax.inference.decode import decode_step
 from kvjax.inference.extend import extend, prefill
+from kvjax.inference.press import ranking_inputs
 from kvjax.inference.state import State, held_positions, slot_limits
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
@@ -25,7 +26,6 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import as_numbers
 from kvjax.policies.score import Score
 from kvjax.rope import Rope
-from kvjax.types import LayerTokens, View
 
 LENGTHS = (41, 25, 33)
 """Tokens of the three prompts, which are padded to the longest."""
@@ -129,31 +129,21 @@ def _close(actual: Any, expected: Any, what: str) -> None:
     )
 
 
-def _ranking_inputs(state: State) -> list[tuple[Policy, View, LayerTokens]]:
-    """Return the policy of each layer, its slots, and the newest token, as far as a ranking may use it."""
-    decoder, cache = state.decoder, state.cache
-    reading, views = cache.newest, cache.slots
-    return [
-        (layer.policy, view, reading.ahead(layer.shape, index, decoder.weights.dtype))
-        for index, (layer, view) in enumerate(zip(decoder.here().layers, views, strict=True))
-    ]
-
-
 def _ranks_prompts_only(state: State) -> bool:
     """Return whether generated tokens leave scores as they are: then the end of a text may rank its tokens."""
     return any(
         policy.score.attention_stats(view, new.replace(given=False)) is None
-        for policy, view, new in _ranking_inputs(state)
+        for policy, view, new in zip(*ranking_inputs(state.decoder, state.cache), strict=True)
     )
 
 
 def _scores_by_position(state: State) -> list[Float[np.ndarray, "b h n"]]:
     """Return each layer's scores, in the order of positions; none if they depend on the token that needs a slot."""
-    inputs = _ranking_inputs(state)
-    if not foreseen(*map(list, zip(*inputs, strict=True))):
+    inputs = ranking_inputs(state.decoder, state.cache)
+    if not foreseen(*inputs):
         return []
     scores = list[np.ndarray]()
-    for policy, view, new in inputs:
+    for policy, view, new in zip(*inputs, strict=True):
         position, score = np.asarray(view.position), np.asarray(as_numbers(policy.ranking(view, new), view))
         order = np.argsort(np.where(position < 0, np.iinfo(np.int32).max, position), axis=-1, kind="stable")
         live = np.take_along_axis(position, order, -1) >= 0
@@ -177,13 +167,12 @@ def _check_blocks(policy: Policy) -> None:
     if requires.whole_prompt or requires.replay is not None or sizing.per_head or sizing.mode != "budget":
         return
     room = _with_room()
-    state, other = (_read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
+    state, stepped = (_read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
     if _ranks_prompts_only(state):
         return
-    for layer, (whole, single) in enumerate(zip(_scores_by_position(state), _scores_by_position(other), strict=True)):
+    for layer, pair in enumerate(zip(_scores_by_position(state), _scores_by_position(stepped), strict=True)):
         _close(
-            whole,
-            single,
+            *pair,
             f"layer {layer}: `update_slot` of a block must return what it returns for one token after another",
         )
 
@@ -202,16 +191,16 @@ def _check_turns(policy: Policy) -> None:
 def _check_rows(policy: Policy) -> None:
     """Check that rows in another order give the same results in that order."""
     order = np.array([2, 0, 1])
-    (state, logits), (other, permuted) = _read(policy), _read(policy, rows=order)
+    (state, logits), (reordered, permuted) = _read(policy), _read(policy, rows=order)
     _close(permuted, logits[order], "after the prompts")
-    _close(_follow(other, order)[0], _follow(state)[0][:, order], "after later tokens")
+    _close(_follow(reordered, order)[0], _follow(state)[0][:, order], "after later tokens")
 
 
 def _check_padding(policy: Policy) -> None:
     """Check that a row gives the same results alone and beside longer ones, which it is padded to."""
-    (state, logits), (alone, expected) = _read(policy), _read(policy, rows=[1])
+    (state, logits), (single, expected) = _read(policy), _read(policy, rows=[1])
     _close(logits[1:2], expected, "after the prompt")
-    _close(_follow(state)[0][:, 1:2], _follow(alone, [1])[0], "after later tokens")
+    _close(_follow(state)[0][:, 1:2], _follow(single, [1])[0], "after later tokens")
 
 
 def _check_limits(policy: Policy) -> None:

@@ -13,13 +13,13 @@ from jaxtyping import Array, Float, Int
 from kvjax.inference.extend import prefill
 from kvjax.methods.triattention import QueryMeans, pair_norms, require_ropes
 from kvjax.model import Model
-from kvjax.policies import OldestFirst, Policy, Score
+from kvjax.policies import AgeScore, Policy
 from kvjax.types import Heads, LayerTokens, wide
 
 Sums = tuple[Float[Array, "b h g d"], Float[Array, "b h g f"]]
 
 
-class QuerySums(Score):
+class QuerySums(AgeScore):
     """Ranking by age, during which each head sums its queries before rotation, and the norms of their pairs."""
 
     def init_head(self, shape: LayerTokens) -> Sums:
@@ -30,9 +30,6 @@ class QuerySums(Score):
         query, norm = heads.state.score
         raw = jnp.where(new.valid[:, None, None, :, None], new.raw_q.astype(query.dtype), 0.0)
         return query + raw.sum(3), norm + pair_norms(new.config.rope, raw).sum(3)
-
-    def score(self, view: object, new: LayerTokens) -> OldestFirst:
-        return OldestFirst()
 
 
 def query_means(

@@ -143,8 +143,8 @@ def test_fidelity_is_zero_until_something_is_evicted() -> None:
     found = evaluation.fidelity(model, "h2o", tokens, 16)
     apart = found.hellinger
     assert apart.shape == (2, 40, GQA.layers) and apart[:, :16].max() < 1e-3 and apart[:, 17:].min() > 0.01
-    np.testing.assert_allclose(found.kept[:, :16], 1, atol=1e-5)
-    assert 0 < found.kept[:, 17:].min() < found.kept[:, 17:].max() < 1
+    np.testing.assert_allclose(found.attention_kept[:, :16], 1, atol=1e-5)
+    assert 0 < found.attention_kept[:, 17:].min() < found.attention_kept[:, 17:].max() < 1
     np.testing.assert_allclose(found.divergence[:, :16], 0, atol=1e-5)
     state, logits = begin(model, "h2o", 2, 40, 16), jnp.zeros(())
     for token in tokens.T:

@@ -42,9 +42,9 @@ def test_a_trace_is_what_the_steps_hold(name: str, settings: dict[str, Any]) -> 
 def test_attention_is_kept_whole_or_in_part(x64: None) -> None:
     model = random_model(GQA, dtype=jnp.float64)
     whole = trace(model, "h2o", PROMPT, WRITTEN, 40)
-    np.testing.assert_allclose(whole.kept, 1.0, atol=1e-6)
+    np.testing.assert_allclose(whole.attention_kept, 1.0, atol=1e-6)
     window = trace(model, "window", PROMPT, WRITTEN, 10)
-    assert (window.kept < 1.0).all() and (window.kept > 0.0).all() and (window.live == 10).all()
+    assert (window.attention_kept < 1.0).all() and (window.attention_kept > 0.0).all() and (window.live == 10).all()
     expected = [list(range(14)), *([14 + step] for step in range(len(WRITTEN)))]
     assert window.evicted(1, 0, 1) == expected
 

@@ -266,7 +266,7 @@ def test_a_long_turn_needs_less_than_one_matrix_of_its_length(name: str) -> None
     long = random_model(small_config(4, 2, layers=1, max_positions=2 * n))
     state, _ = kvjax.prefill(long, CASES[name].make(), np.zeros((1, 40), int), 128, max_new_tokens=n)
     lowered = engine.read_more.lower(
-        state.decoder, state.cache, jnp.zeros((1, n), jnp.int32), jnp.full(1, n, jnp.int32), every=False
+        state.decoder, state.cache, jnp.zeros((1, n), jnp.int32), jnp.full(1, n, jnp.int32), all_logits=False
     )
     memory = lowered.compile().memory_analysis()
     if memory is None:

@@ -148,9 +148,7 @@ def fused(policy, slots, new, requests):
     """The step of one token per row as one kernel."""
     slots = prepared(policy, slots, new)
     ranking = ranked(policy, slots, new)
-    return FusedStep(
-        policy, slots, new, requests, ranking, policy.codec.operands(slots, new, room=ranking.bounds.limit)
-    )
+    return FusedStep(policy, slots, new, requests, ranking, policy.codec.operands(slots, new, room=ranking.rules.limit))
 
 
 @pytest.mark.parametrize("name", ["h2o", "keyformer", "tova", "lambda_mask", "lsh_e"])

@@ -193,9 +193,9 @@ MEMBERS: dict[str, tuple[Callable[[], kvjax.Policy], str]] = {
     ),
     "sinks": (lambda: guarded(sinks=jnp.ones(())), r"Mine\.guard\(\.\.\.\)\.sinks gives .*, not integers of shape"),
     "quota": (lambda: guarded(quota=3), r"quota gives 3, not a kvjax\.policies\.Quota, or None"),
-    "most": (
+    "limit of a quota": (
         lambda: guarded(quota=Quota(jnp.ones(2, int), True)),
-        r"most gives .*, not integers of shape \[5, 2\]",
+        r"quota\.limit gives .*, not integers of shape \[5, 2\]",
     ),
     "mask of a slot": (
         lambda: of_protection(init_slot=lambda self, new, state: jnp.zeros(2)),

@@ -384,7 +384,7 @@ def test_snapshots_save_reading_and_change_nothing(served: Engine) -> None:
 
 
 def text_of(size: int) -> Any:
-    return SimpleNamespace(cache=SimpleNamespace(memory=jnp.zeros(size, jnp.uint8)), seen=jnp.zeros(0, bool))
+    return SimpleNamespace(cache=SimpleNamespace(memory=jnp.zeros(size, jnp.uint8)), token_mask=jnp.zeros(0, bool))
 
 
 def test_snapshots_wanted_longest_ago_leave_first() -> None:
@@ -494,6 +494,6 @@ def test_a_dispatch_changes_the_caches_in_place() -> None:
         rows = large.device.state
         assert rows is not None
         kept = np.ones(large.device.rows, bool)
-        program = serving.generate.lower(large.device.decoder, rows, kept, 4, False, most=4, logprobs=20)
+        program = serving.generate.lower(large.device.decoder, rows, kept, 4, False, buffer_size=4, logprobs=20)
         memory: Any = program.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= allocated_bytes(rows.cache.memory) > 4 * memory.temp_size_in_bytes

@@ -21,7 +21,7 @@ def pack(
     start: Int[Array, " layers_and_1"],
     *,
     page_size: int,
-    most: int,
+    max_slots: int,
     spare: int = 0,
     devices: tuple[int, int] = (1, 1),
 ) -> tuple[tuple[Pages, ...], Pool]:
@@ -37,7 +37,7 @@ def pack(
         slots=jax.tree.map(empty_buffer, example.slots),
         owner=owner,
         first=first,
-        most=most,
+        max_slots=max_slots,
         spare=spare,
         layers=len(selected),
         devices=devices,

@@ -41,7 +41,7 @@ class Pool(struct.PyTreeNode):
     """First slot of each page, counted within its head."""
     logits: Float[Array, "P_or_more g s"] | None = None
     """Buffer for attention logits during a step, which layers reuse one after another; None between steps."""
-    most: int = setting(0)
+    max_slots: int = setting(0)
     """Upper bound on slots per head, rounded to few different sizes because programs depend on it."""
     spare: int = setting(0)
     """Slots that each head has beyond its limit, for tokens between two evictions."""
@@ -103,7 +103,7 @@ class Pool(struct.PyTreeNode):
         pools, size = int(np.prod(self.devices)), self.page_size
         pages = self.position if stored is None else stored
         tables = list(zip(*(np.split(on_host(x), pools) for x in (pages, self.owner, self.first)), strict=True))
-        held: list[np.ndarray] = []
+        by_layer: list[np.ndarray] = []
         for layer in layers:
             limit = on_host(layer.limit)
             count = -(-(int(limit.max()) + self.spare) // size) * size
@@ -116,8 +116,8 @@ class Pool(struct.PyTreeNode):
                 page = page[first[page] < count]  # smaller pages from `split` may be beyond the limit
                 at = row + owner[page] // heads, head + owner[page] % heads
                 dense[at[0][:, None], at[1][:, None], first[page][:, None] + np.arange(size)] = positions[page]
-            held.append(dense)
-        return held
+            by_layer.append(dense)
+        return by_layer
 
 
 class LayerPages(SlotCache, kw_only=True):
@@ -149,19 +149,19 @@ class LayerPages(SlotCache, kw_only=True):
         kv, slots = jax.tree.map(empty, (pool.kv, pool.slots))
         return View(self.limit, self.state, kv, empty(pool.position) - 1, slots)
 
-    def over_pages(self, look: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK) -> Any:
-        """Fold `look(carry, at, valid)` over blocks of pages from page `at` on; `valid` marks unvisited pages."""
+    def over_pages(self, body: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK) -> Any:
+        """Fold `body(carry, at, valid)` over blocks of pages from page `at` on; `valid` marks unvisited pages."""
         pages = self.linked.owner.shape[0]
         size = min(block, pages)
         start, end = self.pages[0], self.pages[1]
 
-        def look_at(i: Array, carry: Any) -> Any:
+        def step(i: Array, carry: Any) -> Any:
             begin = start + i * size
             at = jnp.minimum(begin, pages - size)  # the pool's last block overlaps the one before
             page = at + jnp.arange(size)
-            return look(carry, at, (page >= begin) & (page < end))
+            return body(carry, at, (page >= begin) & (page < end))
 
-        return jax.lax.fori_loop(0, (end - start + size - 1) // size, look_at, carry)
+        return jax.lax.fori_loop(0, (end - start + size - 1) // size, step, carry)
 
     def view(self, new: LayerTokens, at: Array | int, count: int) -> tuple[View, LayerTokens, Int[Array, " p"]]:
         """Return a block of pages as a layer with one page per row and one head, their tokens, and their owners."""
@@ -190,7 +190,7 @@ class LayerPages(SlotCache, kw_only=True):
         return view, new.replace(**of_heads, **of_rows, head=head, sink_logits=None), owner
 
     def unpacked(self) -> Slots:
-        """Return the layer in buffers of `most` slots per head."""
+        """Return the layer in buffers of `max_slots` slots per head."""
         pool, (slot, exists) = self.linked, self.slot_numbers()
         kv, position, states = pool.at((pool.kv, pool.position, pool.slots), slot)
         return Slots(self.limit, self.state, kv, jnp.where(exists, position, -1), states)
@@ -203,9 +203,9 @@ class LayerPages(SlotCache, kw_only=True):
         return self.replace(state=contents.state, pool=pool.write(slot, entries))
 
     def slot_numbers(self) -> tuple[Int[Array, "b h most"], Bool[Array, "b h most"]]:
-        """Return the numbers of `most` slots per head over the whole pool, and a mask of the slots that exist."""
+        """Return the numbers of `max_slots` slots per head over the whole pool, and a mask of the slots that exist."""
         pool, limit = self.linked, self.limit
-        page, slot = jnp.arange(len(pool.owner)), jnp.arange(pool.most)
+        page, slot = jnp.arange(len(pool.owner)), jnp.arange(pool.max_slots)
         of_layer = (page >= self.pages[0]) & (page < self.pages[1])
         first = jnp.where((pool.owner == jnp.arange(limit.size)[:, None]) & of_layer, page, len(page)).min(1)
         number = first.reshape(limit.shape)[..., None] * pool.page_size + slot

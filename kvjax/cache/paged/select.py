@@ -24,7 +24,7 @@ class Selected(LayerCache):
 
 def select(policy: Policy, view: View, new: LayerTokens) -> tuple[Selected, Bool[Array, "b h c"]]:
     """Select the tokens of a prompt that stay, head by head, and a mask of those that are evicted; pages come later."""
-    order, count = ranks.chosen(policy, view, new)
+    order, count = ranks.slots_to_keep(policy, view, new)
     leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
     if policy.plan.sizing.fixed_length:
         # A head gets one token per step: do not allocate slots that it cannot fill.

@@ -15,6 +15,7 @@ from kvjax.cache.evict import evicted_pairs
 from kvjax.cache.paged.pages import LayerPages, owned, write_pages
 from kvjax.cache.paged.stats import PageStats, check_asks, of_pages, page_stats
 from kvjax.cache.ranks import Attended
+from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.types import KV, OF_HEADS, OF_POOL, Evicted, LayerTokens, PyTree, View
 from pallas_kernels.attention import LowRank, Partial
@@ -55,14 +56,14 @@ class Pages(LayerPages):
         entries: dict[str, PyTree] = {"kv": policy.codec.encode(new, state.codec), "slots": policy.slots(new, state)}
         entries["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
         kv, position, order = contents = cache._contents(slot, pairs)
-        cache = cache._written(after_reading(slot, contents), entries)
+        cache = cache._write(after_reading(slot, contents), entries)
         if order is not None:
             cache = cache._reordered(policy, new, order, position)
         return cache, evicted_pairs(state, new, kv, position)
 
     def _shrunk(self, policy: Policy, new: LayerTokens) -> tuple[Pages, Candidates]:
         """Evict tokens until each head must evict at most one more, and return the candidates for it."""
-        scores = self._of_slots(policy, new, lambda policy, view, new: policy.standing(view, new)[0])
+        scores = self._of_slots(policy, new, lambda policy, view, new: policy.scores_and_protection(view, new)[0])
         rankings = self._of_slots(policy, new, ranks.rank), scores
         start = self._candidates(policy, new, *rankings)
         if not policy.may_shrink:
@@ -88,7 +89,7 @@ class Pages(LayerPages):
             if policy.residual is not None:
                 evicted = evicted_pairs(state, new, kv, position)
                 cache = cache.with_state(residual=policy.residual.absorb(state.residual, evicted))
-            cache = cache._written(slot, {"position": jnp.full_like(slot, -1)})
+            cache = cache._write(slot, {"position": jnp.full_like(slot, -1)})
             if order is not None:
                 cache = cache._reordered(policy, new, order, position, arrives=False)
             return carried(cache), cache._candidates(policy, new, *rankings)
@@ -105,7 +106,7 @@ class Pages(LayerPages):
         position = jnp.where(slot < pool.position.size, pool.at(pool.position, slot), -1)
         return kv, position, pool.at(pool.slots.codec, slot)
 
-    def _written(self, slot: Int[Array, "b h"], entries: dict[str, PyTree]) -> Pages:
+    def _write(self, slot: Int[Array, "b h"], entries: dict[str, PyTree]) -> Pages:
         return self.replace(pool=self.linked.write(slot, entries))
 
     def _with_slots(self, **states: PyTree) -> Pages:
@@ -117,13 +118,13 @@ class Pages(LayerPages):
     ) -> Pages:
         codec = policy.codec
 
-        def look(orders: Array, at: Array, valid: Array) -> Array:
+        def reorder(orders: Array, at: Array, valid: Array) -> Array:
             view, tokens, owner = self._with_slots(codec=orders).view(new, at, len(valid))
-            after = codec.requeued(view, tokens, order.reshape(-1, 1)[owner], position.reshape(-1, 1)[owner])
+            after = codec.order_after(view, tokens, order.reshape(-1, 1)[owner], position.reshape(-1, 1)[owner])
             return write_pages(orders, after[:, 0], at, valid)
 
-        cache = self._with_slots(codec=self.over_pages(look, self.linked.slots.codec))
-        return cache.with_state(codec=codec.counted(self.state.codec, new, position, arrives=arrives))
+        cache = self._with_slots(codec=self.over_pages(reorder, self.linked.slots.codec))
+        return cache.with_state(codec=codec.count_after(self.state.codec, new, position, arrives=arrives))
 
     def _candidates(self, policy: Policy, new: LayerTokens, rank: OfPages, score: OfPages) -> Candidates:
         owners, pool = new.k.shape[0] * new.k.shape[1], self.linked
@@ -132,15 +133,15 @@ class Pages(LayerPages):
         # Heads that grow between two evictions have more slots than they may use at their smallest.
         grows, allocated = policy.evict_every > 1, self.limit.reshape(-1) + pool.spare
         if grows and quota is not None:
-            raise ValueError(f"{policy.protection.label} has a quota at each token; use evict_every=1.")
-        bound = allocated if grows else limit
+            raise ValueError(f"{label_of(policy.protection)} has a quota at each token; use evict_every=1.")
+        max_slots = allocated if grows else limit
         size = pool.page_size
 
         def usable(at: Array, valid: Array, owner: Array) -> Bool[Array, "p s"]:
             slot = jax.lax.dynamic_slice_in_dim(pool.first, at, len(valid))[:, None] + jnp.arange(size, dtype=jnp.int32)
-            return valid[:, None] & (slot < bound[owner][:, None])
+            return valid[:, None] & (slot < max_slots[owner][:, None])
 
-        def look(carry: Any, at: Array, valid: Array) -> Any:
+        def compare(carry: Any, at: Array, valid: Array) -> Any:
             view, tokens, owner = self.view(new, at, len(valid))
             of_slots, position = rank(view, tokens, at), view.position[:, 0]
             mask = usable(at, valid, owner)
@@ -158,13 +159,13 @@ class Pages(LayerPages):
         kind = jax.eval_shape(lambda: rank(*self.view(new, 0, 1)[:2], 0)).dtype
         zero, no_slot = jnp.zeros(owners, jnp.int32), jnp.full(owners, NO_SLOT, jnp.int32)
         none = jnp.full(owners, jnp.inf, kind), no_slot, no_slot
-        fallback, lowest, count = self.over_pages(look, (none, none, zero))
+        fallback, lowest, count = self.over_pages(compare, (none, none, zero))
         if grows:
             return Candidates(fallback, lowest, count - (limit - 1))
         if quota is None:
             return Candidates(fallback, lowest, zero)
         if not quota.among_all:
-            return Candidates(fallback, lowest, count - quota.most.reshape(-1))
+            return Candidates(fallback, lowest, count - quota.limit.reshape(-1))
 
         def count_higher(count: Array, at: Array, valid: Array) -> Array:
             view, tokens, owner = self.view(new, at, len(valid))
@@ -176,7 +177,7 @@ class Pages(LayerPages):
             return count + jnp.where(members, higher.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
 
         place = self.over_pages(count_higher, zero) + 1
-        return Candidates(fallback, lowest, jnp.where(lowest[2] < NO_SLOT, place - quota.most.reshape(-1), 0))
+        return Candidates(fallback, lowest, jnp.where(lowest[2] < NO_SLOT, place - quota.limit.reshape(-1), 0))
 
     def _of_slots(
         self, policy: Policy, new: LayerTokens, compute: Callable[[Policy, View, LayerTokens], Float[Array, "b h c"]]
@@ -208,7 +209,7 @@ class Pages(LayerPages):
         check_asks(policy, requests)
         pool = self.linked
         view = View(self.limit, self.state, pool.kv, pool.position, pool.slots)
-        operands = policy.codec.operands(view, new, places=pool.most)
+        operands = policy.codec.operands(view, new, places=pool.max_slots)
         new, operands = operands.with_bias(new, policy.slot_bias(view))
         attention = paged_attention(
             operands.q[:, :, :, 0],
@@ -228,13 +229,13 @@ class Pages(LayerPages):
     def update_slot(self, policy: Policy, requests: PyTree, stats: PageStats, new: LayerTokens) -> Pages:
         """Update scores with the requested statistics, one block of pages at a time."""
 
-        def look(score: PyTree, at: Array, valid: Array) -> PyTree:
+        def update(score: PyTree, at: Array, valid: Array) -> PyTree:
             view, tokens, owner = self._with_slots(score=score).view(new, at, len(valid))
             after = policy.score.update_slot(of_pages(requests, stats, view, tokens, at, owner, new), view, tokens)
             reads = valid & tokens.valid[:, 0]
             return jax.tree.map(lambda buffer, leaf: write_pages(buffer, leaf[:, 0], at, reads), score, after)
 
-        return self._with_slots(score=self.over_pages(look, self.linked.slots.score))
+        return self._with_slots(score=self.over_pages(update, self.linked.slots.score))
 
 
 Pages.specs = Pages(OF_HEADS, OF_HEADS, pages=OF_POOL)

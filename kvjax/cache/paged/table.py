@@ -40,7 +40,7 @@ class Table(NamedTuple):
     owner: Int[np.ndarray, " P"]
     first: Int[np.ndarray, " P"]
     start: Int[np.ndarray, " layers_and_1"]
-    most: int
+    max_slots: int
 
 
 def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[int, int] = (1, 1)) -> Table:
@@ -51,9 +51,9 @@ def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[
     owners, firsts, starts = [], [], []
     for part in pages:
         start, flat = np.concatenate([[0], np.cumsum(part.sum(1))]), part.reshape(-1)
-        before, rest = np.repeat(np.cumsum(flat) - flat, flat), (0, total - start[-1])
-        owners.append(np.pad(np.repeat(np.arange(flat.size) % part.shape[1], flat), rest))
-        firsts.append(np.pad((np.arange(start[-1]) - before) * page_size, rest))
+        before, padding = np.repeat(np.cumsum(flat) - flat, flat), (0, total - start[-1])
+        owners.append(np.pad(np.repeat(np.arange(flat.size) % part.shape[1], flat), padding))
+        firsts.append(np.pad((np.arange(start[-1]) - before) * page_size, padding))
         starts.append(start)
     owner, first, start = (np.concatenate(x).astype(np.int32) for x in (owners, firsts, starts))
     return Table(owner, first, start, max(16, 1 << (int(limits.max()) - 1).bit_length()))
@@ -105,8 +105,8 @@ def gathered(sources: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged
     numbers = [jnp.asarray(x.reshape(-1), jnp.int32) for x in (*padded, *of_layers)]
     contents = [(pool.kv, pool.position, pool.slots) for pool in pools]
     mesh = None if devices == (1, 1) else pools[0].position.sharding.mesh  # type: ignore[attr-defined]
-    moved = _moved(contents, jnp.asarray(exists.reshape(-1)), *numbers, mesh=mesh)
-    (kv, position, states), owner, first, *ranges = moved
+    pages_and_table = _gather_pages(contents, jnp.asarray(exists.reshape(-1)), *numbers, mesh=mesh)
+    (kv, position, states), owner, first, *ranges = pages_and_table
     offset = np.concatenate([[0], np.cumsum(row_counts)])
     index = np.array([offset[which] + row for which, row in rows])
 
@@ -116,14 +116,14 @@ def gathered(sources: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged
     of_heads = [[(layer.limit, layer.state) for layer in layers] for layers, _ in sources]
     heads_of_layers = jax.tree.map(rows_of, *of_heads)
     pool = pools[0].replace(
-        kv=kv, position=position, slots=states, owner=owner, first=first, most=max(pool.most for pool in pools)
+        kv=kv, position=position, slots=states, owner=owner, first=first, max_slots=max(p.max_slots for p in pools)
     )
     after = zip(sources[0][0], heads_of_layers, ranges, strict=True)
     return tuple(layer.replace(limit=limit, state=state, pages=pages) for layer, (limit, state), pages in after), pool
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
-def _moved(
+def _gather_pages(
     contents: list[PyTree],
     exists: Bool[Array, " P"],
     index: Int[Array, " P"],

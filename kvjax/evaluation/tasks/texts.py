@@ -172,7 +172,7 @@ class FidelityTask(TextTask):
         read, prefix = cell_passages(model, options, cell), cell["prefix"]
         stats = fidelity(model, entry.policy, read.tokens, entry.budget)
         order = _ordering(model, entry, read.tokens)
-        measures = {"hellinger": stats.hellinger[:, prefix:], "attention_kept": stats.kept[:, prefix:]}
+        measures = {"hellinger": stats.hellinger[:, prefix:], "attention_kept": stats.attention_kept[:, prefix:]}
         layers = {f"{name}_of_layers": values.mean((0, 1)) for name, values in measures.items()}
         return (
             mean("divergence", stats.divergence[:, prefix:].mean(1).tolist())

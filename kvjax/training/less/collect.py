@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.inference.prepare import ready
+from kvjax.inference.prepare import bind_policy
 from kvjax.inference.shapes import empty_state
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
@@ -57,14 +57,14 @@ def collect(
         seed: seed of random policies; each text gets its own seed from it.
     """
     check_trainable(policy, mask)
-    bound, layers = ready(model, policy, budget, plan), model.config.layer_configs
-    if bound.plan.sizing.per_head:
+    bound_policy, layers = bind_policy(model, policy, budget, plan), model.config.layer_configs
+    if bound_policy.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
     total, n = tokens.shape
     rows = next(size for size in range(min(ROWS, total), 0, -1) if total % size == 0)
-    state = empty_state(model, bound, rows, n, budget)
-    held = zip(layers, state.cache.attending, strict=True)
-    if min(int(heads.limit.min()) for layer, heads in held if not layer.bounds(n)) >= n:
+    state = empty_state(model, bound_policy, rows, n, budget)
+    layer_heads = zip(layers, state.cache.attending, strict=True)
+    if min(int(heads.limit.min()) for layer, heads in layer_heads if not layer.bounded_by_window(n)) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
     seeds = jax.random.bits(jax.random.key(seed), (total,), jnp.uint32)
 
@@ -86,8 +86,8 @@ def collect(
 
     arrays = jax.tree_util.tree_map_with_path(open_array, shapes)
     for first in range(done, total, rows):
-        made = of(first)
-        for array, leaf in zip(jax.tree.leaves(arrays), jax.tree.leaves(made), strict=True):
+        features = of(first)
+        for array, leaf in zip(jax.tree.leaves(arrays), jax.tree.leaves(features), strict=True):
             array[:, first : first + rows] = np.asarray(leaf)
         with written_aside(progress) as aside:
             aside.write_text(json.dumps({"texts": first + rows}))
@@ -106,7 +106,7 @@ def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed:
     """Sample passages of `length` tokens from random places of text files, as token ids; the files take turns."""
     contents = [read_text(file) for file in files]
     rng = np.random.default_rng(seed)
-    made = np.zeros((texts, length), np.int32)
+    passages = np.zeros((texts, length), np.int32)
     for i in range(texts):
         file, content = files[i % len(files)], contents[i % len(files)]
         characters = 8 * length
@@ -116,9 +116,9 @@ def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed:
             start = int(place * max(0, len(content) - characters))
             ids = model.tokenizer(content[start : start + characters], verbose=False)["input_ids"]
             if len(ids) >= length:
-                made[i] = ids[:length]
+                passages[i] = ids[:length]
                 break
             if characters >= len(content):
                 raise ValueError(f"{file} has {len(ids)} tokens, fewer than the {length} of one text; use --length.")
             characters *= 2
-    return made
+    return passages

@@ -220,6 +220,6 @@ def attend_fully(
 ) -> Partial:
     """Attend from whole texts to all of their tokens; queries and keys are those before rotation."""
     q, k = (rotate(shape.rope, x, positions[0], positions.shape[1]) for x in (q, k))
-    held = jnp.broadcast_to(positions[:, None], k.shape[:3])
-    attended = prefill_attention(q, k, v, positions, held, shape.spec, scores=False)
+    slot_positions = jnp.broadcast_to(positions[:, None], k.shape[:3])
+    attended = prefill_attention(q, k, v, positions, slot_positions, shape.spec, scores=False)
     return Partial(attended.out, attended.lse)

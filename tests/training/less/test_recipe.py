@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.inference.prepare import ready
+from kvjax.inference.prepare import bind_policy
 from kvjax.inference.shapes import empty_state
 from kvjax.methods.less.feature_maps import Phi, Psi, init_kernels
 from kvjax.model import Model
@@ -37,7 +37,7 @@ def layer_of(kernels: Any, layer: int) -> Any:
 
 def recorded(model: Model) -> tuple[Features, np.ndarray]:
     """What H2O's decoding leaves of two texts, and the positions that leave [L b h n]."""
-    policy = ready(model, kvjax.policy("h2o"), BUDGET, None)
+    policy = bind_policy(model, kvjax.policy("h2o"), BUDGET, None)
     features, left = record(empty_state(model, policy, 2, N, BUDGET), jnp.asarray(TOKENS, jnp.int32))
     return features, np.asarray(left)
 

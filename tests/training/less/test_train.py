@@ -21,7 +21,7 @@ import kvjax
 from kvjax.cache.slots import Slots
 from kvjax.cli import main, train_less
 from kvjax.evaluation.perplexity import begin
-from kvjax.inference.prepare import ready
+from kvjax.inference.prepare import bind_policy
 from kvjax.inference.shapes import empty_state
 from kvjax.inference.state import held_positions
 from kvjax.methods.less import checkpoint
@@ -60,7 +60,7 @@ class FullAnswers(Slots, kw_only=True):
 
 def replay(model: Model, policy: kvjax.Policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
     seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
-    policy = ready(model, policy, BUDGET, None)
+    policy = bind_policy(model, policy, BUDGET, None)
     state = empty_state(model, policy, 2, N, BUDGET).replace(seed=seed)
     features, left = record(state, jnp.asarray(TOKENS, jnp.int32), mask=mask)
     return features, np.asarray(left)
