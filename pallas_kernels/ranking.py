@@ -28,9 +28,9 @@ class EvictionRules(NamedTuple):
 def rank(
     scores: Float[Array, "*b c"] | None,
     position: Int[Array, "*b c"],
-    newest: Int[Array, "*b 1"],
-    sinks: Int[Array, "*b 1"],
-    recent: Int[Array, "*b 1"],
+    newest: Int[Array, "*#b 1"],
+    sinks: Int[Array, "*#b 1"],
+    recent: Int[Array, "*#b 1"],
     keep: Bool[Array, "*b c"] | None = None,
 ) -> Float[Array, "*b c"]:
     """Rank slots by eviction order: expired (-inf) < empty < scores < protected < sinks (+inf).
@@ -57,10 +57,10 @@ def protected(dtype: DTypeLike) -> float:
 def victim(
     scores: Float[Array, "*b c"] | None,
     position: Int[Array, "*b c"],
-    newest: Int[Array, "*b 1"],
-    sinks: Int[Array, "*b 1"],
-    recent: Int[Array, "*b 1"],
-    limit: Int[Array, "*b 1"],
+    newest: Int[Array, "*#b 1"],
+    sinks: Int[Array, "*#b 1"],
+    recent: Int[Array, "*#b 1"],
+    limit: Int[Array, "*#b 1"],
     keep: Bool[Array, "*b c"] | None = None,
     *,
     shrinks: bool = False,
