@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from typing import Any, get_args, get_origin
 
@@ -30,33 +29,17 @@ def checked(signature: Callable[..., Any]) -> Callable[..., Any]:
     hints = inspect.get_annotations(signature)
     signature.__annotations__ = {name: _only_shapes(hint) for name, hint in hints.items()}
     check = beartype(signature)
-    name = signature.__module__ + "." + signature.__qualname__
 
     @functools.wraps(signature)
     def compare(*arguments: Any, **named: Any) -> Any:
         try:
             return check(*arguments, **named)
-        except BeartypeCallHintViolation as e:
+        except BeartypeCallHintViolation:
             # Programs are also traced for the shapes of their results.
             if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((arguments, named))):
-                if os.environ.get("COLLECT"):
-                    _log(name, e)
-                    return
                 raise
 
     return compare
-
-
-SEEN = set()
-def _log(name, e):
-    import re
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(e)).replace("\n", " ")
-    key = (name if "check_single" not in name else "", re.sub(r"=.*? violates", " violates", text)[:100])
-    if key not in SEEN:
-        SEEN.add(key)
-        from jaxtyping._storage import get_shape_memo
-        with open("/tmp/w_c_violations.log", "a") as file:
-            file.write(f"{name}\t{os.environ.get('PYTEST_CURRENT_TEST')} {text[:500]} ... {text[-300:]}\tMEMO {get_shape_memo()[:2]}\n")
 
 
 def _only_shapes(hint: Any) -> Any:
