@@ -45,7 +45,7 @@ class Linear:
             return product_with_codes(x, self.weight, self.scale, dtype)
         return product(x, self.weight.astype(x.dtype), jnp.promote_types(dtype, wide(x.dtype))).astype(dtype)
 
-    def rows(self, outputs: int | Int[Array, "*b"]) -> Float[Array, "*b in"]:
+    def rows(self, outputs: Int[Array, "*b"]) -> Float[Array, "*b in"]:
         """Return rows of the weight in floating point."""
         rows = signed(self.weight[outputs])
         return rows if self.scale is None else rows * self.scale[outputs][..., None]
