@@ -55,6 +55,12 @@ def core(session: nox.Session) -> None:
     run(session, "pytest", "-n", "auto", "-m", "core", *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def shapes(session: nox.Session) -> None:
+    """Run the core tests with the shapes in signatures checked (two minutes)."""
+    run(session, "pytest", "-n", "auto", "-m", "core", *session.posargs, KVJAX_CHECK_SHAPES="1")
+
+
 @nox.session
 def lowest(session: nox.Session) -> None:
     """Run the core tests with the oldest libraries that pyproject.toml allows (five minutes)."""

@@ -108,7 +108,7 @@ class Rope:
         return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
 
 
-Length = int | Int[Array, "*b"]
+Length = int | Int[Array, "..."]
 """Number of tokens of a whole text, for frequencies that depend on it."""
 
 
@@ -159,7 +159,7 @@ def _yarn_ramp(rope: Rope) -> Float[np.ndarray, " half"]:
 
 
 def rotate(
-    rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "*#b t"], length: Length | None = None
+    rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "*#b #t"], length: Length | None = None
 ) -> Float[Array, "*b t d"]:
     """Rotate queries or keys by their positions; return them unchanged for models without RoPE.
 
@@ -199,11 +199,11 @@ def rotate_by(rope: Rope, x: Float[Array, "*b t d"], turns: Turns) -> Float[Arra
 
 def rotate_heads(
     rope: Rope,
-    qk: Sequence[Float[Array, "b *h t d"]],
+    qk: Sequence[Float[Array, "b ... t d"]],
     turns: Turns,
-    still: Sequence[Float[Array, "b *h t e"]] = (),
+    still: Sequence[Float[Array, "b ... t e"]] = (),
     **how: Unpack[How],
-) -> tuple[Float[Array, "b *h t d"], ...]:
+) -> tuple[Float[Array, "b ... t _"], ...]:
     """Rotate queries and keys, `qk`, and return values, `still`, unchanged.
 
     Single tokens use the operation `rope`, which on a TPU also moves the heads of values to separate rows. XLA

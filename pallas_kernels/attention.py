@@ -230,7 +230,7 @@ def share_of_evicted(memory: LowRank | Partial) -> Partial:
 
 
 def noisy_numerators(
-    probs: Float[Array, "b h g *t c"], zeta: Float[Array, "b h #g *t c"] | None, tau: Array | float
+    probs: Float[Array, "b h g *t c"], zeta: Float[Array, "b h #g *#t c"] | None, tau: Array | float
 ) -> Float[Array, "b h g *t c"]:
     """Return the numerators of Keyformer's equation 9 from probabilities, with noise zeta and temperature tau.
 

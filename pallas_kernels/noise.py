@@ -25,10 +25,10 @@ def layer_seed(seed: UInt32[Array, "*b"], layer: int | Int[Array, ""]) -> UInt32
 
 
 def hashed_bits(
-    seed: UInt32[Array, "*b"],
+    seed: UInt32[Array, "*#b"],
     layer: int | Int[Array, ""],
-    head: UInt32[Array, "*b"],
-    position: UInt32[Array, "*b"],
+    head: UInt32[Array, "*#b"],
+    position: UInt32[Array, "*#b"],
 ) -> UInt32[Array, "*b"]:
     """Return 32 random bits for each seed, layer, head and position."""
     bits = mix(layer_seed(seed, layer))

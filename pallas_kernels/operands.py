@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from pallas_kernels.attention import static, wide
 
@@ -150,7 +150,7 @@ class SplitKV:
         return jnp.concatenate([values(self.old, dtype), values(self.new, dtype)], axis=2)
 
 
-def unpack_codes(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
+def unpack_codes(codes: Integer[Array, "*b c w"]) -> Int[Array, "*b c d"]:
     """Return codes as int8, one for each channel."""
     if codes.dtype == jnp.int8:
         return codes

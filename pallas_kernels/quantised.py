@@ -11,7 +11,7 @@ import functools
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer, Num
 
 from pallas_kernels.attention import wide
 from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised
@@ -32,13 +32,13 @@ def digits(x: Float[Array, "*b n d"]) -> tuple[Int[Array, "*b m d"], Float[Array
     return jnp.concatenate([high, low], axis=-2).astype(jnp.int8), unit
 
 
-def join_digits(products: Int[Array, "*b m s"], unit: Float[Array, "*b n 1"]) -> Float[Array, "*b n s"]:
+def join_digits(products: Num[Array, "*#b m s"], unit: Float[Array, "*#b n 1"]) -> Float[Array, "*b n s"]:
     """Return the products of numbers, from the products of their digits."""
     high, low = jnp.split(products.astype(unit.dtype), 2, axis=-2)
     return (high + low * (1 / LOW)) * unit
 
 
-def halves(codes: Int[Array, "*b s w"]) -> tuple[Int[Array, "*b s w"], ...]:
+def halves(codes: Integer[Array, "*b s w"]) -> tuple[Int[Array, "*b s w"], ...]:
     """Return codes as int8: all channels, or the first and the last half, which only a copy could join."""
     if codes.dtype == jnp.int8:
         return (codes,)
@@ -46,7 +46,7 @@ def halves(codes: Int[Array, "*b s w"]) -> tuple[Int[Array, "*b s w"], ...]:
     return tuple((half - 8).astype(jnp.int8) for half in (wider & 15, wider >> 4))
 
 
-def query_products(q: Float[Array, "*b g d"], k: Operand, platform: str) -> Float[Array, "*b g s"]:
+def query_products(q: Float[Array, "*#b g d"], k: Operand, platform: str) -> Float[Array, "*b g s"]:
     """Return q k^T of keys [*b s d], at least float32; `platform` is as in `common.platform_of`."""
     kind, contraction = wide(q.dtype), "...gd,...sd->...gs"
     if isinstance(k, LazyRope | Encoded) or (isinstance(k, Quantised) and kind == jnp.float64):

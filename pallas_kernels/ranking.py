@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+PerHead = Int[Array, "*#b 1"] | Int[Array, ""]
+"""A number for each head, or one for all."""
+
 
 class EvictionRules(NamedTuple):
     """Tokens that a head must not evict, and the slots that it may use."""
@@ -28,9 +31,9 @@ class EvictionRules(NamedTuple):
 def rank(
     scores: Float[Array, "*b c"] | None,
     position: Int[Array, "*b c"],
-    newest: Int[Array, "*b 1"],
-    sinks: Int[Array, "*b 1"],
-    recent: Int[Array, "*b 1"],
+    newest: PerHead,
+    sinks: PerHead,
+    recent: PerHead,
     keep: Bool[Array, "*b c"] | None = None,
 ) -> Float[Array, "*b c"]:
     """Rank slots by eviction order: expired (-inf) < empty < scores < protected < sinks (+inf).
@@ -57,10 +60,10 @@ def protected(dtype: DTypeLike) -> float:
 def victim(
     scores: Float[Array, "*b c"] | None,
     position: Int[Array, "*b c"],
-    newest: Int[Array, "*b 1"],
-    sinks: Int[Array, "*b 1"],
-    recent: Int[Array, "*b 1"],
-    limit: Int[Array, "*b 1"],
+    newest: PerHead,
+    sinks: PerHead,
+    recent: PerHead,
+    limit: PerHead,
     keep: Bool[Array, "*b c"] | None = None,
     *,
     shrinks: bool = False,

@@ -17,6 +17,11 @@ import hypothesis
 import jax
 import pytest
 
+if os.environ.get("KVJAX_CHECK_SHAPES"):  # before the packages are imported
+    from tests.shapes import check_shapes
+
+    check_shapes()
+
 from kvjax.utils.compilation import drop_programs
 from tests.compiling import compile_fast
 

@@ -24,7 +24,8 @@ import site_figures
 from kvjax.cache.buffers import allocated_bytes, slot_bytes
 from kvjax.cache.slots import empty_slots
 from kvjax.inference.decode import trace_step
-from kvjax.inference.shapes import state_shapes
+from kvjax.inference.prepare import ready
+from kvjax.inference.shapes import empty_state, state_shapes
 from kvjax.methods import describe
 from kvjax.methods.describe import Description
 from kvjax.policies.base import Part
@@ -76,26 +77,31 @@ def costs(model: kvjax.Model, policy: Policy) -> Costs:
     pair = (layer.key_width + layer.value_width) * model.weights.dtype.itemsize
     if policy.plan.sizing.per_head:
         return Costs(slot - pair, head, None, None, "Heads have slots of their own: a step depends on the text.")
-    if "stablehlo.while" in _step(model, policy, SLOTS).as_text():
+    step = _step(model, policy, SLOTS)
+    if "stablehlo.while" in step.as_text():
         return Costs(slot - pair, head, None, None, "A step has loops in it, whose operations XLA does not count.")
     heads = model.config.layers * layer.kv_heads
-    few, many = (_operations(model, policy, slots) - _window_operations(slots) for slots in (SLOTS, 2 * SLOTS))
+    few = _operations(step) - _window_operations(SLOTS)
+    many = _operations(_step(model, policy, 2 * SLOTS)) - _window_operations(2 * SLOTS)
     each = (many - few) / SLOTS / heads
     return Costs(slot - pair, head, each, few / heads - SLOTS * each)
 
 
 @functools.cache
 def _window_operations(slots: int) -> float:
-    return _operations(kvjax.load("tiny"), kvjax.policy("window"), slots)
+    return _operations(_step(kvjax.load("tiny"), kvjax.policy("window"), slots))
 
 
-def _operations(model: kvjax.Model, policy: Policy, slots: int) -> float:
-    return _step(model, policy, slots).cost_analysis()["flops"]
+def _operations(step: Any) -> float:
+    return step.cost_analysis()["flops"]
 
 
 def _step(model: kvjax.Model, policy: Policy, slots: int) -> Any:
-    budget = slots if policy.bounded else 1.0
-    return trace_step(state_shapes(model, policy, 1, slots, budget, max_new_tokens=slots)).lower()
+    if policy.bounded:  # an empty state has the same buffers, and no prompt's program is traced
+        state = empty_state(model, ready(model, policy, slots, None), 1, 2 * slots, slots)
+    else:
+        state = state_shapes(model, policy, 1, slots, max_new_tokens=slots)
+    return trace_step(state).lower()
 
 
 def _bytes(model: kvjax.Model, policy: Policy) -> tuple[int, int]:

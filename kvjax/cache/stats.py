@@ -83,7 +83,7 @@ def tempered(
     return numerators(probs, zeta[:, :, None] if request.noise.fresh else zeta[:, :, None, None], tau)
 
 
-def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Float[Array, "*n c"]:
+def normalised(shares: Float[Array, "*#n c"], total: Float[Array, "*#n 1"]) -> Float[Array, "*n c"]:
     """Divide shares by their total; return zeros if the total is zero."""
     return jnp.where(total > 0, shares / jnp.where(total > 0, total, 1.0), 0.0)
 

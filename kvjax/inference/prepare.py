@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, Shaped
 
 from kvjax.inference.budget import Budget, checked_budget, lines_of, plan_slots
 from kvjax.inference.cache import Bound
@@ -222,7 +222,7 @@ def check_tokens(
     check_vocabulary(tokens[np.arange(tokens.shape[1]) < lengths[:, None]], config)
 
 
-def check_vocabulary(ids: Int[np.ndarray, " n"], config: ModelConfig) -> None:
+def check_vocabulary(ids: Shaped[np.ndarray, " n"], config: ModelConfig) -> None:
     """Refuse ids outside the vocabulary of a model."""
     wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
     if wrong.size:

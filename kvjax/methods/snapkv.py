@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.neighbors import in_text_order, pooled
@@ -44,7 +44,7 @@ class PromptWindow(Score):
         """Return zeros: the attention of the window's queries, and the same pooled over neighbors."""
         return nothing(new), nothing(new)
 
-    def _begin(self, heads: Heads, new: LayerTokens) -> Float[Array, "b h 1"]:
+    def _begin(self, heads: Heads, new: LayerTokens) -> Int[Array, "b h 1"]:
         # The position from which queries are in the window.
         width = jnp.broadcast_to(recent_slots(self.recent, heads.limit), heads.limit.shape)
         return (new.read[:, None] - width)[..., None]

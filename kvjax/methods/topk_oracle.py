@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Num
 
 from kvjax.methods.full import Unbounded
 from kvjax.methods.register import combine, register, register_part
@@ -48,7 +48,7 @@ class TopK(Selection):
         return largest(probs, k) & (probs > 0)
 
 
-def largest(probs: Float[Array, "*n c"], k: int | Float[Array, "*n 1"]) -> Bool[Array, "*n c"]:
+def largest(probs: Float[Array, "*n c"], k: int | Num[Array, "*#n 1"] | Num[Array, ""]) -> Bool[Array, "*n c"]:
     """Return a mask of the k largest of numbers in [0, 2) along the last axis; among equal ones the first count."""
     # Counting finds the k-th in as many passes as a number has bits, many times faster than sorting long rows on a
     # CPU: bits of numbers that are not negative have the order of the numbers.

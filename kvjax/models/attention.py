@@ -95,8 +95,8 @@ class Attention:
         return None if self.sink_logits is None else self.sink_logits.reshape(shape.kv_heads, shape.groups)
 
     def _normalise_heads(
-        self, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t f"]
-    ) -> tuple[Float[Array, "b t f"], Float[Array, "b t f"]]:
+        self, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t e"]
+    ) -> tuple[Float[Array, "b t f"], Float[Array, "b t e"]]:
         """Apply RMS normalization to queries and to keys over all heads; one sum over devices serves both."""
         assert self.query_norm is not None and self.key_norm is not None
         pairs = [(q, self.query_norm), (k, self.key_norm)]

@@ -106,7 +106,7 @@ class Protection(Part, interface=True):
         """Return the recent window in slots, for heads of `limit` slots; a scalar if all heads agree."""
         return self._at_least(recent_slots(self.recent, limit), limit)
 
-    def _at_least(self, slots: Int[Array, ""], limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
+    def _at_least(self, slots: Int[Array, "*#b"], limit: Int[Array, "*b"]) -> Int[Array, "*#b"]:
         return slots if self.one_in is None else jnp.maximum(slots, one_slot_in(self.one_in, limit))
 
     def guard(self, view: View, new: LayerTokens) -> Protected:

@@ -64,7 +64,7 @@ def between_heads(ranking: Ranking, view: View) -> Float[Array, "b h c"] | Any:
     return ranking.between if isinstance(ranking, SplitRanking) else as_numbers(ranking, view)
 
 
-def standardized(x: Float[Array, "*b c"], counts: Bool[Array, "*b c"], spread: Spread) -> Float[Array, "*b c"]:
+def standardized(x: Float[Array, "*b c"], counts: Bool[Array, "*#b c"], spread: Spread) -> Float[Array, "*b c"]:
     """Return z-scores over those slots or tokens of each head that count, on all devices that shard them."""
     count = jnp.maximum(spread.over_slots(counts.sum(-1, keepdims=True)), 1)
 

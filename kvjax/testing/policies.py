@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,45 @@ def _small_model(dtype: str = "float32") -> Model:
     return Model(random_weights(CONFIG, jax.random.key(0), dtype), CONFIG, name="random")
 
 
+class Texts:
+    """How checks read texts, and what counts as equal; a subclass may read with other settings."""
+
+    def read(
+        self, policy: Policy, budget: Any = None, *, model: Model | None = None, rows: Any = None, **settings: Any
+    ) -> tuple[State, Float[Array, "b vocab"]]:
+        """Read the prompts; None as a budget is `BUDGET`, where the policy has one."""
+        index = np.arange(len(LENGTHS)) if rows is None else np.asarray(rows)
+        if policy.plan.sizing.mode != "budget":
+            budget = 1.0
+        arguments: dict[str, Any] = {"lengths": np.array(LENGTHS)[index], "max_new_tokens": STEPS + 1} | settings
+        tokens = TEXT[index, : max(LENGTHS)]
+        return prefill(model or _small_model(), policy, tokens, BUDGET if budget is None else budget, **arguments)
+
+    def follow(self, state: State, rows: Any = None, steps: int = STEPS) -> Steps:
+        """Read the same tokens after each prompt by decode steps."""
+        index = np.arange(len(LENGTHS)) if rows is None else np.asarray(rows)
+        logits, positions = list[np.ndarray](), list[list[np.ndarray]]()
+        for step in range(steps):
+            state, scores = decode_step(state, jnp.asarray(TEXT[index, max(LENGTHS) + step], jnp.int32))
+            logits.append(np.asarray(scores, np.float32))
+            positions.append(held_positions(state))
+        return np.stack(logits), positions
+
+    def close(self, actual: Any, expected: Any, what: str) -> None:
+        """Raise an AssertionError unless arrays are equal up to `TOLERANCE`; `what` says when they were computed."""
+        np.testing.assert_allclose(
+            np.asarray(actual), np.asarray(expected), rtol=TOLERANCE, atol=TOLERANCE, err_msg=what, verbose=False
+        )
+
+
+class Check(Protocol):
+    """A check; it raises an AssertionError that says where a policy breaks the rule of its docstring."""
+
+    def __call__(self, policy: Policy, texts: Texts = ...) -> None:
+        """Check a policy on some texts."""
+        ...
+
+
 def check_policy(policy: Policy | Score | str, *checks: str) -> None:
     """Run checks of a policy of your own, as tests of the methods of kvjax do.
 
@@ -94,39 +133,13 @@ def check_policy(policy: Policy | Score | str, *checks: str) -> None:
             raise AssertionError(f"{name_of(chosen)} fails the check {name!r}, that {rule}. {error}") from error
 
 
-def _read(
-    policy: Policy, budget: Any = None, *, model: Model | None = None, rows: Any = None, **settings: Any
-) -> tuple[State, Float[Array, "b vocab"]]:
-    """Read the prompts; None as a budget is `BUDGET`, where the policy has one."""
-    index = np.arange(len(LENGTHS)) if rows is None else np.asarray(rows)
-    if policy.plan.sizing.mode != "budget":
-        budget = 1.0
-    arguments: dict[str, Any] = {"lengths": np.array(LENGTHS)[index], "max_new_tokens": STEPS + 1} | settings
-    tokens = TEXT[index, : max(LENGTHS)]
-    return prefill(model or _small_model(), policy, tokens, BUDGET if budget is None else budget, **arguments)
-
-
-def _follow(state: State, rows: Any = None, steps: int = STEPS) -> Steps:
-    """Read the same tokens after each prompt by decode steps."""
-    index = np.arange(len(LENGTHS)) if rows is None else np.asarray(rows)
-    logits, positions = list[np.ndarray](), list[list[np.ndarray]]()
-    for step in range(steps):
-        state, scores = decode_step(state, jnp.asarray(TEXT[index, max(LENGTHS) + step], jnp.int32))
-        logits.append(np.asarray(scores, np.float32))
-        positions.append(held_positions(state))
-    return np.stack(logits), positions
+TEXTS = Texts()
+"""Those of `check_policy`."""
 
 
 def _with_room() -> list[int]:
     """Return a budget with a slot for each token of the texts."""
     return [max(LENGTHS) + STEPS] * CONFIG.layers
-
-
-def _close(actual: Any, expected: Any, what: str) -> None:
-    """Raise an AssertionError unless arrays are equal up to `TOLERANCE`."""
-    np.testing.assert_allclose(
-        np.asarray(actual), np.asarray(expected), rtol=TOLERANCE, atol=TOLERANCE, err_msg=what, verbose=False
-    )
 
 
 def _ranks_prompts_only(state: State) -> bool:
@@ -151,33 +164,33 @@ def _scores_by_position(state: State) -> list[Float[np.ndarray, "b h n"]]:
     return scores
 
 
-def _check_room(policy: Policy) -> None:
+def _check_room(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits equal those of the full cache if there is a slot for each token."""
     if policy.selection is not None or policy.plan.sizing.mode != "budget":
         return
-    state, logits = _read(policy, _with_room(), plan="uniform")
-    full, expected = _read(policy_by_name("full"))
-    _close(logits, expected, "after the prompts")
-    _close(_follow(state)[0], _follow(full)[0], "after later tokens")
+    state, logits = texts.read(policy, _with_room(), plan="uniform")
+    full, expected = texts.read(policy_by_name("full"))
+    texts.close(logits, expected, "after the prompts")
+    texts.close(texts.follow(state)[0], texts.follow(full)[0], "after later tokens")
 
 
-def _check_blocks(policy: Policy) -> None:
+def _check_blocks(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that slots have the same scores whether a prompt is read at once or token by token."""
     requires, sizing = policy.score.requires, policy.plan.sizing
     if requires.whole_prompt or requires.replay is not None or sizing.per_head or sizing.mode != "budget":
         return
     room = _with_room()
-    state, stepped = (_read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
+    state, stepped = (texts.read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
     if _ranks_prompts_only(state):
         return
     for layer, pair in enumerate(zip(_scores_by_position(state), _scores_by_position(stepped), strict=True)):
-        _close(
+        texts.close(
             *pair,
             f"layer {layer}: `update_slot` of a block must return what it returns for one token after another",
         )
 
 
-def _check_turns(policy: Policy) -> None:
+def _check_turns(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits are the same for a prompt and for two turns if there is a slot for each token."""
     if policy.selection is not None or policy.plan.sizing.mode != "budget" or policy.score.requires.min_prompt > 12:
         return
@@ -185,31 +198,31 @@ def _check_turns(policy: Policy) -> None:
     settings: dict[str, Any] = dict(plan=None if policy.plan.sizing.per_head else "uniform", max_new_tokens=STEPS + 1)
     _, expected = prefill(_small_model(), policy, tokens, room, **settings)
     state, _ = prefill(_small_model(), policy, tokens[:, :12], room, **settings)
-    _close(extend(state, tokens[:, 12:])[1], expected, "after the second turn")
+    texts.close(extend(state, tokens[:, 12:])[1], expected, "after the second turn")
 
 
-def _check_rows(policy: Policy) -> None:
+def _check_rows(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that rows in another order give the same results in that order."""
     order = np.array([2, 0, 1])
-    (state, logits), (reordered, permuted) = _read(policy), _read(policy, rows=order)
-    _close(permuted, logits[order], "after the prompts")
-    _close(_follow(reordered, order)[0], _follow(state)[0][:, order], "after later tokens")
+    (state, logits), (reordered, permuted) = texts.read(policy), texts.read(policy, rows=order)
+    texts.close(permuted, logits[order], "after the prompts")
+    texts.close(texts.follow(reordered, order)[0], texts.follow(state)[0][:, order], "after later tokens")
 
 
-def _check_padding(policy: Policy) -> None:
+def _check_padding(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that a row gives the same results alone and beside longer ones, which it is padded to."""
-    (state, logits), (single, expected) = _read(policy), _read(policy, rows=[1])
-    _close(logits[1:2], expected, "after the prompt")
-    _close(_follow(state)[0][:, 1:2], _follow(single, [1])[0], "after later tokens")
+    (state, logits), (single, expected) = texts.read(policy), texts.read(policy, rows=[1])
+    texts.close(logits[1:2], expected, "after the prompt")
+    texts.close(texts.follow(state)[0][:, 1:2], texts.follow(single, [1])[0], "after later tokens")
 
 
-def _check_limits(policy: Policy) -> None:
+def _check_limits(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that no head holds more tokens than its limit, or a token twice."""
-    state, _ = _read(policy)
+    state, _ = texts.read(policy)
     limits = slot_limits(state)
     if policy.may_shrink:
         limits = [np.full_like(limit, policy.buffer_slots(int(limit.max()), min(LENGTHS))) for limit in limits]
-    for positions in [held_positions(state), *_follow(state)[1]]:
+    for positions in [held_positions(state), *texts.follow(state)[1]]:
         for layer, (position, limit) in enumerate(zip(positions, limits, strict=True)):
             assert ((position >= 0).sum(-1) <= limit).all(), f"layer {layer} holds more than {limit.tolist()} tokens"
             for head in position.reshape(-1, position.shape[-1]):
@@ -217,38 +230,41 @@ def _check_limits(policy: Policy) -> None:
                 assert len(np.unique(tokens)) == len(tokens), f"layer {layer} holds a token twice: {sorted(tokens)}"
 
 
-def _check_compiled(policy: Policy) -> None:
+def _check_compiled(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that `jit`, `scan` and `vmap` over steps give the results of plain steps."""
-    state, _ = _read(policy)
+    state, _ = texts.read(policy)
     tokens = jnp.asarray(TEXT[:, max(LENGTHS) : max(LENGTHS) + 3].T, jnp.int32)
     branches = jax.jit(jax.vmap(lambda tokens: jax.lax.scan(decode_step, state, tokens)[1]))(tokens[None])
-    _close(branches[0], _follow(state, steps=3)[0], "after three tokens")
+    texts.close(branches[0], texts.follow(state, steps=3)[0], "after three tokens")
 
 
-def _check_int8(policy: Policy) -> None:
+def _check_int8(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits are finite over 8-bit slots."""
-    state, logits = _read(policy_by_name(policy, codec="int8"))
-    assert np.isfinite(logits).all() and np.isfinite(_follow(state)[0]).all(), "logits are not finite"
+    state, logits = texts.read(policy_by_name(policy, codec="int8"))
+    assert np.isfinite(logits).all() and np.isfinite(texts.follow(state)[0]).all(), "logits are not finite"
 
 
-def _check_bfloat16(policy: Policy) -> None:
+def _check_bfloat16(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits are finite with a model in bfloat16."""
-    state, logits = _read(policy, model=_small_model("bfloat16"))
-    assert np.isfinite(logits).all() and np.isfinite(_follow(state)[0]).all(), "logits are not finite"
+    state, logits = texts.read(policy, model=_small_model("bfloat16"))
+    assert np.isfinite(logits).all() and np.isfinite(texts.follow(state)[0]).all(), "logits are not finite"
 
 
-def _check_mesh(policy: Policy) -> None:
+def _check_mesh(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that two devices, which shard the heads, give the results of one; skip this if there is only one."""
     if len(jax.devices()) < 2:
         return
     mesh = mesh_of(jax.devices(), (1, 2))
     weights = jax.device_put(_small_model().weights, weight_shardings(CONFIG, mesh))
-    (state, logits), (sharded, expected) = _read(policy), _read(policy, model=Model(weights, CONFIG, mesh=mesh))
-    _close(logits, expected, "after the prompts")
-    _close(_follow(state)[0], _follow(sharded)[0], "after later tokens")
+    (state, logits), (sharded, expected) = (
+        texts.read(policy),
+        texts.read(policy, model=Model(weights, CONFIG, mesh=mesh)),
+    )
+    texts.close(logits, expected, "after the prompts")
+    texts.close(texts.follow(state)[0], texts.follow(sharded)[0], "after later tokens")
 
 
-CHECKS: Mapping[str, Callable[[Policy], None]] = {
+CHECKS: Mapping[str, Check] = {
     "room": _check_room,
     "blocks": _check_blocks,
     "turns": _check_turns,

@@ -33,7 +33,7 @@ class QuerySums(AgeScore):
 
 
 def query_means(
-    model: Model, texts: Iterable[Int[np.ndarray, " n"]], show: Callable[[int], None] = lambda tokens: None
+    model: Model, texts: Iterable[Int[np.ndarray, " _"]], show: Callable[[int], None] = lambda tokens: None
 ) -> tuple[QueryMeans, int]:
     """Return the mean queries of each layer, and the number of tokens over which they were averaged.
 

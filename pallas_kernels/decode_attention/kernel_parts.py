@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, Integer, Num, Shaped, UInt32
 
 from pallas_kernels import noise
 from pallas_kernels.common import LANES, SUBLANES, chip, slots_lie_along_lanes
@@ -20,7 +20,7 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 """Logit of a masked slot, and on GPU the log-sum-exp of no slots."""
 
 
-def array_and_scale(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
+def array_and_scale(operand: Operand) -> tuple[Array, Array | None]:
     """Return stored keys or values: an array and None, or codes and the scale of each slot."""
     if isinstance(operand, Quantised):
         return operand.codes, operand.scale
@@ -36,7 +36,7 @@ def channels_of(operand: Operand) -> int:
     return 1 if slots_lie_along_lanes(*array_and_scale(operand)[0].shape[2:]) else 2
 
 
-def visible_slots(position: Int[Array, "*b"], query: Int[Array, "*#b"], window: int | None) -> Bool[Array, "*b"]:
+def visible_slots(position: Int[Array, "*#b"], query: Int[Array, "*#b"], window: int | None) -> Bool[Array, "*b"]:
     """Return which slots the query at a position attends to."""
     visible = (position >= 0) & (position <= query)
     return visible if window is None else visible & (position > query - window)
@@ -46,9 +46,9 @@ def noisy_logits(
     logits: Float[Array, "*b g s"],
     visible: Bool[Array, "*b g s"],
     score_noise: ScoreNoise,
-    seed: UInt32[Array, "*b #s"],
+    seed: UInt32[Array, "*b #s"] | UInt32[Array, ""],
     tau: Float[Array, ""],
-    head: UInt32[Array, "*b #s"],
+    head: UInt32[Array, "*b #s"] | UInt32[Array, ""],
     position: Int[Array, "*b s"],
     lay: Callable[[Array], Array] = lambda noise: jnp.expand_dims(noise, -2),
 ) -> Float[Array, "*b g s"]:
@@ -67,7 +67,7 @@ def multiplies_integers(interpret: Any) -> bool:
     return tpu is not None and tpu.is_matmul_supported(jnp.int8, jnp.int8)
 
 
-def dot(a: Array, b: Array, axis: int) -> Float[Array, "n g s"]:
+def dot(a: Array, b: Array, axis: int) -> Num[Array, "n g s"]:
     """Multiply rows [n g d] by a block, contracting its `axis`."""
     return _multiply(a, b, (((2,), (axis,)), ((0,), (0,))))
 
@@ -78,14 +78,14 @@ def matmul(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "n m"]:
 
 
 def block_products(
-    q: Float[Array, "#n g d"],
+    q: Float[Array, "_ _ d"],
     k: Array,
     scale: Float[Array, "n s"] | None,
     channels: int,
     integers: bool,
     *,
     several_heads: bool = False,
-) -> Float[Array, "n g s"]:
+) -> Float[Array, "_ _ s"]:
     """Multiply queries by a block of keys, or of codes with their scales; axis `channels` of k, 1 or 2, is contracted.
 
     A chip that multiplies no `integers` takes bfloat16, in which bytes are exact. If `several_heads`, a block of q
@@ -103,8 +103,8 @@ def block_products(
 
 
 def block_weighted_sum(
-    weights: Float[Array, "#n g s"], v: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
-) -> Float[Array, "#n g e"]:
+    weights: Float[Array, "_ _ s"], v: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
+) -> Float[Array, "_ _ e"]:
     """Sum a block of values with non-negative weights; arguments are as in `block_products`."""
     slots = 3 - channels
     if scale is None:
@@ -160,7 +160,7 @@ def _columns() -> int:
     return 2 * LANES if tpu is None else tpu.mxu_column_size
 
 
-def _bytes(codes: Int[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ..."], float]:
+def _bytes(codes: Integer[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ..."], float]:
     """Return the codes of all channels as int8, and the factor to multiply them with."""
     if codes.dtype == jnp.int8:
         return codes, 1.0

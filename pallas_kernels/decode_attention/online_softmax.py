@@ -265,7 +265,7 @@ def sum_groups(x: Float[Array, "n g s"], heads: int) -> Float[Array, "h s"]:
     return x.reshape(heads, -1) if len(x) < heads else x.sum(1)
 
 
-def along_lanes(x: Float[Array, "n rows 1"], heads: int) -> Float[Array, "h rows"]:
+def along_lanes(x: Float[Array, "n rows 1"], heads: int) -> Float[Array, "h _"]:
     """Move one number of each row from sublanes to lanes, by a maximum since v4 cannot gather from sublanes."""
     if len(x) < heads:
         return x.reshape(heads, 1)

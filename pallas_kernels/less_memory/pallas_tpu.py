@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 from pallas_kernels.attention import pad_to
 from pallas_kernels.blocks import alias_block, input_block, output_block, run
@@ -57,7 +57,7 @@ def less_remember(x: Remember, *, interpret: Any) -> Remembered:
     (b, h, g, d), (k, v, position), (memory, total) = q.shape, x.evicted, x.memory
     features, e = memory.shape[2:]
 
-    def heads_of_rows(x: Float[Array, "b m w"], heads: int) -> Any:
+    def heads_of_rows(x: Num[Array, "b m w"], heads: int) -> Any:
         return input_block(x, pl.BlockSpec((b, heads, x.shape[2]), lambda eight, head: (0, eight, 0)))
 
     def per_head(x: Array, heads: int = 1) -> Any:

@@ -15,14 +15,14 @@ from pallas_kernels.op import How, Limit, Op
 
 
 def rope(
-    rotated: Sequence[Float[Array, "b n d"]],
+    rotated: Sequence[Float[Array, "b _ d"]],
     cos: Float[Array, "b w"],
     sin: Float[Array, "b w"],
-    still: Sequence[Float[Array, "b n d"]] = (),
+    still: Sequence[Float[Array, "b _ e"]] = (),
     *,
     interleaved: bool = False,
     **how: Unpack[How],
-) -> tuple[Float[Array, "b n d"], ...]:
+) -> tuple[Float[Array, "b _ _"], ...]:
     """Rotate the first channels of one token's heads in pairs, for each row.
 
     On a TPU, projections put the channels of all heads into one row, and kernels need one row per head. XLA moves the
@@ -41,20 +41,20 @@ def rope(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class RotateHeads(Op[tuple[Float[Array, "b n d"], ...]]):
+class RotateHeads(Op[tuple[Float[Array, "b _ _"], ...]]):
     """See `rope`."""
 
-    rotated: tuple[Float[Array, "b n d"], ...]
+    rotated: tuple[Float[Array, "b _ d"], ...]
     cos: Float[Array, "b w"]
     sin: Float[Array, "b w"]
-    still: tuple[Float[Array, "b n d"], ...] = ()
+    still: tuple[Float[Array, "b _ e"], ...] = ()
     interleaved: bool = static(False)
 
     name = "rope"
     backends = ("pallas_tpu",)
 
     @property
-    def heads(self) -> list[Float[Array, "b n d"]]:
+    def heads(self) -> list[Float[Array, "b _ _"]]:
         """Queries, keys and values."""
         return [*self.rotated, *self.still]
 

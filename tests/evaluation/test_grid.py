@@ -129,7 +129,7 @@ def test_results_are_told_as_they_come_and_beside_each_other(
     # What has been measured is found again, but for a policy whose file has changed.
     mine.write_text(MINE.format(sign="-"))
     with pytest.warns(UserWarning, match="Mine protects no tokens"):
-        assert evaluate.main(words) == 0
+        assert evaluate.main(["perplexity", *words[1:]]) == 0
     again = RowFile(out / "perplexity.jsonl").rows
     assert [row["policy"] for row in again[len(rows["perplexity"]) :]] == [f"{mine}:Mine"]
 

@@ -53,13 +53,16 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
         [compared(["keyformer", "tova", "lsh_e"], 6, (2, 4))],
         [compared(["less-performer", "fastgen", "lightkv", "momentkv+h2o"], 6, (2, 4))],
         *(slow([compared(names, 6, (2, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
-        [compared(["less+h2o+int4", "lightkv-offload"], 1, (1, 4))],
+        [
+            compared(["less+h2o+int4", "lightkv-offload"], 1, (1, 4)),
+            # Pages of many heads, whose budgets tie.
+            compared(["random+adakv"], 8, (1, 4)),
+            # Slots alone, whatever the number of heads.
+            compared(["h2o"], 2, (2, 1, 4)),
+            compared(["lsh_e"], 2, (1, 2, 2)),
+            compared(["keydiff-cache-positions"], 2, (1, 1, 2)),
+        ],
         slow([compared(["h2o+topk"], 1, (1, 4))]),
-        # Pages of many heads, whose budgets tie.
-        [compared(["random+adakv"], 8, (1, 4))],
-        # Slots alone, whatever the number of heads.
-        [compared(["h2o"], 2, (2, 1, 4)), compared(["lsh_e"], 2, (1, 2, 2))],
-        [compared(["keydiff-cache-positions"], 2, (1, 1, 2))],
         slow([compared(["h2o", "streaming", "less-performer", "lsh_e", "momentkv+h2o"], 2, (2, 1, 4), (1, 2, 2))]),
         *(slow([compared(names, 2, (1, 1, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
         [

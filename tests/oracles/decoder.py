@@ -488,7 +488,7 @@ class Decoder:
         return x / np.sqrt(np.mean(x * x) + self.config.norm_eps) * norm.scale
 
     def _embed(self, token: int, position: int) -> np.ndarray:
-        x = self.weights.table.rows(token)
+        x = self.weights.table.weight[token]
         return x + self.weights.positions[position] if self.config.position == "learned" else x
 
     def _rotate(self, layer: int, x: np.ndarray, position: int) -> np.ndarray:

@@ -18,10 +18,11 @@ import kvjax
 from kvjax.inference import decode, decoder, prefill, press
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.state import held_positions, slot_limits
-from kvjax.methods.lightkv import AfterLimit
 from kvjax.methods.register import REGISTRY
 from kvjax.model import Model
 from kvjax.models import Rope
+from kvjax.testing import CHECKS
+from kvjax.testing.policies import Texts
 from kvjax.utils.compilation import temporary_bytes
 from pallas_kernels.operands import Quantised
 from tests.cases import FIRST, PAIRS, POLICIES, Case, slow
@@ -123,6 +124,29 @@ def close(a: Any, b: Any, tolerance: float = 2e-4) -> None:
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
+class OfCase(Texts):
+    """Texts as a case reads them, with smaller differences than `check_policy` allows."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+
+    def read(self, policy: Any, budget: Any = None, *, model: Any = None, rows: Any = None, **settings: Any) -> Any:
+        return read(self.case, budget, model=model or MODEL, rows=slice(None) if rows is None else rows, **settings)
+
+    def follow(self, state: kvjax.State, rows: Any = None, steps: int = 30) -> Any:
+        _, (logits, layers) = follow(state, steps)
+        return logits, [list(step) for step in zip(*layers, strict=True)]
+
+    def close(self, actual: Any, expected: Any, what: str) -> None:
+        close(actual, expected, 1e-5 if what.startswith("after the prompt") else 1e-4)
+
+
+def checked(name: str, check: str) -> None:
+    """Check a case as `kvjax.testing.check_policy` checks the policies of others."""
+    case = CASES[name]
+    CHECKS[check](case.make() if case.plan is None else case.make(plan=case.plan), OfCase(case))
+
+
 def programs() -> list[int]:
     """How many programs have been compiled to read prompts and to take steps."""
     functions: list[Any] = [prefill.read_together, decoder.compiled_step, press.pack_pages]
@@ -174,17 +198,7 @@ def test_texts_go_on_beyond_what_was_planned(name: str) -> None:
 
 @every_policy
 def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None:
-    state, _ = read(CASES[name])
-    after, (_, positions) = follow(state)
-    before = held_positions(state)
-    for layer, limit in enumerate(slot_limits(after)):
-        if isinstance(state.policy.plan, AfterLimit) or state.policy.evict_every > 1:
-            limit = np.full_like(limit, state.policy.buffer_slots(int(limit.max()), min(LENGTHS)))
-        for held in (before[layer][None], positions[layer]):
-            live = held >= 0
-            assert (live.sum(-1) <= limit).all()
-            ordered = np.sort(np.where(live, held, -np.arange(1, held.shape[-1] + 1)), axis=-1)
-            assert (np.diff(ordered, axis=-1) > 0).all()
+    checked(name, "limits")
 
 
 @every_first
@@ -281,19 +295,12 @@ def test_numbers_are_arguments_of_one_program(name: str, sweep: list[dict[str, A
 
 @every_mixture_by_rows
 def test_permuting_the_batch_permutes_the_output(name: str) -> None:
-    order = np.array([2, 0, 1])
-    state, logits = read(CASES[name])
-    permuted, expected = read(CASES[name], rows=order)
-    close(logits[order], expected, 1e-5)
-    close(follow(state)[1][0][:, order], follow(permuted)[1][0], 1e-4)
+    checked(name, "order of rows")
 
 
 @every_first_by_rows
 def test_a_row_does_not_know_its_neighbours(name: str) -> None:
-    state, logits = read(CASES[name])
-    alone, expected = read(CASES[name], rows=[1])
-    close(logits[1:2], expected, 1e-5)
-    close(follow(state)[1][0][:, 1:2], follow(alone)[1][0], 1e-4)
+    checked(name, "padding")
 
 
 @every_mixture

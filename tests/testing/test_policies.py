@@ -56,4 +56,5 @@ def test_checks_are_known_by_name() -> None:
 
 @pytest.mark.parametrize("name", [name if name == "h2o" else slow(name) for name in POLICIES])
 def test_every_policy_passes(name: str) -> None:
-    check_policy(POLICIES[name].make(), *(CHECKS if name != "h2o" else ("blocks", "turns", "padding")))
+    # policies/test_contract.py runs others of the checks on every case.
+    check_policy(POLICIES[name].make(), *(CHECKS if name != "h2o" else ("blocks", "turns")))

@@ -25,7 +25,7 @@ SIZES = (
 EXPERTS = ("num_local_experts", "num_experts_per_tok")
 Settings = Mapping[str, Any]
 Shape = tuple[int, ...]
-Tensor = Shaped[np.ndarray, "out *into"]
+Tensor = Shaped[np.ndarray, "..."]
 
 
 @dataclasses.dataclass(frozen=True)
