@@ -24,7 +24,7 @@ import site_figures
 from kvjax.cache.buffers import allocated_bytes, slot_bytes
 from kvjax.cache.slots import empty_slots
 from kvjax.inference.decode import trace_step
-from kvjax.inference.prepare import ready
+from kvjax.inference.prepare import bind_policy
 from kvjax.inference.shapes import empty_state, state_shapes
 from kvjax.methods import describe
 from kvjax.methods.describe import Description
@@ -98,7 +98,7 @@ def _operations(step: Any) -> float:
 
 def _step(model: kvjax.Model, policy: Policy, slots: int) -> Any:
     if policy.bounded:  # an empty state has the same buffers, and no prompt's program is traced
-        state = empty_state(model, ready(model, policy, slots, None), 1, 2 * slots, slots)
+        state = empty_state(model, bind_policy(model, policy, slots, None), 1, 2 * slots, slots)
     else:
         state = state_shapes(model, policy, 1, slots, max_new_tokens=slots)
     return trace_step(state).lower()
