@@ -132,7 +132,7 @@ class SlotCache(Heads, LayerCache):
             state = policy.score.update_head(cache, new)
             if not policy.score.requires.keeps_idle_rows:
                 state = where_read(new, state, cache.state.score)
-            cache = cache.update_slot(policy, requests, stats, new)
+            cache = cache.update_slots(policy, requests, stats, new)
         return cache if state is None else cache.with_state(score=state)
 
     def with_state(self, **state: PyTree) -> Self:
@@ -176,7 +176,7 @@ class SlotCache(Heads, LayerCache):
         """Attend from one token per row, which has a slot, to all slots and to evicted pairs."""
 
     @abc.abstractmethod
-    def update_slot(self, policy: Policy, requests: PyTree, stats: Any, new: LayerTokens) -> Self:
+    def update_slots(self, policy: Policy, requests: PyTree, stats: Any, new: LayerTokens) -> Self:
         """Update the score of each slot with the requested statistics."""
 
     def with_scores(self, out: Array) -> tuple[Self, Array]:
@@ -227,7 +227,7 @@ class Slots(View, SlotCache, kw_only=True):
     def close(self, policy: Policy) -> LayerCache:
         return super().close(policy).replace(victim=None)
 
-    def update_slot(self, policy: Policy, requests: PyTree, stats: PyTree, new: LayerTokens) -> Self:
+    def update_slots(self, policy: Policy, requests: PyTree, stats: PyTree, new: LayerTokens) -> Self:
         """Update scores with the requested statistics. If there are none, the kernel has already added them."""
         if stats is None:
             return self

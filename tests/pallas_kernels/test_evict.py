@@ -181,7 +181,7 @@ def test_one_pass_is_exchange_then_attention(name):
         (found, answered.partial.out, answered.stats),
         (expected, attended.partial.out, attended.stats),
     ):
-        heard.append((after.update_slot(policy, requests, stats, new), out))
+        heard.append((after.update_slots(policy, requests, stats, new), out))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *heard)
 
 

@@ -134,7 +134,7 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
     written, _ = layer.write(policy, new)
     requests = policy.score.attention_stats(written, new)
     attended, found = written.attend_token(policy, new, requests, None)
-    after = attended.update_slot(policy, requests, found.stats, new).linked
+    after = attended.update_slots(policy, requests, found.stats, new).linked
     assert (np.asarray(found.partial.out[0]) == 0).all() and (np.asarray(found.partial.out[1:]) != 0).all()
     rows = np.asarray(pool.owner) // h
     for old, now in zip(jax.tree.leaves(pool.slots.score), jax.tree.leaves(after.slots.score), strict=True):

@@ -226,7 +226,7 @@ class Pages(LayerPages):
         cache = self.replace(pool=pool.replace(logits=attention.logits))
         return cache, Attended(with_evicted(attention.partial, evicted), page_stats(self, new, requests, attention))
 
-    def update_slot(self, policy: Policy, requests: PyTree, stats: PageStats, new: LayerTokens) -> Pages:
+    def update_slots(self, policy: Policy, requests: PyTree, stats: PageStats, new: LayerTokens) -> Pages:
         """Update scores with the requested statistics, one block of pages at a time."""
 
         def update(score: PyTree, at: Array, valid: Array) -> PyTree:
