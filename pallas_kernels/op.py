@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
 from pallas_kernels.common import IMPLEMENTATIONS, Survey, Tuned, TuningTask, bucket_name, choose, platform_of
 
@@ -110,9 +110,11 @@ class Op(abc.ABC, Generic[Result]):
     def workload(self) -> tuple[Mapping[str, int], Mapping[str, Any]] | None:
         """Return the sizes and settings that name a benchmark, as `bucket_name` takes them; None if there is none."""
 
-    def __call__(self, **how: Unpack[How]) -> Result:
-        """Run the implementation that `choose` returns."""
-        options = options_of(**how)
+    def __call__(self, implementation: str | None = None, **target: Any) -> Result:
+        """Run the implementation that `choose` returns, with the arguments of `How`."""
+        options = (
+            options_of(**target) if implementation is None else options_of(implementation=implementation, **target)
+        )
         return self.run(self.choose(options), options)
 
     def choose(self, options: Options) -> str:

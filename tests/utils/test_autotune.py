@@ -282,8 +282,8 @@ def test_random_inputs_tell_right_from_wrong(monkeypatch):
     (each,) = survey.requests.values()
 
     class ForgetsABlock(DecodeAttention):
-        def __call__(self, **how):
-            seen = self.position if how.get("implementation") == "xla" else self.position.at[:, :, :8].set(-1)
+        def __call__(self, implementation=None, **target):
+            seen = self.position if implementation == "xla" else self.position.at[:, :, :8].set(-1)
             arguments: dict[str, Any] = vars(self) | {"position": seen}
             return decode_attention(**arguments)
 
