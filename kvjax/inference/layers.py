@@ -104,11 +104,12 @@ def _waits(decoder: Bound, cache: Cache, reading: TokenBatch) -> bool:
 def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache, Float[Array, "b t width"]]:
     x = embed(decoder.weights, decoder.config, reading.token, reading.position)
     layers, score = decoder.layers, decoder.policy.score
-    ropes = [layer.shape.rope for layer in layers]
+    ropes = [shape.rope for shape in decoder.config.layer_configs]
     of_rope = {rope: reading.turns(rope, x.dtype) for rope in dict.fromkeys(ropes) if rope is not None}
     turns = [None if rope is None else of_rope[rope] for rope in ropes]
-    caches = _with_victims(layers, cache.layers, reading, x)
-    pool = cache.pool
+    caches, pool = cache.layers, cache.pool
+    if decoder.config.spread.slots > 1 and not score.requires.host_memory:
+        caches = _with_victims(layers, caches, reading, x)
     if pool is not None:
         pool = pool.with_logits(decoder.config.layer(0).groups, wide(x.dtype))
     run: Callable[..., Any] = block
@@ -120,12 +121,12 @@ def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[
 
 
 def _with_victims(layers: Sequence[Layer], caches: Caches, reading: TokenBatch, x: Float[Array, "b t width"]) -> Caches:
-    """Choose all victims together if devices share slots and no layer has to run first.
+    """Choose the victims of slots that devices share for all layers together, if no layer has to run first.
 
     One collective then serves all layers.
     """
-    policy, several = layers[0].policy, x.shape[1] > 1  # the second token's victims depend on the first one
-    if layers[0].shape.spread.slots == 1 or several or policy.may_shrink or policy.score.requires.host_memory:
+    several = x.shape[1] > 1  # the second token's victims depend on the first one
+    if several or layers[0].policy.may_shrink:
         return caches
     views = {index: cache for index, cache in enumerate(caches) if isinstance(cache, View)}
     policies = [layers[index].policy for index in views]

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from flax import struct
 
 from kvjax.types import Heads, LayerTokens, PyTree, check_kind, setting_names, written
-from kvjax.utils.fields import check_limit
+from kvjax.utils.fields import SIMPLE, check_limit
 
 _RENAMED = {
     "asks": "attention_stats(heads, new)",
@@ -60,10 +60,9 @@ class Part(struct.PyTreeNode, abc.ABC):
         check_class(cls)
         in_order, fields = _hyperparameters(cls)
         for name, value in (dict(zip(in_order, values, strict=False)) | keywords).items():
-            # A placeholder for a number, in a program or another tree, has no kind to check.
-            if name in fields and (fields[name].metadata.get("pytree_node") is False or written(value)):
-                check_kind(name, value, fields[name].type)
-                check_limit(name, value, fields[name])
+            if name in fields:
+                check = _check_once if type(value) in SIMPLE else _check_setting
+                check(cls, name, type(value), value)
         return super().__new__(cls)
 
     def bind(self, model: Any) -> Self:
@@ -135,6 +134,18 @@ def _hyperparameters(kind: type[Part]) -> tuple[list[str], dict[str, dataclasses
     fields: dict[str, dataclasses.Field[Any]] = getattr(kind, "__dataclass_fields__", {})
     in_order = [name for name, field in fields.items() if field.init and not field.kw_only]
     return in_order, {name: fields[name] for name in setting_names(kind)}
+
+
+def _check_setting(kind: type[Part], name: str, _: type, value: Any) -> None:
+    field = _hyperparameters(kind)[1][name]
+    # A placeholder for a number, in a program or another tree, has no kind to check.
+    if field.metadata.get("pytree_node") is False or written(value):
+        check_kind(name, value, field.type)
+        check_limit(name, value, field)
+
+
+# Programs rebuild their policies many times, with the same settings.
+_check_once = functools.cache(_check_setting)
 
 
 @functools.cache
