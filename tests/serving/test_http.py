@@ -512,6 +512,7 @@ def test_a_slow_reader_is_cut_off() -> None:
 
 def test_metrics(web: httpx.Client, engine: FakeEngine) -> None:
     web.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+    assert engine.ended(1)  # a client may be told first
     answer = web.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     told = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
