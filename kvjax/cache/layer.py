@@ -122,3 +122,7 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
     def of_slots(self, change: Callable[[Array], Array]) -> Self:
         """Apply a function to each array of slots [b h c ...]."""
         return self
+
+
+Caches = tuple[LayerCache, ...]
+"""Caches of all layers."""

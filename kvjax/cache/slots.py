@@ -251,12 +251,18 @@ class Slots(View, SlotCache, kw_only=True):
 
     def appended(self, policy: Policy, new: LayerTokens) -> Self:
         """Return the slots with those of a block of text behind them; no token is evicted."""
-        slots = policy.codec.begin(self, new)
+
+        def join(buffer: Array, block: Array) -> Array:
+            return jnp.concatenate([buffer, block], axis=2)
+
+        return policy.codec.settle(policy.codec.begin(self, new).with_block(policy, new, join), new)
+
+    def with_block(self, policy: Policy, new: LayerTokens, put: Callable[[Array, Array], Array]) -> Self:
+        """Return the slots with a block of text, whose arrays [b h t ...] a function puts into the buffers."""
         position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
-        block = entries(policy, slots, new) | {"position": position}
-        buffers = {"kv": slots.kv, "slots": slots.slots, "position": slots.position}
-        joined = jax.tree.map(lambda old, added: jnp.concatenate([old, added], axis=2), buffers, block)
-        return policy.codec.settle(slots.replace(**joined), new)
+        block = entries(policy, self, new) | {"position": position}
+        buffers = {"kv": self.kv, "slots": self.slots, "position": self.position}
+        return self.replace(**jax.tree.map(put, buffers, block))
 
     def grow(self, slots: int | None = None) -> GrowingSlots:
         size = self.capacity if slots is None else slots
@@ -336,11 +342,7 @@ class OpenSlots(Slots, kw_only=True):
         slot = jnp.argsort(self.live, axis=-1, stable=True)[..., : new.k.shape[2]]
         is_free = ~jnp.take_along_axis(self.live, slot, axis=-1) & new.valid[:, None]
         at = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None], jnp.where(is_free, slot, capacity)
-        position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
-        contents = entries(policy, self, new) | {"position": position}
-        buffers = {"kv": self.kv, "slots": self.slots, "position": self.position}
-        put = jax.tree.map(lambda buffer, block: buffer.at[at].set(block, mode="drop"), buffers, contents)
-        return self.replace(**put)
+        return self.with_block(policy, new, lambda buffer, block: buffer.at[at].set(block, mode="drop"))
 
     def truncate(self, length: Int[Array, " b"]) -> Slots:
         """Return the slots without the tokens at `length` and later ones."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.evict import foreseen, victims_of
-from kvjax.cache.layer import LayerCache
+from kvjax.cache.layer import Caches, LayerCache
 from kvjax.cache.pending import sum_over_layers
 from kvjax.inference.cache import Bound, Cache
 from kvjax.models.decoder import Layer, block, embed
@@ -20,8 +20,6 @@ from kvjax.types import Kernels, TokenBatch, View, wide
 
 STEPS = 512
 """Most tokens, of all rows, that a layer reads by decode steps before the next layer does."""
-
-Caches = tuple[LayerCache, ...]
 
 
 @functools.partial(jax.jit, static_argnames="kernels")

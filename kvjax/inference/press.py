@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.evict import foreseen
 from kvjax.cache.keep import allocated, allocated_together, keep_best
-from kvjax.cache.layer import LayerCache
+from kvjax.cache.layer import Caches, LayerCache
 from kvjax.cache.paged.build import pack
 from kvjax.cache.paged.pages import Pool
 from kvjax.cache.paged.select import Selected
@@ -34,8 +34,6 @@ from kvjax.policies.stats import flatten_requests
 from kvjax.types import HEADS, OF_HEADS, OF_POOL, OF_ROWS, ROWS, LayerTokens, PyTree
 from kvjax.utils.dependence import depends_on
 from kvjax.utils.processes import on_host
-
-Caches = tuple[LayerCache, ...]
 
 Pressed = tuple[Caches, Bool[Array, " b"]]
 """Layers (with selected slots, under plans with slots for each head), and a mask of rows with scores of NaN."""

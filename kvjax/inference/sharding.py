@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.cache.layer import LayerCache
+from kvjax.cache.layer import Caches, LayerCache
 from kvjax.cache.paged.pages import Pool
 from kvjax.cache.paged.select import Selected
 from kvjax.cache.paged.storage import Pages
@@ -28,7 +28,6 @@ from kvjax.types import HEADS, OF_ROWS, REPLICATED, ROWS, SLOTS, PyTree, Spread
 from pallas_kernels.op import using
 
 C = TypeVar("C", bound=LayerCache)
-Caches = tuple[LayerCache, ...]
 
 
 def on_mesh(

@@ -55,7 +55,6 @@ def verify(
     def read_on_device(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Cache, Array]:
         decoder, place = decoder.here(), cache.position[:, None] + jnp.arange(tokens.shape[1])
         batch = cache.following(tokens, jnp.where(cache.active, lengths, 0)).replace(given=False)
-        batch = batch
         x = embed(decoder.weights, decoder.config, batch.token, batch.position)
         opened = [layer.open() for layer in gather_slots(cache, decoder.mesh).layers]
         layers, _, x = read(decoder.layers, opened, batch, x, close=False)
