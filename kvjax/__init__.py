@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvjax import methods as methods
     from kvjax import policies as policies
     from kvjax import testing as testing
+    from kvjax.generation.speculative import speculate as speculate
     from kvjax.inference.cache import Cache as Cache
     from kvjax.inference.compress import compress as compress
     from kvjax.inference.decode import decode_step as decode_step
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from kvjax.inference.decoder import decoder as decoder
     from kvjax.inference.extend import extend as extend
     from kvjax.inference.extend import prefill as prefill
+    from kvjax.inference.speculation import Speculation as Speculation
+    from kvjax.inference.speculation import speculation as speculation
     from kvjax.inference.state import State as State
     from kvjax.inference.state import cache_bytes as cache_bytes
     from kvjax.inference.state import full_cache_bytes as full_cache_bytes
@@ -67,11 +70,13 @@ _HOMES = {
     "kvjax.policies.codec": ("Codec",),
     "kvjax.policies.quantizer": ("Quantizer",),
     "kvjax.utils.compilation": ("enable_compilation_cache",),
+    "kvjax.generation.speculative": ("speculate",),
     "kvjax.inference.compress": ("compress",),
     "kvjax.inference.decode": ("decode_step", "decode_step_in_place"),
     "kvjax.inference.cache": ("Cache",),
     "kvjax.inference.decoder": ("Decoder", "decoder"),
     "kvjax.inference.extend": ("extend", "prefill"),
+    "kvjax.inference.speculation": ("Speculation", "speculation"),
     "kvjax.inference.state": ("State", "cache_bytes", "full_cache_bytes", "held_positions", "put_rows", "take_rows"),
     "kvjax.methods": ("policy",),
     "kvjax.model": ("Model", "load"),

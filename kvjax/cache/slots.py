@@ -337,10 +337,17 @@ class OpenSlots(Slots, kw_only=True):
         return with_sink(partial, sink_logits).out, slots
 
     def written(self, policy: Policy, new: LayerTokens) -> Self:
-        """Return the slots with some known tokens in empty ones; those for which there is none are dropped."""
+        """Return the slots with some known tokens in free ones; those for which there is none are dropped.
+
+        Slots of tokens before the window of all new tokens are free, and taken before empty ones.
+        """
         rows, heads, capacity = self.position.shape
-        slot = jnp.argsort(self.live, axis=-1, stable=True)[..., : new.k.shape[2]]
-        is_free = ~jnp.take_along_axis(self.live, slot, axis=-1) & new.valid[:, None]
+        window, live = new.config.window, self.live
+        if window is not None:
+            live &= self.position > new.position[:, :1, None] - window
+        order = jnp.where(live, 1, jnp.where(self.live, -1, 0))
+        slot = jnp.argsort(order, axis=-1, stable=True)[..., : new.k.shape[2]]
+        is_free = ~jnp.take_along_axis(live, slot, axis=-1) & new.valid[:, None]
         at = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None], jnp.where(is_free, slot, capacity)
         return self.with_block(policy, new, lambda buffer, block: buffer.at[at].set(block, mode="drop"))
 

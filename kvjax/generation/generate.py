@@ -21,11 +21,14 @@ from kvjax.generation.keywords import BeginKeywords, TextKeywords, TextsKeywords
 from kvjax.generation.loop import Drawn, PrefilledBatch
 from kvjax.generation.prompts import encode, end_ids, has_turns
 from kvjax.generation.sampling import GREEDY, sampling_of
+from kvjax.generation.speculative import SpeculativeBatch
 from kvjax.inference.cache import policy_seeds
-from kvjax.inference.extend import lower_prefill, prefill
+from kvjax.inference.decoder import decoder
+from kvjax.inference.extend import lower_prefill
 from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prefill import draws
 from kvjax.inference.prepare import bind_policy, check_vocabulary, instead, longest_text, prepare
+from kvjax.inference.speculation import speculation
 from kvjax.inference.state import State, held_positions, take_rows
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.policies.allocation import Plan
@@ -71,6 +74,8 @@ class Generation:
     """Log-probabilities of each token of each text, if requested."""
     beams: int = 1
     """Rows of the state per text."""
+    rounds: list[int] = dataclasses.field(default_factory=list)
+    """Verifications of drafted tokens in each text, all 0 without a draft."""
 
     @functools.cached_property
     def state(self) -> State:
@@ -82,6 +87,13 @@ class Generation:
     def decode_tokens_per_second(self) -> float | None:
         """Generated tokens of all rows per second; None if none were timed."""
         return self.timed_tokens / self.decode_seconds if self.timed_tokens else None
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens that a verification adds to a text on average; None without a draft."""
+        rounds = sum(self.rounds)
+        # The first token comes from the prompt.
+        return sum(max(len(ids) - 1, 0) for ids in self.tokens) / rounds if rounds else None
 
 
 def check_room(longest: int, max_new_tokens: int, policy: Policy, model: LanguageModel) -> None:
@@ -118,6 +130,8 @@ def begin(
     chat: bool = False,
     logprobs: int | None = None,
     rope_length: int | None = None,
+    lossless: bool = False,
+    draft_tokens: int = 4,
 ) -> PrefilledBatch:
     """Prefill prompts for generation; see `generate_texts` for the settings and errors.
 
@@ -142,11 +156,22 @@ def begin(
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
     chosen = bind_policy(model, chosen, budget, plan)
+    if lossless:
+        _check_draft(chosen)
+        reader = speculation(model, chosen, budget, draft_tokens=draft_tokens)
+        check_room(max(map(len, prompts)), max_new_tokens, reader.policy, model)
+    else:
+        reader = decoder(model, chosen, budget)
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, budget_of=budget_of)
     first = [list(prompt) for prompt in prompts[:1]]
     with Compiling() as compiling:
-        if num_samples > 1 and draws(
-            model, prepare(model, chosen, first, budget, None, key=None, plan=None, chunk=prefill_chunk, **arguments)
+        if (
+            num_samples > 1
+            and not lossless
+            and draws(
+                model,
+                prepare(model, chosen, first, budget, None, key=None, plan=None, chunk=prefill_chunk, **arguments),
+            )
         ):
             # The policy also draws the cache's contents, so each sample reads the prompt with its own seed.
             prompts = [prompt for prompt in prompts for _ in range(num_samples)]
@@ -157,7 +182,8 @@ def begin(
         compiling.lap()
         batch = [list(prompts[row]) for row in index]
         arguments |= dict(key=keys, prefill_chunk=prefill_chunk, rope_length=rope_length)
-        state, logits = prefill(model, chosen, batch, budget, **arguments)
+        cache, logits = reader.prefill(batch, **arguments)
+        state = State(reader.for_steps(), cache)
         jax.block_until_ready(logits)
         seconds = compiling.lap()
     if num_samples > 1:
@@ -168,7 +194,7 @@ def begin(
         keys = _keys(np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64))
         state, logits = take_rows(state, copied).replace(key=keys, seed=policy_seeds(keys)), logits[copied]
     state = state.replace(active=jnp.asarray(np.arange(len(state.position)) < rows))
-    return PrefilledBatch(
+    return (SpeculativeBatch if lossless else PrefilledBatch)(
         model=model,
         prompts=[list(prompt) for prompt in prompts for _ in range(num_samples)],
         state=state,
@@ -182,6 +208,15 @@ def begin(
         compile_seconds=compiling.seconds,
         seconds=seconds,
     )
+
+
+def _check_draft(policy: Policy) -> None:
+    """Refuse to draft with a policy whose cache is as large as the full one."""
+    if policy == policy_by_name("full"):
+        raise ValueError(
+            'lossless=True drafts with a small cache, but policy="full" keeps everything; give a policy with a budget, '
+            'such as policy="snapkv", budget=0.25, or leave lossless out.'
+        )
 
 
 @on_the_host
@@ -227,7 +262,7 @@ def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) 
         raise ValueError(f"length_penalty={length_penalty} has no effect without beams; give beams, too.")
     if not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty={length_penalty} is not a finite number.")
-    idle_values = dict(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, logprobs=None)
+    idle_values = dict(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, logprobs=None, lossless=False)
     for name, idle in (idle_values | {"num_samples": 1}).items() if beams > 1 else ():
         if settings.get(name) not in (None, idle):
             raise ValueError(f"{name}={settings[name]} has no effect on a beam search; leave it out.")
@@ -248,10 +283,12 @@ def decode_batch(
         logprobs: list[list[Logprob]] = [[] for _ in batch.prompts]
         state = batch.state
         seconds, timed, last, compiled = 0.0, 0, time.perf_counter(), compiling.seconds
-        for index, (block, belongs, after, samples) in enumerate(batch.blocks()):
+        rounds = np.zeros(len(tokens), int)
+        for index, (block, belongs, after, samples, taken) in enumerate(batch.blocks()):
             now, state = time.perf_counter(), after
             if index and compiling.seconds == compiled:  # the first token took no step
-                seconds, timed = seconds + now - last, timed + block.size
+                seconds, timed = seconds + now - last, timed + int(belongs.sum())
+            rounds += taken
             for row, ids, keep in zip(tokens, block, belongs, strict=True):
                 row += ids[keep].tolist()
             if samples.logprob is not None:
@@ -262,7 +299,7 @@ def decode_batch(
             last, compiled = time.perf_counter(), compiling.seconds
     outputs = batch.prompts, tokens, state, batch.cache_positions
     times = batch.compile_seconds + compiling.seconds, batch.seconds, seconds, timed
-    return Generation(*outputs, *times, logprobs if batch.logprobs is not None else None)
+    return Generation(*outputs, *times, logprobs if batch.logprobs is not None else None, rounds=rounds.tolist())
 
 
 def logprob_at(samples: Drawn, row: int, place: int) -> Logprob:
@@ -327,6 +364,8 @@ def generate_texts(
             `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;
             `num_samples` (1): texts per prompt, returned one after the other; the i-th one uses seed + i. All samples
             share one prefill, unless the policy uses the seed in it;
+            `lossless` (False): return the text of the full cache, which verifies the tokens that the policy drafts on
+            its small cache, `draft_tokens` (4) at a time; see `kvjax.speculation`;
             `beams` (1), `length_penalty` (1.0): return the likeliest text of a beam search, see `beam_search`;
             `logprobs`, `on_tokens`: see `generate_ids`.
 

@@ -33,6 +33,8 @@ class TextKeywords(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     stop_at_eos: bool
     logprobs: int | None
+    lossless: bool
+    draft_tokens: int
 
 
 class BeginKeywords(TextKeywords, total=False):

@@ -38,16 +38,31 @@ class Drawn(NamedTuple):
     likeliest_logprob: Float[Array, "b k"] | None
 
 
+class Dispatch(NamedTuple):
+    """Tokens that one program has drawn."""
+
+    state: State
+    in_text: Bool[Array, "b vocab"]
+    samples: Drawn
+    """Tokens of the dispatch, [b n]."""
+    counts: Int[np.ndarray, " b"]
+    """Tokens of each row; the others are padding."""
+    rounds: Int[np.ndarray, " b"]
+    """Verifications that each row took part in; 0 without a draft."""
+
+
 class Block(NamedTuple):
     """Tokens of one dispatch."""
 
     tokens: Int[np.ndarray, "b n"]
     belongs: Bool[np.ndarray, "b n"]
-    """True for tokens of their row's text; False for end ids and for tokens of inactive rows."""
+    """True for tokens of their row's text; False for end ids, for padding, and for tokens of inactive rows."""
     state: State
     """State after the block; it has not read the last token of a running row yet."""
     samples: Drawn
     """Tokens of the block with their log-probabilities, [b n] and [b n k] on the host."""
+    rounds: Int[np.ndarray, " b"]
+    """Verifications that each row took part in; 0 without a draft."""
 
 
 @functools.partial(jax.jit, static_argnames="logprobs")
@@ -149,29 +164,62 @@ class PrefilledBatch:
         for row, ids in zip(in_text, self.prompts, strict=False):  # rows beyond them only fill the batch
             row[ids] = True
         pieces = [Pieces(self.model.tokenizer, self.stop, prompt) for prompt in self.prompts] if self.stop else []
-        decoder, cache = state.decoder, state.cache.with_own_rows()
-        settle_step(decoder, cache)
+        settle_step(state.decoder, state.cache)
         samples, in_text = draw(state.key, state.position, logits, self.sampling, jnp.asarray(in_text), self.logprobs)
-        ended, length = ~on_host(state.active), 0
-        token, after = samples.token, state
-        block: Drawn = jax.tree.map(lambda leaf: on_host(leaf)[:, None], samples)
+        ended, length, none = ~on_host(state.active), np.zeros(len(logits), int), np.zeros(len(logits), int)
+        first: Drawn = jax.tree.map(lambda leaf: leaf[:, None], samples)
+        dispatch = Dispatch(State(state.decoder, state.cache.with_own_rows()), in_text, first, none + 1, none)
+        token = on_host(samples.token)
         while True:
-            tokens = np.asarray(block.token)
-            belongs = ~(np.logical_or.accumulate(ends[tokens], axis=1) | ended[:, None])
-            length, ended = length + tokens.shape[1], ~belongs[:, -1]
+            counts, most = dispatch.counts, int(dispatch.counts.max())
+            block: Drawn = jax.tree.map(lambda leaf, most=most: on_host(leaf)[:, :most], dispatch.samples)
+            tokens, filled = np.asarray(block.token), np.arange(most) < counts[:, None]
+            is_end = ends[tokens] & filled
+            belongs = filled & ~(np.logical_or.accumulate(is_end, axis=1) | ended[:, None])
+            length, ended = length + counts, ended | is_end.any(1)
             for row, detokenizer in enumerate(pieces):  # a text includes the token that completes its stop string
                 places, used = np.flatnonzero(belongs[row]), detokenizer.used
                 detokenizer.add(tokens[row, places].tolist())
                 belongs[row, places[detokenizer.used - used :]] = False
                 ended[row] |= detokenizer.stopped
-            yield Block(tokens[:rows], belongs[:rows], after, jax.tree.map(lambda leaf: leaf[:rows], block))
-            if length >= limit or ended.all():
+            surplus = np.where(is_end.any(1) | ~ended, 0, counts - belongs.sum(1))
+            after, of_rows = self.cut(dispatch.state, surplus), jax.tree.map(lambda leaf: leaf[:rows], block)
+            yield Block(tokens[:rows], belongs[:rows], after, of_rows, dispatch.rounds[:rows])
+            room = np.where(ended, 0, limit - length)
+            if not room.any():
                 return
-            count = min(steps, STEPS_PER_DISPATCH, limit - length)
-            arguments = token, in_text, jnp.asarray(ended), jnp.asarray(ends), self.sampling, count, self.logprobs
-            done, cache, in_text, samples = draw_many(decoder, cache.replace(key=None), state.key, *arguments)
-            block = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], samples)
-            token, after = jnp.asarray(block.token[:, -1]), State(decoder, cache.replace(key=state.key))
+            newest = np.take_along_axis(tokens, np.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+            token = np.where(counts > 0, newest, token)
+            arguments = jnp.asarray(token), dispatch.in_text, jnp.asarray(ends), room, min(steps, STEPS_PER_DISPATCH)
+            dispatch = self.dispatch(after, *arguments)
+
+    def dispatch(
+        self,
+        state: State,
+        token: Int[Array, " b"],
+        in_text: Bool[Array, "b vocab"],
+        ends: Bool[Array, " vocab"],
+        room: Int[np.ndarray, " b"],
+        steps: int,
+    ) -> Dispatch:
+        """Draw up to `steps` tokens of each row after its newest `token`, in one program.
+
+        `room` is how many tokens may follow in each row, 0 for rows that have ended. Caches and `in_text` are consumed.
+        """
+        steps, ended = min(steps, int(room.max())), jnp.asarray(room == 0)
+        settings = in_text, ended, ends, self.sampling, steps, self.logprobs
+        done, cache, in_text, samples = draw_many(
+            state.decoder, state.cache.replace(key=None), state.key, token, *settings
+        )
+        none = np.zeros(len(room), int)
+        return Dispatch(State(state.decoder, cache.replace(key=state.key)), in_text, samples, none + int(done), none)
+
+    def cut(self, state: State, surplus: Int[np.ndarray, " b"]) -> State:
+        """Return a state without the `surplus` tokens of rows that a stop string has ended before them.
+
+        Caches that evict cannot go back, and keep what a dispatch of several tokens has read.
+        """
+        return state
 
     def pieces(self) -> Iterator[tuple[Block | None, str]]:
         """Yield each new token of one text with the text that becomes certain, and None with the last piece."""

@@ -44,6 +44,7 @@ def plan_slots(
     config: ModelConfig,
     width: int,
     budget_of: str = "text",
+    beyond_window: int = 0,
 ) -> tuple[list[Int[np.ndarray, "b h"]], tuple[int, ...]]:
     """Plan the slots that each row and head may use, and those of the buffers, by layer.
 
@@ -54,6 +55,7 @@ def plan_slots(
         max_new_tokens: planned number of later tokens, of all rows or of each.
         width: tokens of the longest prompt.
         budget_of: base of a fraction, one of `BUDGET_BASES`.
+        beyond_window: tokens before a layer's window that stay under a policy that keeps everything.
 
     Raises:
         ValueError: the budget is not positive, or does not fit the layers or the policy's protections.
@@ -68,7 +70,8 @@ def plan_slots(
     windows = np.array(widths)[:, None]
     if plan.sizing.mode != "budget":
         slots = full_slots(width, int(np.max(max_new_tokens)))
-        return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
+        buffers = tuple(min(slots, round_slots(window + beyond_window)) for window in widths)
+        return _of_heads(np.minimum(total, windows + beyond_window), config), buffers
     windowed = np.stack([layer.bounded_by_window(total) for layer in config.layer_configs])
     if windowed.any() and policy.score.requires.shared_slots == "layers":
         raise ValueError(

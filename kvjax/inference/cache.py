@@ -193,7 +193,7 @@ class Cache(struct.PyTreeNode):
         others = replace_rows(self._without_pages, where, rows._without_pages)
         return self.replace(layers=self._in_order(pages, others), pool=pool, **fields)
 
-    def with_own_rows(self) -> Cache:
+    def with_own_rows(self) -> Self:
         """Return a cache with copies of the per-row arrays, which stay valid after a step in place."""
         return self.replace(**self._of_rows(jnp.copy))
 
@@ -215,6 +215,8 @@ class Bound(struct.PyTreeNode):
     policy: Policy
     config: ModelConfig = setting(None)
     kernels: Kernels = setting(Kernels())
+    beyond_window: int = setting(0)
+    """Tokens before a layer's window that stay in its cache where no policy evicts, for `kvjax.inference.verify`."""
     mesh: Mesh | None = setting(None)
     """Devices that shard the arrays, from `kvjax.models.sharding.program_mesh`; None for one device."""
 

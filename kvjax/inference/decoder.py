@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,10 @@ class Decoder(Bound):
     def __repr__(self) -> str:
         return f"Decoder({self.policy.label}, {self.config.layers} layers, {self.weights.dtype})"
 
+    def for_steps(self) -> Self:
+        """Return the decoder without what only prompts need, as programs of steps take it."""
+        return self.replace(policy_and_budget=None)
+
     @on_the_host
     def prefill(
         self,
@@ -92,7 +96,7 @@ class Decoder(Bound):
         assert self.policy_and_budget is not None, "a decoder for prompts comes from kvjax.decoder"
         policy, budget = self.policy_and_budget
         settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
-        settings |= dict(budget_of=budget_of, rope_length=rope_length)
+        settings |= dict(budget_of=budget_of, rope_length=rope_length, beyond_window=self.beyond_window)
         prompts = prepare_bound(self, policy, tokens, budget, lengths, **settings)
         evicts_last = reads_all_first(prompts.policy)
         first = unevicted(prompts, self.config, self.mesh) if evicts_last else prompts
@@ -162,7 +166,7 @@ class Decoder(Bound):
             >>> cache.position.tolist(), logits.shape
             ([6], (1, 3, 2048))
         """
-        decoder = self.replace(policy_and_budget=None)
+        decoder = self.for_steps()
         specs = functools.partial(_step_specs, decoder, cache, all_logits=True)
         return run_on_mesh(_steps_on_device, decoder, cache, tokens, lengths, out_specs=specs)
 
@@ -206,7 +210,7 @@ class Decoder(Bound):
                 f"a text of {read[longest]} tokens does not fit the {end[longest]} that {name_of(self.policy)} "
                 f"allocated in row {longest}; give prefill more max_new_tokens."
             )
-        grown = with_windows(cache, self.policy, np.where(counts > 0, read, 0), self.config, self.mesh)
+        grown = with_windows(cache, self, np.where(counts > 0, read, 0))
         if grown is not cache:
             cache = grown
             settle_step(self, cache)
@@ -340,7 +344,7 @@ def read_more(
     extend_on_device = functools.partial(_extend_on_device, all_logits=all_logits, chunk=chunk)
     return run_on_mesh(
         extend_on_device,
-        decoder.replace(policy_and_budget=None),
+        decoder.for_steps(),
         cache,
         tokens,
         lengths,

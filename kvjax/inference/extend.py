@@ -81,7 +81,7 @@ def prefill(
         max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk, rope_length=rope_length
     )
     cache, logits = reader.prefill(tokens, lengths, budget_of=budget_of, **settings)
-    return State(reader.replace(policy_and_budget=None), cache), logits
+    return State(reader.for_steps(), cache), logits
 
 
 @on_the_host

@@ -92,6 +92,7 @@ def prepare_bound(
     chunk: int | None = None,
     budget_of: str = "text",
     rope_length: int | None = None,
+    beyond_window: int = 0,
 ) -> Prompts:
     """Check the arguments of `Decoder.prefill` and prepare its prompts, for a policy and a budget from `bind`."""
     check_on_host("prefill", tokens, lengths, key)
@@ -119,7 +120,9 @@ def prepare_bound(
     check_rows(rows, model.mesh)
     check_prompt(policy, int(real.min()))
     policy.codec.check_layers(config.layer_configs)
-    limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
+    limits, capacities = plan_slots(
+        policy, budget, real, max_new_tokens, config, width, budget_of, beyond_window=beyond_window
+    )
     size = bucket(width)
     chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
     keys = checked_key(key, rows)

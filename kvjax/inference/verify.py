@@ -31,7 +31,7 @@ def verify(
         those beyond the planned length NaN.
 
     Raises:
-        ValueError: the policy evicts tokens, or a layer keeps a window of the text.
+        ValueError: the policy evicts tokens, or a layer keeps too little of the text before its window.
 
     Example:
         >>> import jax
@@ -44,13 +44,7 @@ def verify(
         >>> truncate(opened, jnp.array([5])).position.tolist(), logits.shape
         ([5], (1, 3, 2048))
     """
-    if decoder.policy.bounded:
-        raise ValueError(f"{name_of(decoder.policy)} evicts tokens, which no roll-back brings back; verify under full.")
-    for index, shape in enumerate(decoder.config.layer_configs):
-        if shape.window is not None:
-            raise ValueError(
-                f"layer {index} keeps a window of {shape.window} tokens, which verification would overwrite; use steps."
-            )
+    check_verifier(decoder, tokens.shape[1])
 
     def read_on_device(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Cache, Array]:
         decoder, place = decoder.here(), cache.position[:, None] + jnp.arange(tokens.shape[1])
@@ -68,6 +62,18 @@ def verify(
         return cache_specs(cache).replace(layers=opened), PartitionSpec(logits[0], None, *logits[1:])
 
     return run_on_mesh(read_on_device, decoder, cache, tokens, lengths, out_specs=specs)
+
+
+def check_verifier(decoder: Bound, count: int) -> None:
+    """Refuse a decoder whose caches cannot take back `count` tokens, with the errors of `verify`."""
+    if decoder.policy.bounded:
+        raise ValueError(f"{name_of(decoder.policy)} evicts tokens, which no roll-back brings back; verify under full.")
+    for index, shape in enumerate(decoder.config.layer_configs):
+        if shape.window is not None and decoder.beyond_window < count:
+            raise ValueError(
+                f"layer {index} keeps a window of {shape.window} tokens and {decoder.beyond_window} before it, so "
+                f"{count} cannot be taken back; use kvjax.speculation, or read them by steps."
+            )
 
 
 def truncate(cache: Cache, length: Int[Array, " b"]) -> Cache:

@@ -15,14 +15,12 @@ from kvjax.cache.layer import LayerCache
 from kvjax.cache.paged.select import Selected
 from kvjax.cache.slots import Slots
 from kvjax.inference.budget import lines_of
-from kvjax.inference.cache import Cache
+from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.press import on_pages
 from kvjax.inference.sharding import cache_specs, gather_slots, on_mesh, placed_rows, scatter_slots
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
-from kvjax.models.config import ModelConfig
-from kvjax.policies.policy import Policy
 from kvjax.types import OF_HEADS, PyTree
 from kvjax.utils.processes import on_host
 
@@ -32,16 +30,15 @@ def planned_ends(cache: Cache, read: Int[np.ndarray, " b"]) -> Int[np.ndarray, "
     return np.maximum(on_host(cache.end).astype(np.int64), read)
 
 
-def with_windows(
-    cache: Cache, policy: Policy, read: Int[np.ndarray, " b"], config: ModelConfig, mesh: Mesh | None
-) -> Cache:
+def with_windows(cache: Cache, decoder: Bound, read: Int[np.ndarray, " b"]) -> Cache:
     """Give layers the slots of their windows in rows whose text, of `read` tokens, outgrows both window and plan."""
+    policy, config, mesh = decoder.policy, decoder.config, decoder.mesh
     before, end = on_host(cache.end), planned_ends(cache, read)
     outgrown = [layer.bounded_by_window(end) & ~layer.bounded_by_window(before) for layer in config.layer_configs]
     rows = np.any(outgrown, 0)
     if not rows.any():
         return cache
-    windows = [layer.window or 0 for layer in config.layer_configs]
+    windows = [(layer.window or 0) + decoder.beyond_window for layer in config.layer_configs]
     limits = [
         np.where(grows[:, None], window, on_host(heads.limit)).astype(np.int32)
         for grows, window, heads in zip(outgrown, windows, cache.attending, strict=True)

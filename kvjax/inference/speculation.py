@@ -1,0 +1,201 @@
+"""Two caches of the same texts: a small one drafts tokens, and a full one verifies them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, Key
+
+from kvjax.inference.budget import Budget
+from kvjax.inference.cache import Cache
+from kvjax.inference.decoder import Decoder, decoder
+from kvjax.inference.prepare import Tokens
+from kvjax.inference.verify import check_verifier
+from kvjax.models.model import LanguageModel
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.types import Kernels, setting
+from kvjax.utils.modes import on_the_host, with_promotion
+from kvjax.utils.settings import whole_number
+
+MOST_DRAFT_TOKENS = 16
+"""Most tokens that a draft may guess before they are verified."""
+
+
+class SpeculativeCache(Cache, kw_only=True):
+    """The full cache of a batch of texts, and the draft's cache of the same texts."""
+
+    draft: Cache
+    """What the draft has read: the texts without the tokens that are `behind`."""
+    behind: Int[Array, "b g"]
+    """Tokens of each row that the full cache has read and the draft has not, the oldest first, `lag` of them."""
+
+    @staticmethod
+    def of(full: Cache, draft: Cache, behind: Int[Array, "b g"]) -> SpeculativeCache:
+        """Return both caches as one; random keys are those of the full one."""
+        fields = {field.name: getattr(full, field.name) for field in dataclasses.fields(Cache)}
+        return SpeculativeCache(**fields, draft=draft.replace(key=None), behind=behind)
+
+    @property
+    def full(self) -> Cache:
+        """The full cache alone."""
+        return Cache(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Cache)})
+
+    @property
+    def lag(self) -> Int[Array, " b"]:
+        """Number of tokens that the draft has not read."""
+        return self.position - self.draft.position
+
+    def unread(self, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> tuple[Array, Int[Array, " b"]]:
+        """Return what the draft has to read before and with some new tokens [b g+n], and the number of each row."""
+        width = self.behind.shape[1]
+        place = jnp.arange(width + tokens.shape[1])
+        source = jnp.where(place < self.lag[:, None], place, width + place - self.lag[:, None])
+        joined = jnp.concatenate([self.behind, tokens], axis=1)
+        ids = jnp.take_along_axis(joined, jnp.minimum(source, joined.shape[1] - 1), axis=1)
+        return ids, jnp.where(self.active, self.lag + lengths, 0)
+
+    def truncate(self, length: Int[Array, " b"]) -> Self:
+        """Return the caches without the tokens at `length` and later ones, none of which the draft has read."""
+        layers = tuple(layer.open().truncate(length) for layer in self.layers)
+        return self.replace(layers=layers, position=length)
+
+    @property
+    def memory(self) -> Any:
+        """Arrays of all layers of both caches, without those of rows."""
+        return super().memory, self.draft.memory
+
+    def take(self, rows: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Self:
+        return super().take(rows).replace(draft=self.draft.take(rows), behind=self.behind[rows])
+
+    def put(self, where: Int[np.ndarray, " m"], rows: Cache) -> Self:
+        if not isinstance(rows, SpeculativeCache):
+            raise ValueError("rows without a draft do not fit a state with one; read them with the same decoder.")
+        draft, behind = self.draft.put(where, rows.draft), self.behind.at[where].set(rows.behind)
+        return super().put(where, rows).replace(draft=draft, behind=behind)
+
+    def with_own_rows(self) -> Self:
+        return super().with_own_rows().replace(draft=self.draft.with_own_rows(), behind=jnp.copy(self.behind))
+
+
+class Speculation(Decoder, kw_only=True):
+    """A decoder whose policy evicts nothing, and another policy of the same model that drafts tokens for it.
+
+    It reads tokens into both caches; its logits are those of the full one.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> speculation = kvjax.speculation(model, "h2o", budget=16, draft_tokens=4)
+        >>> cache, logits = speculation.prefill([[5, 17, 42]], max_new_tokens=8)
+        >>> cache, tokens, counts = kvjax.speculate(speculation, cache, logits.argmax(-1))
+        >>> tokens.shape, (cache.position - 3 == counts).tolist()
+        ((1, 5), [True])
+    """
+
+    draft_without_weights: Any
+    """The decoder that drafts, a `Decoder` whose weights are those of this one."""
+    draft_tokens: int = setting(4)
+    """Tokens that the draft guesses before they are verified."""
+
+    @property
+    def full(self) -> Decoder:
+        """The decoder that verifies, alone."""
+        return Decoder(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Decoder)})
+
+    @property
+    def draft(self) -> Decoder:
+        """The decoder that drafts."""
+        return self.draft_without_weights.replace(weights=self.weights)
+
+    def for_steps(self) -> Self:
+        return super().for_steps().replace(draft_without_weights=self.draft_without_weights.for_steps())
+
+    @on_the_host
+    def prefill(
+        self,
+        tokens: Tokens,
+        lengths: ArrayLike | Sequence[int] | None = None,
+        *,
+        max_new_tokens: int = 256,
+        key: Key[Array, ""] | Key[Array, " b"] | None = None,
+        prefill_chunk: int | None = None,
+        budget_of: str = "text",
+        rope_length: int | None = None,
+    ) -> tuple[SpeculativeCache, Float[Array, "b vocab"]]:
+        """Read prompts into two new caches, and return the full one's logits for the first new tokens, too."""
+        settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk)
+        settings |= dict(budget_of=budget_of, rope_length=rope_length)
+        draft, _ = self.draft.prefill(tokens, lengths, **settings)
+        full, logits = self.full.prefill(tokens, lengths, **settings)
+        behind = jnp.zeros((len(full.position), self.draft_tokens), jnp.int32)
+        return SpeculativeCache.of(full, draft, behind), logits
+
+    @with_promotion
+    def steps(
+        self, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"] | None = None
+    ) -> tuple[SpeculativeCache, Float[Array, "b n vocab"]]:
+        assert isinstance(cache, SpeculativeCache)
+        counts = jnp.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
+        draft, _ = self.draft.steps(cache.draft.replace(active=cache.active), *cache.unread(tokens, counts))
+        full, logits = self.full.steps(cache.full, tokens, lengths)
+        return SpeculativeCache.of(full, draft, cache.behind), logits
+
+    @on_the_host
+    def extend(
+        self,
+        cache: Cache,
+        tokens: ArrayLike | Sequence[Sequence[int]],
+        lengths: ArrayLike | Sequence[int] | None = None,
+        logits: str = "last",
+        *,
+        prefill_chunk: int | None = None,
+    ) -> tuple[SpeculativeCache, Float[Array, "b vocab"] | Float[Array, "b n vocab"]]:
+        """Read more text on top of both caches; see `kvjax.extend`."""
+        assert isinstance(cache, SpeculativeCache)
+        full, next_logits = self.full.extend(cache.full, tokens, lengths, logits, prefill_chunk=prefill_chunk)
+        none = jnp.zeros((len(cache.position), 0), jnp.int32), jnp.zeros(len(cache.position), jnp.int32)
+        draft = cache.draft.replace(active=cache.active)
+        draft, _ = _compiled_steps(self.draft.for_steps(), draft, *cache.unread(*none))
+        draft, _ = self.draft.extend(draft, tokens, lengths, prefill_chunk=prefill_chunk)
+        return SpeculativeCache.of(full, draft, cache.behind), next_logits
+
+
+_compiled_steps = jax.jit(Decoder.steps)
+
+
+@on_the_host
+def speculation(
+    model: LanguageModel,
+    policy: Policy | str,
+    budget: Budget = 1.0,
+    *,
+    plan: Plan | str | None = None,
+    verifier: Policy | str = "full",
+    draft_tokens: int = 4,
+    implementation: str | Kernels = "auto",
+) -> Speculation:
+    """Return a model with a policy that drafts tokens on a small cache, which are verified on a full one.
+
+    Args:
+        policy: policy that drafts, with its `budget` and `plan`, as for `kvjax.decoder`.
+        verifier: policy of the full cache, which evicts nothing: `full`, or `kvjax.policy("full", codec="int8")` for
+            the text of a full cache in 8 bits.
+        draft_tokens: tokens that are drafted before they are verified together, 1 to 16.
+        implementation: as for `kvjax.decoder`.
+
+    Raises:
+        ValueError: the verifier evicts tokens, or a policy does not fit the model or the budget.
+        TypeError: the model or a policy is of another type.
+    """
+    draft_tokens = whole_number("draft_tokens", draft_tokens, 1, MOST_DRAFT_TOKENS)
+    draft = decoder(model, policy, budget, plan=plan, implementation=implementation)
+    full = decoder(model, verifier, implementation=implementation).replace(beyond_window=draft_tokens + 1)
+    check_verifier(full, draft_tokens + 1)
+    fields = {field.name: getattr(full, field.name) for field in dataclasses.fields(Decoder)}
+    return Speculation(**fields, draft_without_weights=draft.replace(weights=None), draft_tokens=draft_tokens)

@@ -1,0 +1,221 @@
+"""Texts of a small cache that drafts and a full one that verifies are those of the full cache."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.generation.generate import begin, generate_ids
+from kvjax.generation.sampling import Sampling
+from kvjax.generation.speculative import draft_and_verify
+from kvjax.inference.speculation import SpeculativeCache
+from kvjax.models import ModelConfig, Rope
+from tests.cases import FIRST, POLICIES, slow
+from tests.small_models import GQA, LOCAL, MHA, MIXED, MQA, SINKS, SLOPED, random_model, small_config
+
+PROMPTS = [np.random.default_rng(row).integers(0, 64, size).tolist() for row, size in enumerate((41, 57, 48))]
+MODELS = {"mha": MHA, "gqa": GQA, "mqa": MQA, "sinks": SINKS, "windows": LOCAL, "moe": MIXED, "alibi": SLOPED}
+
+
+def both(model: Any, new: int = 40, policy: Any = "h2o", budget: Any = 17, **settings: Any) -> tuple[Any, Any]:
+    """Generations of the full cache alone, and of a policy's drafts."""
+    settings = {"max_new_tokens": new, "temperature": 0.0, **settings}
+    full = generate_ids(model, PROMPTS, **settings)
+    return full, generate_ids(model, PROMPTS, policy=policy, budget=budget, lossless=True, **settings)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_greedy_texts_of_every_model_are_those_of_the_full_cache(config: ModelConfig, x64: None) -> None:
+    full, drafted = both(random_model(config, dtype=jnp.float64))
+    assert drafted.tokens == full.tokens
+    assert drafted.state.position.tolist() == full.state.position.tolist()
+    assert all(rounds >= 39 / 5 for rounds in drafted.rounds)
+
+
+KINDS = {
+    # name of a case: what is new about its cache
+    "less-performer": "a residual",
+    "fastgen": "pages",
+    "lsh_e": "a prompt that is read by decode steps",
+    "h2o-cache-positions": "keys that are rotated when they are read",
+    "keyformer": "random numbers",
+    "topk_oracle": "a selection of slots",
+}
+
+
+@pytest.mark.parametrize("name", [name if name in KINDS else slow(name) for name in dict.fromkeys([*KINDS, *FIRST])])
+def test_every_policy_drafts_for_the_full_cache(name: str, x64: None) -> None:
+    case = POLICIES[name]
+    if case.policy == "full":
+        pytest.skip("keeps everything")
+    policy = kvjax.policy(case.policy, **case.settings)
+    settings: dict[str, Any] = {"plan": case.plan, "budget": case.budget, "prefill_chunk": case.prefill_chunk}
+    full, drafted = both(random_model(GQA, dtype=jnp.float64), 300, policy, **settings)
+    assert drafted.tokens == full.tokens
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.0},
+    "top_k": {"temperature": 2.0, "top_k": 5},
+    "top_p": {"temperature": 1.5, "top_p": 0.7},
+    "min_p": {"temperature": 1.5, "min_p": 0.1},
+    "penalty": {"temperature": 0.7, "repetition_penalty": 1.5},
+    "greedy penalty": {"temperature": 0.0, "repetition_penalty": 1.5},
+    "samples": {"temperature": 1.0, "num_samples": 2, "seed": 3},
+    "ends": {"temperature": 1.0, "stop_token_ids": list(range(0, 64, 7))},
+    "logprobs": {"temperature": 1.0, "logprobs": 2},
+    "in 8 drafts": {"temperature": 1.0, "draft_tokens": 8},
+    "in single drafts": {"temperature": 1.0, "draft_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("settings", SAMPLED.values(), ids=SAMPLED)
+def test_sampled_texts_are_those_of_the_full_cache_with_the_same_seed(settings: dict[str, Any], x64: None) -> None:
+    full, drafted = both(random_model(GQA, dtype=jnp.float64), **settings)
+    assert drafted.tokens == full.tokens
+    if full.logprobs is not None:
+        for ours, expected in zip(*map(itertools.chain.from_iterable, (drafted.logprobs, full.logprobs)), strict=True):
+            assert ours.token == expected.token
+            np.testing.assert_allclose(ours.logprob, expected.logprob, rtol=1e-6)
+            assert [id for id, _ in ours.likeliest] == [id for id, _ in expected.likeliest]
+
+
+def test_texts_stop_where_the_full_cache_s_do() -> None:
+    model = kvjax.load("tiny")
+    settings: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.0, "stop": ["."]}
+    prompts = ["Once upon a time", "The dog was big. He"]
+    expected = model.generate(prompts, **settings)
+    settings |= {"policy": "h2o", "budget": 16, "lossless": True}
+    assert model.generate(prompts, **settings) == expected
+    assert ["".join(model.stream(prompt, **settings)) for prompt in prompts] == expected
+    ids = [model.tokenizer.encode(prompts[0])]
+    batch = begin(model, ids, **settings)
+    for block, _ in batch.pieces():
+        if block is not None:
+            batch.state = block.state
+    generated = generate_ids(model, ids, **(settings | {"lossless": False, "policy": "full", "budget": 1.0})).tokens[0]
+    assert batch.state.position.tolist() == [len(ids[0]) + len(generated) - 1], "tokens after a stop string are read"
+
+
+def test_a_draft_that_keeps_everything_agrees() -> None:
+    _, drafted = both(kvjax.load("tiny"), 41, "h2o", 128)
+    assert drafted.rounds == [8, 8, 8]
+    assert drafted.tokens_per_round == 5
+
+
+def test_the_verifier_may_be_in_8_bits(x64: None) -> None:
+    model, codes = random_model(GQA, dtype=jnp.float64), kvjax.policy("full", codec="int8")
+    speculation = kvjax.speculation(model, "h2o", 17, verifier=codes)
+    cache, logits = speculation.prefill(PROMPTS, max_new_tokens=30)
+    expected = generate_ids(model, PROMPTS, policy=codes, max_new_tokens=25, temperature=0.0).tokens
+    texts = [[int(token)] for token in logits.argmax(-1)]
+    while min(map(len, texts)) < 25:
+        token = jnp.asarray([text[-1] for text in texts])
+        cache, tokens, counts = kvjax.speculate(speculation, cache, token)
+        for text, ids, count in zip(texts, tokens.tolist(), counts.tolist(), strict=True):
+            text += ids[:count]
+    assert [text[:25] for text in texts] == expected
+
+
+def test_rounds_run_in_a_scan_under_jit(x64: None) -> None:
+    speculation = kvjax.speculation(random_model(GQA, dtype=jnp.float64), "tova", 17, draft_tokens=2)
+    cache, logits = speculation.prefill(PROMPTS, max_new_tokens=30)
+    sampling, rows = Sampling(1.0, top_k=8), jnp.arange(3)
+
+    def one(carry: Any, _: None) -> Any:
+        cache, token = carry
+        cache, tokens, counts = kvjax.speculate(speculation, cache, token, sampling)
+        return (cache, tokens[rows, counts - 1]), (tokens, counts)
+
+    start = cache, logits.argmax(-1).astype(jnp.int32)
+    (after, _), scanned = jax.jit(lambda start: jax.lax.scan(one, start, None, length=4))(start)
+    carry = start
+    for number in range(4):
+        carry, outputs = one(carry, None)
+        jax.tree.map(lambda all, alone, at=number: np.testing.assert_array_equal(all[at], alone), scanned, outputs)
+    assert after.position.tolist() == carry[0].position.tolist()
+    assert (after.lag < 3).all()
+
+
+def test_rows_do_not_depend_on_their_neighbours(x64: None) -> None:
+    model = random_model(GQA, dtype=jnp.float64)
+    settings: dict[str, Any] = {"policy": "h2o", "budget": 17, "lossless": True, "max_new_tokens": 30}
+    together = generate_ids(model, PROMPTS, seed=[4, 5, 6], **settings)
+    for row, prompt in enumerate(PROMPTS):
+        alone = generate_ids(model, [prompt], seed=4 + row, **settings)
+        assert (alone.tokens[0], alone.rounds[0]) == (together.tokens[row], together.rounds[row])
+
+
+def test_a_state_of_two_caches_is_extended_stepped_and_split_as_any_other(x64: None) -> None:
+    model = random_model(GQA, dtype=jnp.float64)
+    speculation, texts = kvjax.speculation(model, "h2o", 48), [list(prompt) for prompt in PROMPTS]
+    cache, logits = speculation.prefill(PROMPTS, max_new_tokens=40)
+    token = logits.argmax(-1)
+    for _ in range(3):
+        cache, tokens, counts = kvjax.speculate(speculation, cache, token)
+        for text, newest, ids, count in zip(texts, token.tolist(), tokens.tolist(), counts.tolist(), strict=True):
+            text += [newest, *ids[: count - 1]]
+        token = tokens[jnp.arange(3), counts - 1]
+    assert cache.lag.max() > 0
+    drafted = kvjax.State(speculation.for_steps(), cache)
+    full, _ = kvjax.prefill(model, "full", texts, max_new_tokens=40)
+    assert drafted.position.tolist() == full.position.tolist()
+    for read in (
+        lambda state: kvjax.extend(state, [[5, 6, 7], [8], [9, 10]]),
+        lambda state: kvjax.decode_step(state, [1, 2, 3]),
+    ):
+        drafted, logits = read(drafted)
+        full, expected = read(full)
+        np.testing.assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)
+        assert isinstance(drafted.cache, SpeculativeCache)
+        assert drafted.cache.lag.tolist() == [0, 0, 0]
+    swapped = kvjax.put_rows(drafted, [0, 2], kvjax.take_rows(drafted, [2, 0]))
+    assert kvjax.cache_bytes(swapped) == kvjax.cache_bytes(drafted) > kvjax.cache_bytes(full)
+    _, logits = kvjax.decode_step(swapped, [1, 2, 3])
+    _, expected = kvjax.decode_step(kvjax.take_rows(full, [2, 1, 0]), [1, 2, 3])
+    np.testing.assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_round_works_in_place() -> None:
+    speculation = kvjax.speculation(
+        random_model(small_config(4, 2, head_width=64, rope=Rope(width=64))), "streaming", 16
+    )
+
+    def memory(new: int) -> Any:
+        cache, logits = speculation.prefill(PROMPTS, max_new_tokens=new)
+        none = jnp.zeros(logits.shape, bool)
+        texts = cache.key, logits.argmax(-1).astype(jnp.int32), none, none[0], Sampling(0.0), cache.end
+        program = jax.jit(draft_and_verify, donate_argnums=1).lower(
+            speculation.for_steps(), cache.replace(key=None), *texts
+        )
+        keys = sum(leaf.nbytes for slots in cache.slots for leaf in jax.tree.leaves(slots.kv))
+        return program.compile().memory_analysis(), keys
+
+    (short, _), (long, keys) = memory(500), memory(2500)
+    assert long.alias_size_in_bytes >= keys
+    # Logits of attention, one number for each key of each query and head, are all that grows.
+    assert long.temp_size_in_bytes - short.temp_size_in_bytes <= 3 * 2048 * 4 * 5 * 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "full"}, 'policy="full" keeps everything; give a policy with a budget'),
+        ({"policy": "h2o", "budget": 17, "beams": 2}, "lossless=True has no effect on a beam search"),
+        ({"policy": "h2o", "budget": 17, "draft_tokens": 17}, "draft_tokens=17 is not a whole number from 1 to 16"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate_ids(kvjax.load("tiny"), PROMPTS, lossless=True, max_new_tokens=8, **settings)
+
+
+def test_a_verifier_that_evicts_is_refused() -> None:
+    with pytest.raises(ValueError, match="h2o evicts tokens, which no roll-back brings back"):
+        kvjax.speculation(kvjax.load("tiny"), "streaming", 16, verifier="h2o")
