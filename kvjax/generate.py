@@ -13,9 +13,11 @@ from kvjax.cli.batch_files import answer_lines, continue_lines
 from kvjax.cli.commands import Parser, add_model_options, command, leave, load_model, unreadable_input
 from kvjax.cli.options import (
     add_end_options,
+    add_lossless_options,
     add_policy_options,
     add_sampling_options,
     add_template_option,
+    lossless_settings,
     policy_and_budget,
     print_policy_help,
     sampling_settings,
@@ -63,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
         help='answer each line (or {"question": "..."} in FILE.jsonl) about the prompt, which is read once',
     )
     add_policy_options(options, "full", 1.0, BUDGET_BASES[0])
+    add_lossless_options(options)
     options.add_argument("-n", "--max-new-tokens", type=int, default=128, help="number of tokens to generate")
     add_sampling_options(options)
     add_end_options(options)
@@ -158,6 +161,7 @@ def run(options: argparse.Namespace) -> None:
     settings: dict[str, Any] = dict(
         policy=policy,
         **reading,
+        **lossless_settings(options),
         **sampling_settings(options),
         max_new_tokens=options.max_new_tokens,
         num_samples=options.num_samples,

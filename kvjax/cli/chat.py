@@ -16,9 +16,11 @@ from typing import Any
 from kvjax.cli.commands import Help, Parser, add_model_options, command, load_model, unreadable_input
 from kvjax.cli.options import (
     add_end_options,
+    add_lossless_options,
     add_policy_options,
     add_sampling_options,
     add_template_option,
+    lossless_settings,
     policy_and_budget,
     print_policy_help,
     sampling_settings,
@@ -58,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add_template_option(options)
     options.add_argument("--load", type=Path, metavar="NAME", help="continue a conversation saved in this directory")
     add_policy_options(options, POLICY, BUDGET, WHOLE)
+    add_lossless_options(options)
     options.add_argument(
         "--context", type=int, help="planned tokens of the whole chat (default: the model's positions)"
     )
@@ -179,7 +182,9 @@ def run(options: argparse.Namespace) -> None:
     from kvjax.models.sharding import parse_mesh
 
     policy, reading = policy_and_budget(options, POLICY, BUDGET, WHOLE)
-    settings: dict[str, Any] = dict(policy=policy, **reading, **sampling_settings(options))
+    settings: dict[str, Any] = dict(
+        policy=policy, **reading, **lossless_settings(options), **sampling_settings(options)
+    )
     settings["max_new_tokens"] = whole_number("max_new_tokens", options.max_new_tokens)
     settings["chat"] = template_settings_of(options) or None
     if options.mesh is not None:

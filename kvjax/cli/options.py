@@ -113,6 +113,22 @@ def add_parts(options: argparse.ArgumentParser) -> None:
     )
 
 
+def add_lossless_options(options: argparse.ArgumentParser) -> None:
+    """Add the options of a policy that drafts for the full cache."""
+    options.add_argument(
+        "--lossless", action="store_true", help="write the full cache's text: the policy drafts it on its small cache"
+    )
+    options.add_argument("--draft-tokens", type=int, help="tokens to draft before they are verified (default: 4)")
+
+
+def lossless_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a draft as keywords of `kvjax.generation.generate.begin`."""
+    if not options.lossless and options.draft_tokens is not None:
+        raise ValueError("--draft-tokens is of --lossless; give that, too.")
+    drafts = {} if options.draft_tokens is None else {"draft_tokens": options.draft_tokens}
+    return {"lossless": options.lossless, **drafts}
+
+
 def add_sampling_options(options: argparse.ArgumentParser, temperature: float = TEMPERATURE, also: str = "") -> None:
     """Add the options of sampling; `temperature` is the default without one of the model, `also` ends each help."""
     for name, kind, what, default in (

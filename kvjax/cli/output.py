@@ -28,20 +28,22 @@ def print_written(what: str, place: Path) -> None:
 
 def report(generation: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON fields of one prompt: its texts, from `samples`, and what they cost."""
-    state, local = generation.state, _local_windows(generation)
+    state, local, small = generation.state, _local_windows(generation), generation.state.evicting
+    rounds = generation.tokens_per_round
     return {
         "text": texts["text"],
         "prompt_tokens": len(generation.prompts[0]),
         "new_tokens": len(generation.tokens[0]),
         "policy": methods.name_of(policy),
-        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(state)) if i not in local]))),
-        "allocated_slots": round(allocated_slots(state)),
+        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(small)) if i not in local]))),
+        "allocated_slots": round(allocated_slots(small)),
         "cache_bytes": cache_bytes(state),
         "full_cache_bytes": full_cache_bytes(state),
         "compile_seconds": generation.compile_seconds,
         "prefill_seconds": generation.prefill_seconds,
         "decode_tokens_per_second": generation.decode_tokens_per_second,
         "seed": seed,
+        **({} if rounds is None else {"tokens_per_round": rounds, "draft_cache_bytes": cache_bytes(small)}),
         **({"local_windows": local} if local else {}),
         **_choices(generation),
         **texts,
@@ -77,17 +79,18 @@ def samples(texts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _choices(generation: Generation) -> dict[str, Any]:
     """Return the choice of each head of the first row, by layer, for policies that profile heads."""
-    plan = generation.state.policy.plan
+    state = generation.state.evicting
+    plan = state.policy.plan
     if not isinstance(plan, Profiled):
         return {}
     maps: dict[str, Any] = {}
     if generation.beams == 1:  # a beam search leaves paged storage
-        heads = generation.state.cache.attending
+        heads = state.cache.attending
         maps["policy_map"] = [np.asarray(layer.state.plan.choice)[0].tolist() for layer in heads]
     return {
         "choices": ["+".join(parts) or "full" for parts in plan.choices],
         **maps,
-        "slots": [limit[0].tolist() for limit in slot_limits(generation.state)],
+        "slots": [limit[0].tolist() for limit in slot_limits(state)],
     }
 
 
@@ -101,7 +104,16 @@ def summary(generation: Generation, report: dict[str, Any]) -> str:
         f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
         f"{report['policy']} kept {tokens:.0f} of {report['prompt_tokens']} prompt tokens per head, "
         f"budget {report['budget']}: {report['allocated_slots']} slots{_local(generation)}{_excess(generation, report)}"
-        f"{_spare(generation)}"
+        f"{_spare(generation)}{_drafts(report)}"
+    )
+
+
+def _drafts(report: dict[str, Any]) -> str:
+    if "tokens_per_round" not in report:
+        return ""
+    return (
+        f"\nlossless: {report['tokens_per_round']:.2f} tokens a verification; drafts take "
+        f"{report['draft_cache_bytes']:,} bytes of the cache"
     )
 
 
@@ -174,7 +186,8 @@ def _spare(generation: Generation) -> str:
 
 def _excess(generation: Generation, report: dict[str, Any]) -> str:
     """Explain why a cache is larger than the full one, if it is."""
-    if report["policy"] == "full" or report["cache_bytes"] <= report["full_cache_bytes"]:
+    saves = report["cache_bytes"] <= report["full_cache_bytes"]
+    if report["policy"] == "full" or saves or "tokens_per_round" in report:
         return ""
     needed = int(np.max(generation.state.end))
     if report["budget"] >= needed:

@@ -113,7 +113,9 @@ class Conversation:
         planned = self.context - tokens
         check_room(tokens, planned, policy, self.model)
         reading |= dict(max_new_tokens=planned, key=None)
-        self.policy = prepare(self.model, policy, [[0] * tokens], budget, None, **reading).policy
+        prompts = prepare(self.model, policy, [[0] * tokens], budget, None, **reading)
+        # Without loss, the full cache bounds the text.
+        self.policy = policy_by_name("full") if settings.get("lossless") else prompts.policy
 
     def _affixes(self) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return the template's text around the first turn, and around a later turn from the end of the last answer."""
@@ -258,7 +260,12 @@ class Conversation:
 
     def _fits(self, state: State) -> str:
         """Return a hash of the model, the policy and the structure of a state, without its arrays."""
-        structure = jax.tree.structure(state.cache), state.config, *described(state.policy), fingerprint(self.model)
+        structure = (
+            jax.tree.structure(state.cache),
+            state.config,
+            *map(described, state.decoder.policies),
+            fingerprint(self.model),
+        )
         digest = hashlib.sha256("\n".join(map(str, structure)).encode())
         digest.update(np.asarray(self.model.weights.table.rows(jnp.arange(1))).tobytes())
         return digest.hexdigest()

@@ -199,7 +199,7 @@ def begin(
         prompts=[list(prompt) for prompt in prompts for _ in range(num_samples)],
         state=state,
         logits=logits,
-        cache_positions=[positions[:rows] for positions in held_positions(state)],
+        cache_positions=[positions[:rows] for positions in held_positions(state.evicting)],
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         eos=(*(end_ids(model, chat) if stop_at_eos else ()), *map(int, stop_token_ids)),

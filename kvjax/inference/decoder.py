@@ -80,6 +80,15 @@ class Decoder(Bound):
         """Return the decoder without what only prompts need, as programs of steps take it."""
         return self.replace(policy_and_budget=None)
 
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """Policies of all caches that it reads tokens into."""
+        return (self.policy,)
+
+    def evicting(self, cache: Cache) -> tuple[Decoder, Cache]:
+        """Return the decoder and the cache that a policy with a budget has: these, or those of a draft."""
+        return self, cache
+
     @on_the_host
     def prefill(
         self,

@@ -116,6 +116,14 @@ class Speculation(Decoder, kw_only=True):
     def for_steps(self) -> Self:
         return super().for_steps().replace(draft_without_weights=self.draft_without_weights.for_steps())
 
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        return self.policy, self.draft_without_weights.policy
+
+    def evicting(self, cache: Cache) -> tuple[Decoder, Cache]:
+        assert isinstance(cache, SpeculativeCache)
+        return self.draft, cache.draft.replace(key=cache.key)
+
     @on_the_host
     def prefill(
         self,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +13,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import generate
+from kvjax.generation.chat import Conversation
 from kvjax.generation.generate import begin, generate_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.speculative import draft_and_verify
@@ -219,3 +223,45 @@ def test_what_cannot_be_drafted_is_refused(settings: dict[str, Any], message: st
 def test_a_verifier_that_evicts_is_refused() -> None:
     with pytest.raises(ValueError, match="h2o evicts tokens, which no roll-back brings back"):
         kvjax.speculation(kvjax.load("tiny"), "streaming", 16, verifier="h2o")
+
+
+def test_the_commands_write_the_full_cache_s_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [
+        "--model",
+        "tiny",
+        "--prompt",
+        "Once upon a time there was a dog",
+        "-n",
+        "40",
+        "--temperature",
+        "0",
+        "--json",
+    ]
+    assert generate.main(words) == 0
+    full = json.loads(capsys.readouterr().out)
+    assert generate.main([*words, "--policy", "h2o", "--budget", "8", "--lossless", "--draft-tokens", "2"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["text"] == full["text"]
+    assert (facts["policy"], facts["budget"], facts["allocated_slots"]) == ("h2o", 8, 16)
+    assert 1 <= facts["tokens_per_round"] <= 3
+    assert 0 < facts["draft_cache_bytes"] < full["cache_bytes"] < facts["cache_bytes"]
+    assert generate.main([*words, "--draft-tokens", "2"]) == 2
+    assert "--draft-tokens is of --lossless; give that, too." in capsys.readouterr().err
+
+
+def test_a_conversation_without_loss_is_that_of_the_full_cache(tmp_path: Path) -> None:
+    model = kvjax.load("tiny")
+    settings: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5, "context": 200}
+    full = Conversation(model, **settings)
+    drafted = Conversation(model, policy="h2o", budget=16, lossless=True, **settings)
+    for number, turn in enumerate(("The dog was big.", "Then a cat came.", "They went home.")):
+        assert "".join(drafted.reply(turn)) == "".join(full.reply(turn))
+        assert drafted.text == full.text
+        if number == 1:
+            drafted.save(tmp_path / "saved")
+            drafted.forget()
+            drafted.load(tmp_path / "saved")
+    with pytest.raises(ValueError, match="a conversation of another model, policy or dtype"):
+        Conversation(model, policy="tova", budget=16, lossless=True, **settings).load(tmp_path / "saved")
+    with pytest.raises(ValueError, match="a conversation of another model, policy or dtype"):
+        full.load(tmp_path / "saved")
