@@ -32,14 +32,21 @@ from kvjax.training.less.record import MASKS
 def add_text_options(
     parser: argparse.ArgumentParser, default: Sequence[Path] = (), rows: int = 8, lengths: Sequence[int] = (1024,)
 ) -> None:
-    """Add the options that tasks on texts share; without a `default`, texts are required."""
+    """Add the options of passages of which a share is a prompt; without a `default`, texts are required."""
+    add_passage_options(parser, default, rows, lengths)
+    parser.add_argument("--prefix", type=float, default=0.5, help="fraction of a passage that is read as a prompt")
+
+
+def add_passage_options(
+    parser: argparse.ArgumentParser, default: Sequence[Path] = (), rows: int = 8, lengths: Sequence[int] = (1024,)
+) -> None:
+    """Add the options that tasks on passages of texts share; without a `default`, texts are required."""
     requirement: dict[str, Any] = {"default": list(default)} if default else {"required": True}
     held_out = "held-out texts" + (f" (default: {', '.join(file.name for file in default)})" if default else "")
     parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help=held_out, **requirement)
     parser.add_argument("--rows", type=int, default=rows, help=f"passages of each text (default: {rows})")
     tokens = f"tokens of each passage (default: {', '.join(map(str, lengths))})"
     parser.add_argument("--lengths", type=int, nargs="+", default=list(lengths), help=tokens)
-    parser.add_argument("--prefix", type=float, default=0.5, help="fraction of a passage that is read as a prompt")
 
 
 class TextTask(Task):
@@ -61,15 +68,17 @@ class TextTask(Task):
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
         """Return a cell for each text and length."""
         return [
-            {
-                "text": file.stem,
-                "length": length,
-                "prefix": max(1, round(options.prefix * length)),
-                "passages": _passages(model, (file,), options.rows, length).digest,
-            }
-            for length in options.lengths
-            for file in options.text
+            cell | {"prefix": max(1, round(options.prefix * cell["length"]))} for cell in passages_of(model, options)
         ]
+
+
+def passages_of(model: Model, options: argparse.Namespace) -> list[Cell]:
+    """Return the fields of cells that identify the passages of each text and length."""
+    return [
+        {"text": file.stem, "length": length, "passages": _passages(model, (file,), options.rows, length).digest}
+        for length in options.lengths
+        for file in options.text
+    ]
 
 
 def cell_passages(model: Model, options: argparse.Namespace, cell: Cell) -> Passages:

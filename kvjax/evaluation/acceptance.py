@@ -1,0 +1,96 @@
+"""Acceptance of drafts: how many tokens of the full cache's text a policy guesses, measured without speculation.
+
+A draft reads the full cache's own tokens, so its guesses in a round are those that it makes when it reads the whole
+text by decode steps. One reading therefore tells the rounds for every number of draft tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from kvjax.generation.generate import generate_ids
+from kvjax.generation.sampling import GREEDY, Sampling, sample
+from kvjax.inference.budget import Budget
+from kvjax.inference.cache import Cache
+from kvjax.inference.decoder import Decoder
+from kvjax.inference.extend import prefill
+from kvjax.inference.state import cache_bytes, full_cache_bytes
+from kvjax.models.model import LanguageModel
+from kvjax.policies.policy import Policy
+
+
+class Acceptance(NamedTuple):
+    """Guesses of a policy in the full cache's continuations of some prompts."""
+
+    agrees: Bool[np.ndarray, "b n"]
+    """True for tokens after the first that the policy would have drawn, too, after those before them."""
+    cache_bytes: int
+    """Bytes of the policy's cache, of all rows."""
+    full_cache_bytes: int
+    """Bytes that `full` allocates for them."""
+
+    def tokens_per_round(self, draft_tokens: int) -> list[float]:
+        """Return the tokens that a verification of so many guesses adds to each text on average."""
+        return [agreeing.size / _rounds(agreeing.tolist(), draft_tokens) for agreeing in self.agrees]
+
+
+def _rounds(agrees: Sequence[bool], draft_tokens: int) -> int:
+    """Return the rounds that a text takes: each adds the guesses up to the first wrong one, and one token more."""
+    place = rounds = 0
+    while place < len(agrees):
+        guesses = agrees[place : place + draft_tokens]
+        place += 1 + next((index for index, right in enumerate(guesses) if not right), len(guesses))
+        rounds += 1
+    return rounds
+
+
+def continuations(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> Int[np.ndarray, "b n"]:
+    """Return the full cache's continuations of prompts, whether they end or not."""
+    settings: dict[str, Any] = dict(temperature=temperature, seed=seed, stop_at_eos=False, **_without_filters())
+    return np.asarray(generate_ids(model, prompts, max_new_tokens=new_tokens, **settings).tokens)
+
+
+def acceptance(
+    model: LanguageModel,
+    policy: Policy | str,
+    prompts: Int[np.ndarray, "b n"],
+    texts: Int[np.ndarray, "b m"],
+    budget: Budget = 1.0,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Acceptance:
+    """Read the full cache's `continuations` of prompts by decode steps of a policy, and compare what it would draw.
+
+    Args:
+        budget: of the policy; a fraction is one of prompt and continuation.
+        temperature: that of the continuations, as `seed`.
+    """
+    key = jax.random.key(seed)
+    state, _ = prefill(model, policy, prompts, budget, max_new_tokens=texts.shape[1], key=key)
+    cache = state.cache.replace(key=None)
+    drawn = _draws(state.decoder, cache, jnp.asarray(texts[:, :-1], jnp.int32), key, Sampling(temperature))
+    return Acceptance(np.asarray(drawn) == texts[:, 1:], cache_bytes(state), full_cache_bytes(state))
+
+
+@jax.jit
+def _draws(
+    decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], key: Any, sampling: Sampling
+) -> Int[Array, "b n"]:
+    """Return what a policy draws after each token, with the random numbers of `kvjax.generation.loop.draw`."""
+    place = cache.position[:, None] + 1 + jnp.arange(tokens.shape[1])
+    _, logits = decoder.steps(cache, tokens)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, place.reshape(-1))
+    return sample(logits.reshape(len(keys), -1), keys, sampling).reshape(tokens.shape)
+
+
+def _without_filters() -> dict[str, Any]:
+    return {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | {"repetition_penalty": GREEDY["repetition_penalty"]}
