@@ -157,7 +157,6 @@ def begin(
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
     chosen = bind_policy(model, chosen, budget, plan)
     if lossless:
-        _check_draft(chosen)
         reader = speculation(model, chosen, budget, draft_tokens=draft_tokens)
         check_room(max(map(len, prompts)), max_new_tokens, reader.policy, model)
     else:
@@ -208,15 +207,6 @@ def begin(
         compile_seconds=compiling.seconds,
         seconds=seconds,
     )
-
-
-def _check_draft(policy: Policy) -> None:
-    """Refuse to draft with a policy whose cache is as large as the full one."""
-    if policy == policy_by_name("full"):
-        raise ValueError(
-            'lossless=True drafts with a small cache, but policy="full" keeps everything; give a policy with a budget, '
-            'such as policy="snapkv", budget=0.25, or leave lossless out.'
-        )
 
 
 @on_the_host

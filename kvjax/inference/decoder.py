@@ -19,7 +19,7 @@ from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.layers import read_block, read_chunks, read_steps
 from kvjax.inference.padding import bucket
-from kvjax.inference.prefill import bound_prompts, prompt_shapes, read_prompts
+from kvjax.inference.prefill import Read, bound_prompts, prompt_shapes, read_prompts
 from kvjax.inference.prepare import (
     Prompts,
     Tokens,
@@ -102,19 +102,28 @@ class Decoder(Bound):
         rope_length: int | None = None,
     ) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read prompts into a new cache, and return the logits for the first new tokens, too; see `kvjax.prefill`."""
+        settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
+        prompts = self.prepare(tokens, lengths, budget_of=budget_of, rope_length=rope_length, **settings)
+        first = unevicted(prompts, self.config, self.mesh) if reads_all_first(prompts.policy) else prompts
+        return self.fill(prompts, self.read(bound_prompts(self, first), first))
+
+    def prepare(self, tokens: Tokens, lengths: ArrayLike | Sequence[int] | None, **settings: Any) -> Prompts:
+        """Check prompts and plan their slots; see `kvjax.inference.prepare.prepare_bound`."""
         assert self.policy_and_budget is not None, "a decoder for prompts comes from kvjax.decoder"
         policy, budget = self.policy_and_budget
-        settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
-        settings |= dict(budget_of=budget_of, rope_length=rope_length, beyond_window=self.beyond_window)
-        prompts = prepare_bound(self, policy, tokens, budget, lengths, **settings)
-        evicts_last = reads_all_first(prompts.policy)
-        first = unevicted(prompts, self.config, self.mesh) if evicts_last else prompts
-        reader = bound_prompts(self, first).replace(kernels=self.kernels)
+        return prepare_bound(self, policy, tokens, budget, lengths, **settings, beyond_window=self.beyond_window)
+
+    def read(self, reader: Bound, prompts: Prompts) -> Read:
+        """Read prompts by the decoder's kernels, which are benchmarked first if `auto` needs it."""
         settle_before(
-            lambda survey: prompt_shapes(reader.replace(kernels=Kernels(survey)), first), self.kernels.implementation
+            lambda survey: prompt_shapes(reader.replace(kernels=Kernels(survey)), prompts), self.kernels.implementation
         )
-        layers, position, seed, logits = read_prompts(reader, first)
-        size = page_slots(prompts.tokens.shape[1] + max_new_tokens)
+        return read_prompts(reader.replace(kernels=self.kernels), prompts)
+
+    def fill(self, prompts: Prompts, read: Read) -> tuple[Cache, Float[Array, "b vocab"]]:
+        """Return the cache of prompts that all layers have read, and the logits for the first new tokens."""
+        layers, position, seed, logits = read
+        size = page_slots(prompts.tokens.shape[1] + int(prompts.horizon.max()))
         cache = Cache(
             **on_pages(layers, self.policy, size, self.mesh),
             position=position,
@@ -127,7 +136,7 @@ class Decoder(Bound):
             rope_length=None if prompts.rope_length is None else jnp.asarray(prompts.rope_length),
         )
         cache = placed_rows(cache, self.mesh)
-        if evicts_last:
+        if reads_all_first(prompts.policy):
             cache = self._pressed(cache, prompts)
         check_step(self, cache)
         settle_step(self, cache)

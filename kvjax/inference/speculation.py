@@ -15,8 +15,11 @@ from jaxtyping import Array, Float, Int, Key
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder, decoder
+from kvjax.inference.paired import PairedSlots, paired_reader
+from kvjax.inference.prefill import bound_prompts
 from kvjax.inference.prepare import Tokens
 from kvjax.inference.verify import check_verifier
+from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
@@ -137,10 +140,21 @@ class Speculation(Decoder, kw_only=True):
         rope_length: int | None = None,
     ) -> tuple[SpeculativeCache, Float[Array, "b vocab"]]:
         """Read prompts into two new caches, and return the full one's logits for the first new tokens, too."""
-        settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk)
+        settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
         settings |= dict(budget_of=budget_of, rope_length=rope_length)
-        draft, _ = self.draft.prefill(tokens, lengths, **settings)
-        full, logits = self.full.prefill(tokens, lengths, **settings)
+        prompts, of_full = (each.prepare(tokens, lengths, **settings) for each in (self.draft, self.full))
+        reader = paired_reader(bound_prompts(self.draft, prompts), prompts, of_full)
+        if reader is None:
+            settings["prefill_chunk"] = settings.pop("chunk")
+            draft, _ = self.draft.prefill(tokens, lengths, **settings)
+            full, logits = self.full.prefill(tokens, lengths, **settings)
+        else:
+            pairs, position, seed, logits = self.full.read(reader, prompts)
+            layers: list[Any] = [(pair.draft, pair.full) for pair in pairs if isinstance(pair, PairedSlots)]
+            of_draft, of_verifier = zip(*layers, strict=True)
+            # The caches may be updated in place, so they share no arrays.
+            draft, _ = self.draft.fill(prompts, (of_draft, jnp.copy(position), jnp.copy(seed), logits))
+            full, logits = self.full.fill(of_full, (of_verifier, position, seed, logits))
         behind = jnp.zeros((len(full.position), self.draft_tokens), jnp.int32)
         return SpeculativeCache.of(full, draft, behind), logits
 
@@ -198,10 +212,15 @@ def speculation(
         implementation: as for `kvjax.decoder`.
 
     Raises:
-        ValueError: the verifier evicts tokens, or a policy does not fit the model or the budget.
+        ValueError: both policies are the same, the verifier evicts tokens, or a policy does not fit the model or the budget.
         TypeError: the model or a policy is of another type.
     """
     draft_tokens = whole_number("draft_tokens", draft_tokens, 1, MOST_DRAFT_TOKENS)
+    if policy_by_name(policy) == policy_by_name(verifier):
+        raise ValueError(
+            f"policy {policy_by_name(policy).label} cannot draft for itself; give one with a smaller cache, such as "
+            "policy='snapkv' with budget=0.25."
+        )
     draft = decoder(model, policy, budget, plan=plan, implementation=implementation)
     full = decoder(model, verifier, implementation=implementation).replace(beyond_window=draft_tokens + 1)
     check_verifier(full, draft_tokens + 1)

@@ -210,7 +210,7 @@ def test_a_round_works_in_place() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"policy": "full"}, 'policy="full" keeps everything; give a policy with a budget'),
+        ({"policy": "full"}, "policy full cannot draft for itself; give one with a smaller cache"),
         ({"policy": "h2o", "budget": 17, "beams": 2}, "lossless=True has no effect on a beam search"),
         ({"policy": "h2o", "budget": 17, "draft_tokens": 17}, "draft_tokens=17 is not a whole number from 1 to 16"),
     ],
@@ -265,3 +265,17 @@ def test_a_conversation_without_loss_is_that_of_the_full_cache(tmp_path: Path) -
         Conversation(model, policy="tova", budget=16, lossless=True, **settings).load(tmp_path / "saved")
     with pytest.raises(ValueError, match="a conversation of another model, policy or dtype"):
         full.load(tmp_path / "saved")
+
+
+def test_a_prompt_is_read_once_into_both_caches(x64: None) -> None:
+    model = random_model(LOCAL, dtype=jnp.float64)
+    for policy, plan in (("h2o", None), ("h2o", "adakv"), ("streaming", None)):
+        draft, full = kvjax.decoder(model, policy, 17, plan=plan), kvjax.decoder(model, "full").replace(beyond_window=5)
+        both, logits = kvjax.speculation(model, policy, 17, plan=plan).prefill(PROMPTS, max_new_tokens=30)
+        for cache, reader in ((both.draft, draft), (both.full, full)):
+            alone, expected = reader.prefill(PROMPTS, max_new_tokens=30)
+            np.testing.assert_allclose(logits, expected, rtol=1e-9, atol=1e-9)
+            for ours, theirs in zip(jax.tree.leaves(cache.memory), jax.tree.leaves(alone.memory), strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)
+        programs = jax.tree.leaves(both)
+        assert len({id(array) for array in programs}) == len(programs)
