@@ -212,7 +212,7 @@ def speculation(
         implementation: as for `kvjax.decoder`.
 
     Raises:
-        ValueError: both policies are the same, the verifier evicts tokens, or a policy does not fit the model or budget.
+        ValueError: both policies are the same, the verifier evicts, or a policy does not fit the model or the budget.
         TypeError: the model or a policy is of another type.
     """
     draft_tokens = whole_number("draft_tokens", draft_tokens, 1, MOST_DRAFT_TOKENS)
