@@ -13,8 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import or_xla
-from pallas_kernels.op import How, options_of
+from pallas_kernels.op import How, options_of, or_xla
 from pallas_kernels.operands import turn, whole_widths
 from pallas_kernels.rope import rope as rotate_token
 
@@ -206,13 +205,13 @@ def rotate_heads(
 ) -> tuple[Float[Array, "b ... t _"], ...]:
     """Rotate queries and keys, `qk`, and return values, `still`, unchanged.
 
-    Single tokens use the operation `rope`, which on a TPU also moves the heads of values to separate rows. XLA
-    replaces an implementation that does not support the inputs.
+    For single tokens an accelerator runs the operation `rope`, which on a TPU also moves the heads of values to
+    separate rows. XLA replaces an implementation that does not support the inputs.
     """
     # Put all heads in one axis: with more axes, XLA on TPU copies the halves.
     arrays = (*qk, *still)
     flat = [x.reshape(len(x), -1, *x.shape[-2:]) for x in arrays]
-    if turns.cos.shape[1] > 1:
+    if turns.cos.shape[1] > 1 or not options_of(**how).runs_kernels:
         of_heads = Turns(*(x[:, None] for x in turns))
         outputs = [*(rotate_by(rope, x, of_heads) for x in flat[: len(qk)]), *still]
     else:
