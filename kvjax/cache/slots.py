@@ -109,7 +109,7 @@ class SlotCache(Heads, LayerCache):
     ) -> tuple[Float[Array, "b t width"], Self]:
         """Sum output projections over devices; means over the heads of a layer, if requested, share the collective."""
         pending, spread = self.pending, tokens.shape.spread
-        if pending is None or not pending.over_devices:
+        if pending is None or not sums_over(pending.requests, "device"):
             return super().sum_outputs(tokens, outputs)
         requests, tree = flatten_requests(pending.requests)
         stats = tree.flatten_up_to(pending.stats)
