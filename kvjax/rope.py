@@ -13,8 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import or_xla
-from pallas_kernels.op import How, options_of
+from pallas_kernels.op import How, options_of, or_xla
 from pallas_kernels.operands import turn, whole_widths
 from pallas_kernels.rope import rope as rotate_token
 
@@ -206,26 +205,22 @@ def rotate_heads(
 ) -> tuple[Float[Array, "b ... t _"], ...]:
     """Rotate queries and keys, `qk`, and return values, `still`, unchanged.
 
-    Single tokens use the operation `rope`, which on a TPU also moves the heads of values to separate rows. XLA
-    replaces an implementation that does not support the inputs.
+    For single tokens an accelerator runs the operation `rope`, which on a TPU also moves the heads of values to
+    separate rows. XLA replaces an implementation that does not support the inputs.
     """
     # Put all heads in one axis: with more axes, XLA on TPU copies the halves.
-    arrays = (*qk, *still)
-    flat = [x.reshape(len(x), -1, *x.shape[-2:]) for x in arrays]
-    if turns.cos.shape[1] > 1:
-        of_heads = Turns(*(x[:, None] for x in turns))
-        outputs = [*(rotate_by(rope, x, of_heads) for x in flat[: len(qk)]), *still]
-    else:
-        heads, (cos, sin) = [x[:, :, 0] for x in flat], (x[:, 0] for x in turns)
+    arrays, options = (*qk, *still), options_of(**how)
+    flat, is_token = [x.reshape(len(x), -1, *x.shape[-2:]) for x in arrays], turns.cos.shape[1] == 1
+    if is_token:
+        flat, turns = [x[:, :, 0] for x in flat], Turns(*(x[:, 0] for x in turns))
+    queries_and_keys, values = flat[: len(qk)], flat[len(qk) :]
+    if is_token and options.runs_kernels:
+        how["implementation"] = or_xla(options.implementation)
         with jax.named_scope("rope"):
-            outputs = rotate_token(
-                heads[: len(qk)],
-                cos,
-                sin,
-                heads[len(qk) :],
-                interleaved=rope.interleaved,
-                implementation=or_xla(options_of(**how).implementation),
-            )
+            outputs = rotate_token(queries_and_keys, *turns, values, interleaved=rope.interleaved, **how)
+    else:
+        of_heads = Turns(*(x[:, None] for x in turns))
+        outputs = (*(rotate_by(rope, x, of_heads) for x in queries_and_keys), *values)
     return tuple(x.reshape(like.shape) for x, like in zip(outputs, arrays, strict=True))
 
 

@@ -1,10 +1,7 @@
-"""Choice of an operation's implementation: the requested one, or the fastest for the shapes and the backend."""
+"""Names of implementations, tuning results, and the layout of arrays on a TPU."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
@@ -16,11 +13,6 @@ from pallas_kernels.operands import Encoded, Quantised
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton")
 VARIABLE = "KVJAX_KERNELS"
 """Environment variable that replaces `implementation="auto"`."""
-
-AUTO = {"tpu": ("pallas", "xla"), "gpu": ("xla",)}
-"""Implementations that `auto` tries on each backend, in this order, after the winners of a `Tuned`. The TPU kernels
-are accepted by its compiler and have not been timed on a TPU. Whether the GPU kernels are faster depends on sizes, so
-they must win a benchmark (`kvjax tune`) or be requested."""
 
 LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 """Device kinds whose kernel schedules are known from the compiler: `auto` uses `AUTO` there without timing."""
@@ -111,80 +103,6 @@ class Survey(_Unique):
             self.requests[task.bucket] = TuningRequest(task._replace(call=jax.tree.map(shape, task.call)), candidates)
 
 
-def choose(
-    op: str,
-    implementation: str,
-    limits: Mapping[str, str | None],
-    *,
-    platform: str | None = None,
-    interpret: Any = False,
-    task: TuningTask | None = None,
-) -> str:
-    """Return the implementation to run: `xla`, `pallas` or `triton`.
-
-    Args:
-        implementation: `auto`, `xla`, `pallas` or `triton`; several names except `auto`, separated by commas,
-            for the first that can run; a `Survey`, or a `Tuned`. `auto` reads the environment variable KVJAX_KERNELS.
-            If that is not set, it tries the winners of a `Tuned` on its kind of device, then `AUTO`.
-        limits: for each existing implementation except `xla`, the limit that these arguments exceed, or None.
-        platform: `cpu`, `gpu` or `tpu`, the target of compilation; None as in `platform_of`.
-        interpret: as for `pallas_call`; any value but False lets `pallas` run on every backend.
-        task: the call, for the lookup of tuning results; None if no benchmark covers it.
-
-    Raises:
-        Unsupported: the requested implementation cannot run.
-        ValueError: the implementation is unknown.
-    """
-    platform = platform_of(platform)
-    if isinstance(implementation, Survey):
-        if task is not None:
-            reasons = {name: _unsupported_reason(name, limits, platform, False) for name in IMPLEMENTATIONS[1:]}
-            implementation.note(task, tuple(name for name, reason in reasons.items() if reason is None))
-        return "xla"
-    argument = implementation
-    if isinstance(argument, Tuned) or implementation == "auto":
-        implementation = os.environ.get(VARIABLE) or "auto"
-    names = implementation.split(",")
-    if implementation == "auto":
-        names = AUTO.get(platform, ("xla",))
-        if isinstance(argument, Tuned) and task is not None and argument.device == kind_of_device(platform):
-            names = (*argument.orders.get(task.bucket, ()), *names)
-    elif "auto" in names or not set(names) <= set(IMPLEMENTATIONS):
-        where = f"implementation={implementation!r}" if argument == implementation else f"{VARIABLE}={implementation}"
-        raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
-    reasons = {}
-    for name in names:
-        reasons[name] = _unsupported_reason(name, limits, platform, interpret)
-        if reasons[name] is None:
-            return name
-    text = "; nor as ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
-    raise Unsupported(f"{op} cannot run as {text}; use 'xla' or 'auto'.")
-
-
-def or_xla(implementation: str) -> str:
-    """Return the same implementation with `xla` as fallback, for operations that models of any shape need."""
-    if isinstance(implementation, Survey):
-        return implementation
-    automatic = isinstance(implementation, Tuned) or implementation == "auto"
-    name = os.environ.get(VARIABLE) if automatic else implementation
-    return f"{name},xla" if name and name != "auto" else implementation
-
-
-def platform_of(platform: str | None) -> str:
-    """Return `cpu`, `gpu` or `tpu`: the one named, that of the devices in `jax.set_mesh`, or the default backend."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    name = platform or getattr(device, "platform", None) or jax.default_backend()
-    return "gpu" if name in ("cuda", "rocm") else name
-
-
-def kind_of_device(platform: str) -> str:
-    """Return the device kind in `jax.set_mesh`, or this machine's; empty if that is not of the platform."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return device.device_kind
-    return jax.local_devices()[0].device_kind if platform_of(jax.default_backend()) == platform else ""
-
-
 def bucket_name(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:
     """Return the readable name of all tasks that share a tuning result.
 
@@ -251,24 +169,6 @@ def row_and_block(core: Any, step: Any, units: int, blocks: int) -> tuple[Any, A
     """Return the row, and its block of heads, of a step on a core that has `units` units."""
     unit = core * units + step
     return jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks)
-
-
-def _unsupported_reason(name: str, limits: Mapping[str, str | None], platform: str, interpret: Any) -> str | None:
-    if name == "xla":
-        return None
-    if name not in limits:
-        return "there is no such kernel for this operation"
-    if name == "pallas" and platform not in ("gpu", "tpu") and interpret is False:
-        return f"it compiles for tpu and gpu, not for {platform} (there only with interpret=True)"
-    if name == "triton" and platform != "gpu":
-        return f"it compiles for gpu, not for {platform}"
-    if name == "triton" and importlib.util.find_spec("jax_triton") is None:
-        return "it needs jax-triton, which pip install 'kvjax[gpu]' brings"
-    if name == "triton" and jax.__version_info__ >= (0, 12):
-        installed = importlib.metadata.version("jax-triton")
-        if tuple(map(int, installed.split(".")[:3])) <= (0, 4, 1):  # jax 0.12 calls its rules with other arguments
-            return f"jax-triton {installed} does not work with jax {jax.__version__}"
-    return limits[name]
 
 
 def capability() -> int | None:

@@ -7,11 +7,21 @@ import contextlib
 import contextvars
 import dataclasses
 import importlib
+import importlib.metadata
+import importlib.util
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
-from pallas_kernels.common import IMPLEMENTATIONS, Survey, Tuned, TuningTask, bucket_name, choose, platform_of
+import jax
+
+from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE, Survey, Tuned, TuningTask, Unsupported, bucket_name
+
+AUTO = {"tpu": ("pallas", "xla"), "gpu": ("xla",)}
+"""Implementations that `auto` tries on each backend, in this order, after the winners of a `Tuned`. The TPU kernels
+are accepted by its compiler and have not been timed on a TPU. Whether the GPU kernels are faster depends on sizes, so
+they must win a benchmark (`kvjax tune`) or be requested."""
 
 Result = TypeVar("Result")
 
@@ -28,7 +38,7 @@ class How(TypedDict, total=False):
     """
 
     implementation: str
-    """`auto`, `xla`, `pallas` or `triton`, or several; see `pallas_kernels.common.choose`."""
+    """`auto`, `xla`, `pallas` or `triton`, or several; see `choose`."""
     interpret: Any
     """To run `pallas` without an accelerator: True, or the parameters of jax's interpreter for TPU
     (`pltpu.InterpretParams()`)."""
@@ -43,6 +53,11 @@ class Options(NamedTuple):
     interpret: Any
     platform: str
     """Target of compilation: `cpu`, `gpu` or `tpu`."""
+
+    @property
+    def runs_kernels(self) -> bool:
+        """True if kernels can run: on a GPU or TPU, or in an interpreter."""
+        return self.platform in ("gpu", "tpu") or self.interpret is not False
 
 
 class Kernels(NamedTuple):
@@ -118,7 +133,7 @@ class Op(abc.ABC, Generic[Result]):
         return self.run(self.choose(options), options)
 
     def choose(self, options: Options) -> str:
-        """Return the implementation to run: `xla`, `pallas` or `triton`; see `common.choose`."""
+        """Return the implementation to run: `xla`, `pallas` or `triton`; see the function `choose`."""
         implementation, interpret, platform = options
         limits, task = _Limits(self, platform), None
         if isinstance(implementation, Survey | Tuned) and (workload := self.workload()) is not None:
@@ -163,6 +178,98 @@ class _Limits(Mapping[str, str | None]):
 
     def __len__(self) -> int:
         return len(self._names)
+
+
+def choose(
+    op: str,
+    implementation: str,
+    limits: Mapping[str, str | None],
+    *,
+    platform: str | None = None,
+    interpret: Any = False,
+    task: TuningTask | None = None,
+) -> str:
+    """Return the implementation to run: `xla`, `pallas` or `triton`.
+
+    Args:
+        implementation: `auto`, `xla`, `pallas` or `triton`; several names except `auto`, separated by commas,
+            for the first that can run; a `Survey`, or a `Tuned`. `auto` reads the environment variable KVJAX_KERNELS.
+            If that is not set, it tries the winners of a `Tuned` on its kind of device, then `AUTO`.
+        limits: for each existing implementation except `xla`, the limit that these arguments exceed, or None.
+        platform: `cpu`, `gpu` or `tpu`, the target of compilation; None as in `platform_of`.
+        interpret: as for `pallas_call`; any value but False lets `pallas` run on every backend.
+        task: the call, for the lookup of tuning results; None if no benchmark covers it.
+
+    Raises:
+        Unsupported: the requested implementation cannot run.
+        ValueError: the implementation is unknown.
+    """
+    platform = platform_of(platform)
+    if isinstance(implementation, Survey):
+        if task is not None:
+            reasons = {name: _unsupported_reason(name, limits, platform, False) for name in IMPLEMENTATIONS[1:]}
+            implementation.note(task, tuple(name for name, reason in reasons.items() if reason is None))
+        return "xla"
+    argument = implementation
+    if isinstance(argument, Tuned) or implementation == "auto":
+        implementation = os.environ.get(VARIABLE) or "auto"
+    names = implementation.split(",")
+    if implementation == "auto":
+        names = AUTO.get(platform, ("xla",))
+        if isinstance(argument, Tuned) and task is not None and argument.device == kind_of_device(platform):
+            names = (*argument.orders.get(task.bucket, ()), *names)
+    elif "auto" in names or not set(names) <= set(IMPLEMENTATIONS):
+        where = f"implementation={implementation!r}" if argument == implementation else f"{VARIABLE}={implementation}"
+        raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
+    reasons = {}
+    for name in names:
+        reasons[name] = _unsupported_reason(name, limits, platform, interpret)
+        if reasons[name] is None:
+            return name
+    text = "; nor as ".join(f"{name!r}: {reason}" for name, reason in reasons.items())
+    raise Unsupported(f"{op} cannot run as {text}; use 'xla' or 'auto'.")
+
+
+def or_xla(implementation: str) -> str:
+    """Return the same implementation with `xla` as fallback, for operations that models of any shape need."""
+    if isinstance(implementation, Survey):
+        return implementation
+    automatic = isinstance(implementation, Tuned) or implementation == "auto"
+    name = os.environ.get(VARIABLE) if automatic else implementation
+    return f"{name},xla" if name and name != "auto" else implementation
+
+
+def platform_of(platform: str | None) -> str:
+    """Return `cpu`, `gpu` or `tpu`: the one named, that of the devices in `jax.set_mesh`, or the default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = platform or getattr(device, "platform", None) or jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
+def kind_of_device(platform: str) -> str:
+    """Return the device kind in `jax.set_mesh`, or this machine's; empty if that is not of the platform."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.device_kind
+    return jax.local_devices()[0].device_kind if platform_of(jax.default_backend()) == platform else ""
+
+
+def _unsupported_reason(name: str, limits: Mapping[str, str | None], platform: str, interpret: Any) -> str | None:
+    if name == "xla":
+        return None
+    if name not in limits:
+        return "there is no such kernel for this operation"
+    if name == "pallas" and platform not in ("gpu", "tpu") and interpret is False:
+        return f"it compiles for tpu and gpu, not for {platform} (there only with interpret=True)"
+    if name == "triton" and platform != "gpu":
+        return f"it compiles for gpu, not for {platform}"
+    if name == "triton" and importlib.util.find_spec("jax_triton") is None:
+        return "it needs jax-triton, which pip install 'kvjax[gpu]' brings"
+    if name == "triton" and jax.__version_info__ >= (0, 12):
+        installed = importlib.metadata.version("jax-triton")
+        if tuple(map(int, installed.split(".")[:3])) <= (0, 4, 1):  # jax 0.12 calls its rules with other arguments
+            return f"jax-triton {installed} does not work with jax {jax.__version__}"
+    return limits[name]
 
 
 def backend_of(implementation: str, platform: str) -> str:

@@ -47,7 +47,7 @@ def halves(codes: Integer[Array, "*b s w"]) -> tuple[Int[Array, "*b s w"], ...]:
 
 
 def query_products(q: Float[Array, "*#b g d"], k: Operand, platform: str) -> Float[Array, "*b g s"]:
-    """Return q k^T of keys [*b s d], at least float32; `platform` is as in `common.platform_of`."""
+    """Return q k^T of keys [*b s d], at least float32; `platform` is as in `op.platform_of`."""
     kind, contraction = wide(q.dtype), "...gd,...sd->...gs"
     if isinstance(k, LazyRope | Encoded) or (isinstance(k, Quantised) and kind == jnp.float64):
         k = k.values(q.dtype)

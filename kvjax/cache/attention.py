@@ -9,28 +9,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.ranks import Attended
+from kvjax.cache.evict import Attended
 from kvjax.cache.recompute import (
     by_blocks,
     narrowed,
     near_sums,
     newest_attention,
+    replayed_stats,
     select_by_blocks,
-    with_replayed,
-    without_replayed,
 )
 from kvjax.cache.stats import (
     normalised,
-    over_heads,
     sample_noise,
     seen_slots,
     stat_from_probs,
     stats_from_probs,
     summed,
     tempered,
-    weighed,
 )
-from kvjax.policies.codec import Operands
+from kvjax.policies.codec import Codec, Operands
 from kvjax.policies.policy import Policy
 from kvjax.policies.residual import Selection
 from kvjax.policies.stats import (
@@ -40,8 +37,11 @@ from kvjax.policies.stats import (
     LocalAttention,
     Noise,
     Peak,
+    ReplayedQueries,
     StatRequest,
     flatten_requests,
+    is_request,
+    over_heads,
 )
 from kvjax.types import SLOTS, LayerTokens, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, power_below, query_block, share_of_evicted
@@ -75,6 +75,24 @@ def attend_slots(
     attend = attend_block if block else attend_token
     partial, stats = attend(operands, view, new, without_replayed(requests), evicted, policy.selection)
     return Attended(partial, with_replayed(requests, stats, policy.codec, operands, view, new))
+
+
+def without_replayed(requests: PyTree) -> PyTree:
+    """Return the requests about the new tokens' own attention, with `()` in place of replayed queries."""
+    return jax.tree.map(
+        lambda request: () if isinstance(request, ReplayedQueries) else request, requests, is_leaf=is_request
+    )
+
+
+def with_replayed(
+    requests: PyTree, stats: PyTree, codec: Codec, operands: Operands, view: View, new: LayerTokens
+) -> PyTree:
+    """Add the statistics of replayed queries to those of the requests from `without_replayed`."""
+
+    def stat_of(request: StatRequest, stat: PyTree) -> PyTree:
+        return replayed_stats(codec, operands, view, new, request) if isinstance(request, ReplayedQueries) else stat
+
+    return jax.tree.map(stat_of, requests, stats, is_leaf=is_request)
 
 
 def attend_token(
@@ -147,8 +165,13 @@ def requested_stats(
         return requests
     assert output.scores is not None
     if summed:
-        return tree.unflatten(over_heads(request, weighed(request, output.scores), new) for request in leaves)
+        return tree.unflatten(_of_one_query(request, output.scores, new) for request in leaves)
     return stats_from_probs(requests, output.scores[:, :, :, None], operands.v, position, new)
+
+
+def _of_one_query(request: StatRequest, sums: Float[Array, "b h c"], new: LayerTokens) -> Float[Array, "b h c"]:
+    assert isinstance(request, AttentionSum)
+    return over_heads(request, sums if request.weights is None else sums * request.weights.astype(sums.dtype), new)
 
 
 def _attend_sharded(

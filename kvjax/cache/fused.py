@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.attention import kernel_scores, requested_stats
-from kvjax.cache.evict import Ranks, evicted_pairs
-from kvjax.cache.ranks import Attended
-from kvjax.cache.recompute import with_replayed, without_replayed
+from kvjax.cache.attention import kernel_scores, requested_stats, with_replayed, without_replayed
+from kvjax.cache.evict import Attended, Ranks, evicted_pairs
 from kvjax.policies.codec import Operands
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import AccumulatedScore
@@ -24,7 +22,7 @@ class FusedStep(NamedTuple):
 
     policy: Policy
     view: View
-    """Slots from `prepared`."""
+    """Slots from `Slots.prepared`."""
     new: LayerTokens
     requests: PyTree
     ranking: Ranks

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import ranks
 from kvjax.cache.buffers import in_memory
+from kvjax.cache.evict import where_read
 from kvjax.cache.paged.select import select
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import between_heads
@@ -77,7 +78,7 @@ def _rewritten(policy: Policy, before: View, after: View, queries: Queries, new:
     if rewritten is None:
         return after
     changed = policy.codec.stored(rewritten.values), rewritten.bias
-    values, states = ranks.where_read(new, changed, (after.kv.v, after.slots.residual))
+    values, states = where_read(new, changed, (after.kv.v, after.slots.residual))
     return after.replace(kv=after.kv.replace(v=values), slots=after.slots.replace(residual=states))
 
 

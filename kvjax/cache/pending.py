@@ -26,11 +26,6 @@ class Pending(NamedTuple):
         """True if a statistic is to be summed over all layers."""
         return sums_over(self.requests, "model")
 
-    @property
-    def over_devices(self) -> bool:
-        """True if a statistic is to be summed over devices."""
-        return sums_over(self.requests, "device")
-
 
 def sum_over_layers(pending: Sequence[Pending]) -> list[Pending]:
     """Replace the statistics that are requested over all layers by their sums over the layers."""

@@ -1,86 +1,25 @@
-"""Ranking of slots by a policy, and the order in which caches evict tokens."""
+"""Ranks of the slots of whole heads: which tokens stay if several are evicted together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import functools
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.evict import Numbers, last_resort, remembered_positions, scores, slots_at
 from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protected
-from kvjax.policies.rankings import Ranking, as_numbers
+from kvjax.policies.rankings import as_numbers
 from kvjax.policies.residual import Residual
-from kvjax.types import SLOTS, Evicted, LayerTokens, PyTree, View, restored
+from kvjax.types import Evicted, LayerTokens, PyTree, View, restored
 from pallas_kernels import ranking
-from pallas_kernels.attention import Partial
-from pallas_kernels.ranking import EvictionRules
+
+V = TypeVar("V", bound=View)
 
 TOKEN_BLOCK = 64
 """Evicted tokens that are decoded together."""
-
-
-Numbers = Callable[[Ranking, View], Float[Array, "b h c"]]
-"""Scores of a ranking: `as_numbers` or `between_heads`."""
-
-
-class Attended(NamedTuple):
-    """Attention over a layer's slots and evicted pairs, with the statistics that the policy requested."""
-
-    partial: Partial
-    stats: Any
-    """Statistics in the storage's own format, for its `update_slot`."""
-
-
-def last_resort(dtype: DTypeLike) -> float:
-    """Return a score above all others, for tokens that are evicted only if nothing else can be and no slot is empty."""
-    return float(jnp.finfo(dtype).max) / 2
-
-
-def scores(
-    policy: Policy, view: View, new: LayerTokens, numbers: Numbers = as_numbers, ranking: Ranking | None = None
-) -> tuple[Float[Array, "b h c"], Protected, Ranking]:
-    """Return the score of each slot, its protection and the ranking; tokens to evict last score highest.
-
-    Tokens outside the layer's own window are expired, even if protected, because later queries do not see them. A layer
-    whose number of slots per head equals its window therefore holds exactly that window, under any policy. `ranking`
-    replaces the policy's own, and `numbers` converts it to scores.
-    """
-    with jax.named_scope("scores"):
-        ranking = policy.ranking(view, new) if ranking is None else ranking
-        values, protected = numbers(ranking, view), policy.protection.guard(view, new)
-    if protected.last is not None:
-        values = jnp.where(protected.last, last_resort(values.dtype), values)
-    if new.config.window is not None:
-        values = jnp.where(in_window(view.position, new), values, -jnp.inf)
-    return values, protected, ranking
-
-
-def in_window(position: Int[Array, "b h *c"], new: LayerTokens) -> Bool[Array, "b h *c"]:
-    """Return a mask of the positions that the newest token still sees: all of them in a layer without a window."""
-    if new.config.window is None:
-        return jnp.ones(position.shape, bool)
-    newest = new.newest.reshape(-1, *(1,) * (position.ndim - 1))
-    return position > newest - new.config.window
-
-
-def remembered_positions(position: Int[Array, "b h *c"], new: LayerTokens) -> Int[Array, "b h *c"]:
-    """Return positions of evicted tokens for `Evicted`: -1 for tokens outside the layer's window."""
-    return jnp.where(in_window(position, new), position, -1)
-
-
-def slots_at(
-    policy: Policy, limit: Int[Array, "b h"], new: LayerTokens, length: Int[Array, " b"] | None = None
-) -> Int[Array, "b h"]:
-    """Return the slots that heads may use in a text of `length` tokens, by default `new.length`.
-
-    Heads may use all slots in `limit` if the layer's window bounds the text.
-    """
-    slots = policy.slots_at(limit, new.length if length is None else length)
-    return jnp.where(new.config.bounded_by_window(new.end)[:, None], limit, slots) if new.config.local else slots
 
 
 def rank(policy: Policy, view: View, new: LayerTokens, numbers: Numbers = as_numbers) -> Float[Array, "b h c"]:
@@ -94,60 +33,6 @@ def with_newest(ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], new
     """Return ranks that keep the newest token as long as sinks."""
     newest = (position == new.newest[:, None, None]) & (ranks > -jnp.inf)
     return jnp.where(newest, jnp.inf, ranks)
-
-
-class Victim(NamedTuple):
-    """Slot that a new token takes, chosen among all devices that share a head's slots."""
-
-    slot: Int[Array, "b h"]
-    """Number of the slot on this device; the capacity if another device has the slot."""
-    position: Int[Array, "b h"]
-    """Position of the token in the slot; -1 if the slot is empty."""
-
-
-def claim(
-    scores: Float[Array, "b h c"] | None,
-    position: Int[Array, "b h c"],
-    new: LayerTokens,
-    rules: EvictionRules,
-    keep: Bool[Array, "b h c"] | None,
-    shrinks: bool,
-) -> Int[Array, "3 b h"]:
-    """Return the victim among each head's slots on this device, where several devices share the slots.
-
-    It is given as its rank in bits, the position of its token, and its index among the slots of all devices. Scores are
-    None if the oldest is evicted first; `shrinks` is as for `pallas_kernels.ranking.victim`.
-    """
-    last, capacity = jnp.iinfo(jnp.int32).max, position.shape[-1]
-    slot = jax.lax.axis_index(SLOTS) * capacity + jnp.arange(capacity, dtype=jnp.int32)
-    sinks, recent, limit = (rule[..., None] for rule in rules)
-    ranks = ranking.rank(scores, position, new.position[:, :1, None], sinks, recent, keep)
-    live = position >= 0
-    usable = slot < limit
-    if shrinks:
-        usable = live | (new.spread.over_slots(live.sum(-1, keepdims=True, dtype=jnp.int32)) < limit)
-    ranks = jnp.where(usable, ranks, jnp.inf)
-    lowest = ranks.min(-1)
-    age = jnp.where(usable & (ranks == lowest[..., None]), position, last)
-    place = jnp.where(age == age.min(-1, keepdims=True), slot, last).min(-1)
-    bits = jnp.dtype(f"int{jnp.finfo(ranks.dtype).bits}")
-    return jnp.stack([jax.lax.bitcast_convert_type(lowest, bits), age.min(-1).astype(bits), place.astype(bits)])
-
-
-def victims_of_all(claims: Int[Array, "m 3 b h"], capacities: Sequence[int]) -> tuple[Victim, ...]:
-    """Return the victims of several layers over the slots of all devices, from the `claim` of each layer."""
-    last = jnp.iinfo(jnp.int32).max
-    lowest, age, place = jnp.moveaxis(jax.lax.all_gather(claims, SLOTS), 2, 0)
-    lowest = jax.lax.bitcast_convert_type(lowest, jnp.dtype(f"float{jnp.iinfo(lowest.dtype).bits}"))
-    age = jnp.where(lowest == lowest.min(0), age, last)
-    oldest = age.min(0)
-    place = jnp.where(age == oldest, place, last).min(0)
-    victims = []
-    for capacity, number, position in zip(capacities, place, oldest, strict=True):
-        slot = number - jax.lax.axis_index(SLOTS) * capacity
-        slot = jnp.where((slot >= 0) & (slot < capacity), slot, capacity).astype(jnp.int32)
-        victims.append(Victim(slot, jnp.where(position == last, -1, position).astype(jnp.int32)))
-    return tuple(victims)
 
 
 def best_first(
@@ -234,6 +119,31 @@ def gather(leaf: Array, slots: Int[Array, "b h m"]) -> Array:
     return jnp.take_along_axis(leaf, slots.reshape(*slots.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
 
+def shrunk(policy: Policy, view: V, new: LayerTokens) -> V:
+    """Evict the lowest-ranked slots of rows whose slot limit has just fallen; the new token finds an empty slot."""
+    before = jnp.maximum(new.read - 1, new.prompt_length)
+    fewer = slots_at(policy, view.limit, new) < slots_at(policy, view.limit, new, before)
+    fewer &= new.valid[:, :1]
+
+    # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
+    def evict_several() -> Any:
+        leaving = best_slots(policy, view, new, view.capacity * new.spread.slots, reserved=1)[2]
+        leaving &= fewer[..., None]
+        after = policy.codec.settle(view.replace(position=jnp.where(leaving, -1, view.position)), new)
+        return leaving, after.slots.codec, after.state.codec
+
+    def evict_none() -> Any:
+        return jnp.zeros(view.position.shape, bool), view.slots.codec, view.state.codec
+
+    leaving, order, codec_state = jax.lax.cond(fewer.any(), evict_several, evict_none)
+    state = view.state.replace(codec=codec_state)
+    if (residual := policy.residual) is not None:
+        folded = functools.partial(fold_evicted, residual, view, new, leaving)
+        state = state.replace(residual=jax.lax.cond(fewer.any(), folded, lambda: state.residual))
+    position = jnp.where(leaving, -1, view.position)
+    return view.replace(position=position, slots=view.slots.replace(codec=order), state=state)
+
+
 def fold_evicted(residual: Residual, view: View, new: LayerTokens, leaving: Bool[Array, "b h c"]) -> PyTree:
     """Return a residual's state with the `leaving` slots of a layer added, decoding one block of slots at a time.
 
@@ -254,13 +164,3 @@ def fold_evicted(residual: Residual, view: View, new: LayerTokens, leaving: Bool
 
     parts = jax.tree.map(blocks, view.kv), blocks(position, -1)
     return jax.lax.scan(add, view.state.residual, parts)[0]
-
-
-def where_read(new: LayerTokens, after: PyTree, before: PyTree) -> PyTree:
-    """Return `after` for rows that have read tokens, and `before` for the others, even if a score changes them."""
-    reads = new.valid.any(1)
-
-    def choose(new_leaf: Array, old_leaf: Array) -> Array:
-        return jnp.where(reads.reshape(-1, *(1,) * (old_leaf.ndim - 1)), new_leaf, old_leaf)
-
-    return jax.tree.map(choose, after, before)

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.stats import normalised, reduced, seen_slots
 from kvjax.policies.codec import Codec, Operands
 from kvjax.policies.residual import Selection
-from kvjax.policies.stats import AttentionProbs, LocalAttention, Peak, ReplayedQueries, Seen, StatRequest, is_request
-from kvjax.types import LayerTokens, PyTree, View, wide
+from kvjax.policies.stats import AttentionProbs, LocalAttention, Peak, ReplayedQueries, Seen
+from kvjax.types import LayerTokens, View, wide
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
 from pallas_kernels.operands import Operand, SplitKV, values
 
@@ -80,24 +80,6 @@ def by_blocks(
     of_heads = jnp.zeros((*lse.shape[:3], view.capacity), lse.dtype)
     zeros = [of_heads if isinstance(request, Peak) else none for request in requests]
     return jax.lax.scan(add, zeros, (blocks, of_queries))[0]
-
-
-def without_replayed(requests: PyTree) -> PyTree:
-    """Return the requests about the new tokens' own attention, with `()` in place of replayed queries."""
-    return jax.tree.map(
-        lambda request: () if isinstance(request, ReplayedQueries) else request, requests, is_leaf=is_request
-    )
-
-
-def with_replayed(
-    requests: PyTree, stats: PyTree, codec: Codec, operands: Operands, view: View, new: LayerTokens
-) -> PyTree:
-    """Add the statistics of replayed queries to those of the requests from `without_replayed`."""
-
-    def stat_of(request: StatRequest, stat: PyTree) -> PyTree:
-        return replayed_stats(codec, operands, view, new, request) if isinstance(request, ReplayedQueries) else stat
-
-    return jax.tree.map(stat_of, requests, stats, is_leaf=is_request)
 
 
 def replayed_stats(

@@ -15,17 +15,18 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import attend_slots
 from kvjax.cache.buffers import in_memory
-from kvjax.cache.evict import entries, prepared, ranked, write_token
+from kvjax.cache.evict import Attended, Victim, entries, ranked, where_read, write_token
 from kvjax.cache.fused import FusedStep, may_fuse
 from kvjax.cache.keep import allocated, keep_best
 from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.pending import Pending
-from kvjax.cache.ranks import Attended, Victim, where_read
+from kvjax.cache.ranks import shrunk
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import takes_attention
 from kvjax.policies.stats import flatten_requests, of_own_heads, sums_over
 from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, Heads, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
 from pallas_kernels.attention import LowRank, Partial, attend, with_sink
+from pallas_kernels.op import options_of
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -81,7 +82,7 @@ class SlotCache(Heads, LayerCache):
             requests = of_own_heads(requests)
         cache, out, stats = cache.evict_and_attend(policy, new, requests)
         pending = Pending(requests, stats, new)
-        if pending.over_layers or pending.over_devices:
+        if sums_over(requests, "model", "device"):
             return out, cache.replace(pending=pending)
         cache = cache.updated(policy, pending)
         if flatten_requests(requests)[0]:
@@ -108,7 +109,7 @@ class SlotCache(Heads, LayerCache):
     ) -> tuple[Float[Array, "b t width"], Self]:
         """Sum output projections over devices; means over the heads of a layer, if requested, share the collective."""
         pending, spread = self.pending, tokens.shape.spread
-        if pending is None or not pending.over_devices:
+        if pending is None or not sums_over(pending.requests, "device"):
             return super().sum_outputs(tokens, outputs)
         requests, tree = flatten_requests(pending.requests)
         stats = tree.flatten_up_to(pending.stats)
@@ -192,10 +193,10 @@ class Slots(View, SlotCache, kw_only=True):
 
     def evict_and_attend(self, policy: Policy, new: LayerTokens, requests: PyTree, **options: Any) -> Step:
         """Write one token per row into a slot of each head, and attend to all slots, in one kernel if there is one."""
-        if new.spread.slots > 1:
+        if new.spread.slots > 1 or not options_of().runs_kernels:
             return super().evict_and_attend(policy, new, requests)
         with jax.named_scope("eviction"):
-            slots = prepared(policy, self, new)
+            slots = self.prepared(policy, new)
             ranking = ranked(policy, slots, new)
         in_two_kernels = functools.partial(super(Slots, slots).evict_and_attend, policy, new, requests, ranking=ranking)
         if not may_fuse(policy, slots, new):
@@ -215,8 +216,13 @@ class Slots(View, SlotCache, kw_only=True):
             state, out = policy.residual.step(slots.state.residual, evicted, new, partial)
             return Step(slots.with_state(residual=state), out, attended.stats)
 
+    def prepared(self, policy: Policy, new: LayerTokens) -> Self:
+        """Return the slots in which one new token per row can take one slot of each head."""
+        slots = shrunk(policy, self, new) if policy.may_shrink else self
+        return policy.codec.begin(slots, new)
+
     def write_token(self, policy: Policy, new: LayerTokens, *, pairs: bool, **options: Any) -> tuple[Self, Evicted]:
-        slots = self if "ranking" in options else prepared(policy, self, new)
+        slots = self if "ranking" in options else self.prepared(policy, new)
         return write_token(policy, slots, new, victim=slots.victim, pairs=pairs, **options)
 
     def attend_token(

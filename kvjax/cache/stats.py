@@ -9,7 +9,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.policies.stats import AttentionProbs, AttentionSum, Damage, Noise, Peak, Seen, StatRequest, flatten_requests
+from kvjax.policies.stats import (
+    AttentionProbs,
+    AttentionSum,
+    Damage,
+    Noise,
+    Peak,
+    Seen,
+    StatRequest,
+    flatten_requests,
+    over_heads,
+)
 from kvjax.types import LayerTokens, PyTree
 from pallas_kernels import noise as hashed
 from pallas_kernels.attention import noisy_numerators as numerators
@@ -47,22 +57,6 @@ def stat_from_probs(
 def seen_slots(position: Int[Array, "b h c"], new: LayerTokens) -> Bool[Array, "b h t c"]:
     """Return which slots each of the new tokens sees."""
     return new.config.spec.mask(new.position, position)
-
-
-def weighed(request: StatRequest, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
-    """Multiply a sum over one query by the query's weight."""
-    assert isinstance(request, AttentionSum)
-    return sums if request.weights is None else sums * request.weights.astype(sums.dtype)
-
-
-def over_heads(request: StatRequest, sums: Float[Array, "b h c"], new: LayerTokens) -> Float[Array, "b h c"]:
-    """Reduce a sum over a KV head's queries over heads, as the request specifies."""
-    if not isinstance(request, AttentionSum) or request.over not in ("layer", "device"):
-        return sums
-    mean = sums.mean(1, keepdims=True)
-    if request.over == "layer":
-        mean = new.spread.over_heads(mean) / new.spread.heads
-    return jnp.broadcast_to(mean, sums.shape)
 
 
 def sample_noise(noise: Noise, position: Int[Array, "b h c"], new: LayerTokens, dtype: DTypeLike) -> Array:

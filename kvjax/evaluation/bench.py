@@ -37,7 +37,7 @@ from kvjax.models.sharding import parse_mesh, program_mesh, weight_shardings, we
 from kvjax.models.weights import rounded_shapes, weight_shapes
 from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import temporary_bytes
-from pallas_kernels.common import platform_of
+from pallas_kernels.op import platform_of
 
 Carry = tuple[Cache, Int[Array, " b"]]
 

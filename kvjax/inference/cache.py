@@ -19,10 +19,11 @@ from kvjax.cache.paged.table import gathered
 from kvjax.cache.slots import Slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Layer, Weights, layers_of
-from kvjax.models.sharding import on_device
+from kvjax.models.sharding import on_device, on_mesh
 from kvjax.policies.policy import Policy
-from kvjax.types import Heads, Kernels, TokenBatch, View, setting
+from kvjax.types import Heads, Kernels, PyTree, TokenBatch, View, setting
 from kvjax.utils.processes import on_host
+from pallas_kernels.op import using
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active", "rope_length")
 """Fields of a cache that have one entry for each row, or are None."""
@@ -222,7 +223,19 @@ class Bound(struct.PyTreeNode):
 
     def here(self, *, shares_slots: bool = False) -> Self:
         """Return the same for the program of one device; see `on_device`."""
+        if self.mesh is None:
+            return self
         return self.replace(config=on_device(self.config, self.mesh, shares_slots=shares_slots))
+
+    def run(self, function: Callable[..., Any], *arguments: Any, specs: Callable[[], tuple[PyTree, PyTree]]) -> Any:
+        """Call a function of one device's shards of this and of other arrays, on each device; call it under `jit`.
+
+        Operations in it run with `kernels`, and ranks and dtypes are promoted under any of JAX's settings. `specs` are
+        as for `on_mesh`.
+        """
+        on_devices = function if self.mesh is None else on_mesh(function, self.mesh, specs)
+        with using(self.kernels), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return on_devices(self, *arguments)
 
     @property
     def layers(self) -> list[Layer]:

@@ -13,11 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.inference.decoder import compiled_step, compiled_step_in_place
 from kvjax.inference.prepare import check_vocabulary
-from kvjax.inference.state import State, check_state
-from kvjax.utils.modes import with_promotion
+from kvjax.inference.state import State
 
 
-@with_promotion
 def decode_step(
     state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
 ) -> tuple[State, Float[Array, "b vocab"]]:
@@ -50,10 +48,9 @@ def decode_step(
     """
     token = checked_token(state, token)
     cache, logits = compiled_step(state.decoder, state.cache.replace(key=None), token)
-    return State(state.decoder, cache.replace(key=state.key)), logits
+    return State(state.decoder, cache.replace(key=state.cache.key)), logits
 
 
-@with_promotion
 def decode_step_in_place(
     state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
 ) -> tuple[State, Float[Array, "b vocab"]]:
@@ -69,15 +66,16 @@ def decode_step_in_place(
     """
     token = checked_token(state, token)
     cache, logits = compiled_step_in_place(state.decoder, state.cache.replace(key=None), token)
-    return State(state.decoder, cache.replace(key=state.key)), logits
+    return State(state.decoder, cache.replace(key=state.cache.key)), logits
 
 
 def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, " b"]:
     """Check one token for each row of a state, with the errors of `decode_step`, and return them as an array."""
-    check_state(state)
     if isinstance(token, State):
         raise TypeError("the second argument is a token for each row, not a State; the state comes first.")
-    rows = state.active.shape[0]
+    if not isinstance(state, State):
+        raise TypeError(f"the first argument is a state, from kvjax.prefill, not {type(state).__name__}.")
+    rows = len(state.cache.active)
     if not isinstance(token, jax.Array):
         try:
             token = np.asarray(token)
@@ -93,13 +91,11 @@ def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, 
     return token.astype(jnp.int32)
 
 
-@with_promotion
 def lower_step(state: State) -> jax.stages.Lowered:
     """Lower the program of `decode_step_in_place`, to compile it and read its `memory_analysis()`."""
     return trace_step(state).lower()
 
 
-@with_promotion
 def trace_step(state: State) -> Any:
     """Trace the program of `decode_step_in_place`; the result is that of `jit(...).trace`."""
     tokens = jax.ShapeDtypeStruct(state.position.shape, jnp.int32)

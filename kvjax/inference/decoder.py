@@ -33,6 +33,7 @@ from kvjax.inference.prepare import (
 from kvjax.inference.press import on_pages, press, reads_all_first, stored, unevicted
 from kvjax.inference.replay import read_again
 from kvjax.inference.sharding import (
+    bound_specs,
     cache_specs,
     gather_slots,
     logits_spec,
@@ -47,9 +48,9 @@ from kvjax.models.decoder import unembed
 from kvjax.models.model import LanguageModel, ModelOrigin, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.types import Kernels, setting
+from kvjax.types import OF_ROWS, Kernels, setting
 from kvjax.utils.autotune import settle_before
-from kvjax.utils.modes import on_the_host, with_promotion
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
 from kvjax.utils.settings import whole_number
 
@@ -156,13 +157,11 @@ class Decoder(Bound):
         pressed = press(decoder, source, tuple(map(jnp.asarray, prompts.limits)), prompts.capacities)
         return cache.replace(**stored(pressed, decoder, int((prompts.lengths + prompts.horizon).max())))
 
-    @with_promotion
     def step(self, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
         """Read one token per row; call it under `jit` or `scan`. See `kvjax.decode_step`, which compiles it."""
         cache, logits = self.steps(cache, token[:, None])
         return cache, logits[:, 0]
 
-    @with_promotion
     def steps(
         self, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"] | None = None
     ) -> tuple[Cache, Float[Array, "b n vocab"]]:
@@ -185,8 +184,11 @@ class Decoder(Bound):
             ([6], (1, 3, 2048))
         """
         decoder = self.for_steps()
-        specs = functools.partial(_step_specs, decoder, cache, all_logits=True)
-        return run_on_mesh(_steps_on_device, decoder, cache, tokens, lengths, out_specs=specs)
+
+        def specs() -> tuple[Any, Any]:
+            return (bound_specs(decoder), cache_specs(cache), OF_ROWS, OF_ROWS), _step_specs(decoder, cache, True)
+
+        return decoder.run(_steps_on_device, cache, tokens, lengths, specs=specs)
 
     @on_the_host
     def extend(
@@ -287,7 +289,7 @@ def decoder(
 _any_nan = jax.jit(lambda logits: jnp.isnan(logits).any())
 
 
-def _step_specs(decoder: Decoder, cache: Cache, *, all_logits: bool) -> tuple[Cache, PartitionSpec]:
+def _step_specs(decoder: Decoder, cache: Cache, all_logits: bool) -> tuple[Cache, PartitionSpec]:
     """Return the specs of a cache, and of logits [b vocab], or [b n vocab] with `all_logits`."""
     logits = logits_spec(decoder.config, decoder.mesh)
     return cache_specs(cache), PartitionSpec(logits[0], None, *logits[1:]) if all_logits else logits
@@ -313,7 +315,7 @@ def _steps_on_device(
     logits = unembed(decoder.weights, decoder.config, hidden)
     if decoder.policy.plan.sizing.fixed_length:
         logits = jnp.where((place < cache.end[:, None])[..., None], logits, jnp.nan)
-    if decoder.config.bounded:
+    if decoder.weights.positions is not None or decoder.config.chunked:
         logits = jnp.where((place < decoder.config.max_positions)[..., None], logits, jnp.nan)
     return cache.replace(position=after), logits
 
@@ -366,7 +368,7 @@ def read_more(
         cache,
         tokens,
         lengths,
-        out_specs=lambda: _step_specs(decoder, cache, all_logits=all_logits),
+        out_specs=lambda: _step_specs(decoder, cache, all_logits),
     )
 
 

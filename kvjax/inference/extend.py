@@ -60,7 +60,7 @@ def prefill(
         rope_length: length of the texts, in tokens, for RoPE whose frequencies depend on it; None for the planned
             length of each. Set it if texts are much shorter than `max_new_tokens` allows.
         implementation: implementation of every operation: `auto`, `xla`, `pallas`, `triton`, or a list such as
-            `pallas,xla` for the first that can run; see `pallas_kernels.common.choose`.
+            `pallas,xla` for the first that can run; see `pallas_kernels.op.choose`.
 
     Returns:
         The state to decode from, and the logits for the first new token [b, vocab].

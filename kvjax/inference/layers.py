@@ -64,10 +64,10 @@ def read(
         for source, reader in enumerate(last_reader):
             if close and reader == index and not after[source].waits:
                 after[source] = after[source].close(layers[source].policy)
-    waiting = [index for index, cache in enumerate(after) if cache.waits]
-    of_waiting = [pending for index in waiting if (pending := after[index].pending) is not None]
-    for index, pending in zip(waiting, sum_over_layers(of_waiting), strict=True):
-        after[index] = after[index].replace(pending=pending).close(layers[index].policy)
+    waiting = {index: cache.pending for index, cache in enumerate(after) if cache.pending is not None and cache.waits}
+    if waiting:
+        for index, pending in zip(waiting, sum_over_layers([*waiting.values()]), strict=True):
+            after[index] = after[index].replace(pending=pending).close(layers[index].policy)
     for index, cache in enumerate(after):
         if cache.undefined is not None:  # NaN scores make the kept slots and the logits meaningless
             x = jnp.where(cache.undefined[:, None, None], jnp.nan, x)

@@ -21,37 +21,12 @@ from kvjax.inference.cache import ROWS as OF_EACH_ROW
 from kvjax.inference.cache import Bound, Cache
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Layer
-from kvjax.models.sharding import on_device, weight_specs
+from kvjax.models.sharding import on_device, on_mesh, weight_specs
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 from kvjax.types import HEADS, OF_ROWS, REPLICATED, ROWS, SLOTS, PyTree, Spread
-from pallas_kernels.op import using
 
 C = TypeVar("C", bound=LayerCache)
-
-
-def on_mesh(
-    function: Callable[..., Any], mesh: Mesh | None, specs: Callable[[], tuple[PyTree, PyTree]]
-) -> Callable[..., Any]:
-    """Turn a function of one device's shards into a function of sharded arrays; without a mesh, return it unchanged.
-
-    `specs` returns trees of `PartitionSpec` for the arguments and for the results; one spec may stand for a whole tree.
-    """
-    if mesh is None:
-        return function
-    in_specs, out_specs = specs()
-
-    def run(*arguments: Any) -> Any:
-        # Flat, because shard_map would make policies of placeholders that are not numbers.
-        flat, tree = jax.tree.flatten(arguments)
-
-        def of_flat(*flat: Any) -> Any:
-            return function(*jax.tree.unflatten(tree, flat))
-
-        flat_specs = _leaf_specs(in_specs, arguments)
-        return jax.shard_map(of_flat, mesh=mesh, in_specs=flat_specs, out_specs=out_specs, check_vma=False)(*flat)
-
-    return run
 
 
 def run_on_mesh(
@@ -68,13 +43,12 @@ def run_on_mesh(
     """
 
     def of_arguments(decoder: Bound, cache: Cache, arguments: tuple[Any, ...]) -> Any:
-        with using(decoder.kernels):
-            return function(decoder, cache, *arguments)
+        return function(decoder, cache, *arguments)
 
     def specs() -> tuple[PyTree, PyTree]:
         return (bound_specs(decoder), cache_specs(cache), argument_specs), out_specs()
 
-    return on_mesh(of_arguments, decoder.mesh, specs)(decoder, cache, arguments)
+    return decoder.run(of_arguments, cache, arguments, specs=specs)
 
 
 def constrain(tree: PyTree, specs: Callable[[], PyTree], mesh: Mesh | None) -> Any:
@@ -119,15 +93,6 @@ def copying(mesh: Mesh) -> Mesh:
 def whole_rows(specs: PyTree) -> Any:
     """Return the specs of arrays without sharding over `ROWS`: all devices along that axis have a copy."""
     return jax.tree.map(lambda spec: PartitionSpec(*(None if axis == ROWS else axis for axis in spec)), specs)
-
-
-def _leaf_specs(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
-    """Return a spec for each leaf of the arguments, from specs that may stand for whole trees."""
-
-    def broadcast(spec: PartitionSpec, tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda _: spec, tree)
-
-    return tuple(jax.tree.leaves(jax.tree.map(broadcast, specs, arguments)))
 
 
 def placed_shapes(specs: PyTree, tree: PyTree, mesh: Mesh | None) -> PyTree:

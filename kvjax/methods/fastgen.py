@@ -85,7 +85,6 @@ class TokenClasses(Protection):
     frequent_among: str = setting("all")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         is_count = isinstance(self.recent, int) or not written(self.recent)
         check(is_count, "recent", self.recent, "a number of tokens from 0")
 

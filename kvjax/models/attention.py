@@ -14,7 +14,7 @@ from kvjax.cache.layer import MixerInput
 from kvjax.cache.slots import Slots, empty_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import Linear, Norm, normalise
-from kvjax.types import LayerConfig
+from kvjax.types import ALONE, LayerConfig
 from pallas_kernels.attention import wide
 
 
@@ -61,6 +61,8 @@ class Attention:
         attended, cache = cache.attend(tokens, q, k, v, self.sinks(shape))
         b, t, _ = x.shape
         attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
+        if shape.spread == ALONE:
+            return self.output(attended), cache
         out = dataclasses.replace(self.output, bias=None)(shape.spread.own_features(attended))
         out, cache = cache.sum_outputs(tokens, out)
         return out if self.output.bias is None else out + self.output.bias, cache

@@ -10,11 +10,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import Mixture, ModelConfig
-from kvjax.models.matmul import product
+from kvjax.models.linear import product
 from kvjax.models.mlp import DenseMlp
 from kvjax.types import HEADS, SLOTS
 from pallas_kernels.attention import wide
-from pallas_kernels.common import platform_of
+from pallas_kernels.op import platform_of
 
 SMALLEST, LARGEST = 4, 64
 """Rows per block on a CPU, if an expert has more than one row on average; other platforms take up to `WIDEST`."""

@@ -11,8 +11,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.linear import Linear
-from kvjax.models.matmul import BLOCK, in_blocks
+from kvjax.models.linear import BLOCK, Linear, in_blocks
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -99,6 +99,39 @@ def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
     heads = math.gcd(config.kv_heads, model)
     shape = data, heads, model // heads * slots
     return Mesh(devices.reshape(shape), (ROWS, HEADS, SLOTS), axis_types=(AxisType.Auto,) * 3)
+
+
+def on_mesh(
+    function: Callable[..., Any], mesh: Mesh | None, specs: Callable[[], tuple[PyTree, PyTree]]
+) -> Callable[..., Any]:
+    """Turn a function of one device's shards into a function of sharded arrays; without a mesh, return it unchanged.
+
+    `specs` returns trees of `PartitionSpec` for the arguments and for the results; one spec may stand for a whole tree.
+    """
+    if mesh is None:
+        return function
+    in_specs, out_specs = specs()
+
+    def run(*arguments: Any) -> Any:
+        # Flat, because shard_map would make policies of placeholders that are not numbers.
+        flat, tree = jax.tree.flatten(arguments)
+
+        def of_flat(*flat: Any) -> Any:
+            return function(*jax.tree.unflatten(tree, flat))
+
+        flat_specs = _leaf_specs(in_specs, arguments)
+        return jax.shard_map(of_flat, mesh=mesh, in_specs=flat_specs, out_specs=out_specs, check_vma=False)(*flat)
+
+    return run
+
+
+def _leaf_specs(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
+    """Return a spec for each leaf of the arguments, from specs that may stand for whole trees."""
+
+    def broadcast(spec: PartitionSpec, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: spec, tree)
+
+    return tuple(jax.tree.leaves(jax.tree.map(broadcast, specs, arguments)))
 
 
 def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = False) -> ModelConfig:

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Self
 
 from flax import struct
 
-from kvjax.types import Heads, LayerTokens, PyTree, check_kind, setting_names, written
-from kvjax.utils.fields import SIMPLE, check_limit
+from kvjax.types import Heads, LayerTokens, PyTree, check_kind, setting_names
+from kvjax.utils.fields import CONCRETE, SIMPLE, check_limit
 
 _RENAMED = {
     "asks": "attention_stats(heads, new)",
@@ -60,9 +60,15 @@ class Part(struct.PyTreeNode, abc.ABC):
         check_class(cls)
         in_order, fields = _hyperparameters(cls)
         for name, value in (dict(zip(in_order, values, strict=False)) | keywords).items():
-            if name in fields:
-                check = _check_once if type(value) in SIMPLE else _check_setting
-                check(cls, name, type(value), value)
+            if name not in fields or isinstance(value, Part):
+                continue
+            if type(value) in SIMPLE:
+                _check_once(cls, name, type(value), value)
+            elif isinstance(value, tuple) and all(type(item) in SIMPLE for item in value):
+                _check_once(cls, name, tuple(map(type, value)), value)
+            # A placeholder for a number, in a program or another tree, has no kind to check.
+            elif isinstance(value, CONCRETE) or not fields[name].metadata.get("pytree_node", True):
+                _check_setting(cls, name, type(value), value)
         return super().__new__(cls)
 
     def bind(self, model: Any) -> Self:
@@ -136,12 +142,10 @@ def _hyperparameters(kind: type[Part]) -> tuple[list[str], dict[str, dataclasses
     return in_order, {name: fields[name] for name in setting_names(kind)}
 
 
-def _check_setting(kind: type[Part], name: str, _: type, value: Any) -> None:
+def _check_setting(kind: type[Part], name: str, _: object, value: Any) -> None:
     field = _hyperparameters(kind)[1][name]
-    # A placeholder for a number, in a program or another tree, has no kind to check.
-    if field.metadata.get("pytree_node") is False or written(value):
-        check_kind(name, value, field.type)
-        check_limit(name, value, field)
+    check_kind(name, value, field.type)
+    check_limit(name, value, field)
 
 
 # Programs rebuild their policies many times, with the same settings.

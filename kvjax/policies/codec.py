@@ -14,6 +14,7 @@ from kvjax.policies.base import Part
 from kvjax.policies.quantizer import CODECS, LEAST_TOKENS, Int4, Int8, Plain, Quantizer, SymmetricQuantizer
 from kvjax.rope import Rope, cos_sin_table, rotate, turns_of
 from kvjax.types import KV, CodecState, Heads, LayerConfig, LayerTokens, View, check, setting
+from kvjax.utils.fields import one_of
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK
 from pallas_kernels.decode_attention import Places, Sinks
@@ -76,7 +77,7 @@ class Codec(Part, interface=True, init=False):
         bits: 8 and 4 are short for `quantizer=Int8()` and `Int4()`.
     """
 
-    positions: str = setting("original")
+    positions: str = setting("original", one_of("original", "cache"))
     quantizer: Quantizer = setting(Plain())
     sliding: bool = setting(False)
     sinks: int = setting(0)
@@ -90,12 +91,12 @@ class Codec(Part, interface=True, init=False):
         *,
         quantizer: Quantizer | None = None,
     ) -> None:
-        check(positions in ("original", "cache"), "positions", positions, "'original' or 'cache'")
-        of_bits: dict[int | None, type[Quantizer]] = {None: Plain, 8: Int8, 4: Int4}
-        check(bits in of_bits, "bits", bits, "8, 4 or None")
-        check(bits is None or quantizer is None, "bits", bits, f"None beside quantizer={quantizer}")
         if quantizer is None:
+            of_bits: dict[int | None, type[Quantizer]] = {None: Plain, 8: Int8, 4: Int4}
+            check(bits in of_bits, "bits", bits, "8, 4 or None")
             quantizer = of_bits[bits]()
+        elif bits is not None:
+            raise ValueError(f"bits={bits!r} is not None beside quantizer={quantizer}.")
         if not isinstance(quantizer, Quantizer):
             raise TypeError(f"quantizer={quantizer!r} is no instance of Quantizer; kvjax.policy takes names.")
         if jax.tree.leaves(quantizer):
@@ -179,8 +180,10 @@ class Codec(Part, interface=True, init=False):
 
     def stored(self, x: Any) -> Operand:
         """Encode keys or values in the form that slots store."""
+        if not self.quantized:
+            return x
         encoded = self.quantizer.encode(x)
-        return encoded if not self.quantized or isinstance(encoded, Quantised) else Encoded(encoded, self.quantizer)
+        return encoded if isinstance(encoded, Quantised) else Encoded(encoded, self.quantizer)
 
     def _levelled(self, keys: Float[Array, "b h t d"], state: CodecState | None) -> Float[Array, "b h t d"]:
         if state is None or state.factor is None:

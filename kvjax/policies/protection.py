@@ -12,7 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from kvjax.policies.base import Part
-from kvjax.types import LayerTokens, PyTree, View, check, is_share, number, setting, written
+from kvjax.types import LayerTokens, Limit, PyTree, View, number, setting
+from kvjax.utils.fields import at_least
 
 MOST = 2**20
 """Bound on the budgets that messages advise."""
@@ -47,6 +48,10 @@ class Protected(NamedTuple):
     """
 
 
+def _is_window(recent: int | float) -> bool:
+    return 0 <= recent <= 1 if isinstance(recent, float) else recent >= 0
+
+
 class Protection(Part, interface=True):
     """Protect the first tokens, the newest tokens and special tokens; a layer with a window, only inside the window.
 
@@ -68,22 +73,11 @@ class Protection(Part, interface=True):
         ValueError: sinks + recent = 4 + 3 slots do not fit in a budget of 6 slots per head; use a budget of at least...
     """
 
-    sinks: int = number(0)
-    recent: int | float = number(0)
+    sinks: int = number(0, at_least(0, "a whole number"))
+    recent: int | float = number(0, Limit(_is_window, "a number of slots from 0, or a fraction from 0.0 to 1.0"))
     special: tuple[int, ...] = setting(())
-    one_in: float | None = number(None)
+    one_in: float | None = number(None, at_least(2, "a number"))
     generated: bool = setting(True)
-
-    def __post_init__(self) -> None:
-        if not written(self.sinks, self.recent):
-            return
-        check(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "a whole number from 0")
-        fraction = isinstance(self.recent, float) and 0 <= self.recent <= 1
-        count = isinstance(self.recent, int) and self.recent >= 0
-        check(fraction or count, "recent", self.recent, "a number of slots from 0, or a fraction from 0.0 to 1.0")
-        check(all(isinstance(token, int) for token in self.special), "special", self.special, "a list of token ids")
-        wide_enough = self.one_in is None or not written(self.one_in) or self.one_in >= 2
-        check(wide_enough, "one_in", self.one_in, "a number from 2, or None")
 
     @property
     def omega(self) -> float | None:
@@ -166,6 +160,6 @@ def one_slot_in(ratio: float, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
 
 def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
     """Return a number of slots: `recent` itself, or that fraction of the slots that heads may use."""
-    if is_share(recent):
+    if jnp.issubdtype(jnp.result_type(recent), jnp.floating):  # a fraction, or its tracer
         return jnp.floor(recent * limit + 1e-6).astype(jnp.int32)
     return jnp.asarray(recent, jnp.int32)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.types import check, setting
+from kvjax.types import LayerTokens, check, setting
 from kvjax.utils.moved import RENAMED_STATS, renamed
 from kvjax.utils.settings import whole_number
 
@@ -55,10 +56,13 @@ class AttentionSum(struct.PyTreeNode):
     over: str = setting("group")
 
     def __post_init__(self) -> None:
-        check(self.group in GROUPS, "group", self.group, f"one of {', '.join(GROUPS)}")
-        check(self.over in OVER, "over", self.over, f"one of {', '.join(OVER)}")
-        check(not isinstance(self.noise, str), "noise", self.noise, "a kvjax.Noise, or None")
-        check(not isinstance(self.tau, (int, float)) or self.tau > 0, "tau", self.tau, "a temperature above 0")
+        if isinstance(self.noise, str):
+            raise ValueError(f"noise={self.noise!r} is not a kvjax.Noise, or None.")
+        if isinstance(self.tau, (int, float)) and self.tau <= 0:
+            raise ValueError(f"tau={self.tau!r} is not a temperature above 0.")
+        for name, value, words in (("group", self.group, GROUPS), ("over", self.over, OVER)):
+            if value not in words:
+                raise ValueError(f"{name}={value!r} is not one of {', '.join(words)}.")
 
     @property
     def plain(self) -> bool:
@@ -190,9 +194,19 @@ def of_own_heads(requests: Any) -> Any:
     return jax.tree.map(on_device, requests, is_leaf=is_request)
 
 
-def sums_over(requests: Any, over: str) -> bool:
+def sums_over(requests: Any, *over: str) -> bool:
     """Return whether any request in a tree is a sum over `model`, which follows the last layer, or over `device`."""
-    return any(isinstance(request, AttentionSum) and request.over == over for request in flatten_requests(requests)[0])
+    return any(isinstance(request, AttentionSum) and request.over in over for request in flatten_requests(requests)[0])
+
+
+def over_heads(request: StatRequest, sums: Float[Array, "b h c"], new: LayerTokens) -> Float[Array, "b h c"]:
+    """Reduce a sum over a KV head's queries over heads, as the request specifies."""
+    if not isinstance(request, AttentionSum) or request.over not in ("layer", "device"):
+        return sums
+    mean = sums.mean(1, keepdims=True)
+    if request.over == "layer":
+        mean = new.spread.over_heads(mean) / new.spread.heads
+    return jnp.broadcast_to(mean, sums.shape)
 
 
 __getattr__ = renamed(__name__, RENAMED_STATS)

@@ -18,6 +18,7 @@ from kvjax.utils.files import write_text
 from pallas_kernels import benchmark, common
 from pallas_kernels.benchmark import TuningResult
 from pallas_kernels.common import Survey, Tuned, TuningRequest
+from pallas_kernels.op import kind_of_device, platform_of
 
 VARIABLE = "KVJAX_TUNE"
 """Environment variable: `off` disables benchmarks and cached results, so that `auto` uses a fixed order."""
@@ -87,10 +88,10 @@ def tuned_device() -> str | None:
     switch = os.environ.get(VARIABLE) or "on"
     if switch not in ("on", "off"):
         raise ValueError(f"{VARIABLE}={switch} is neither on nor off.")
-    platform = common.platform_of(None)
+    platform = platform_of(None)
     if switch == "off" or platform not in ("gpu", "tpu") or jax.process_count() > 1:
         return None
-    kind = common.kind_of_device(platform)
+    kind = kind_of_device(platform)
     return None if kind in common.LISTED else kind
 
 

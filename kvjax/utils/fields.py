@@ -85,9 +85,13 @@ def directories(part: Any) -> list[str]:
     return paths
 
 
+CONCRETE = (int, float, str, tuple, list, np.generic, type(None))
+"""Types of hyperparameters that are no tracers or other leaves of a pytree."""
+
+
 def written(*values: object) -> bool:
     """Return whether all values are concrete, rather than tracers or other leaves of a pytree."""
-    return all(value is None or isinstance(value, (int, float, str, tuple, list, np.generic)) for value in values)
+    return all(isinstance(value, CONCRETE) for value in values)
 
 
 def is_share(value: Any) -> bool:

@@ -13,28 +13,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def with_promotion(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function promote ranks and dtypes, also under `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion`.
+def on_the_host(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function that plans on the host promote ranks and dtypes and move arrays, under all of JAX's strict modes.
 
     Programs that are traced inside are the same under every setting.
     """
 
     @functools.wraps(function)
     def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        with jax.transfer_guard("allow"), jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return function(*args, **kwargs)
-
-    return inner
-
-
-def on_the_host(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function that plans on the host also move arrays from and to it, under any `jax_transfer_guard`."""
-    promoting = with_promotion(function)
-
-    @functools.wraps(function)
-    def inner(*args: P.args, **kwargs: P.kwargs) -> R:
-        with jax.transfer_guard("allow"):
-            return promoting(*args, **kwargs)
 
     return inner
 

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.common import platform_of
 from pallas_kernels.evict.api import Evict
-from pallas_kernels.op import Options
+from pallas_kernels.op import Options, platform_of
 from pallas_kernels.ranking import victim
 
 

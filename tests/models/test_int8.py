@@ -14,7 +14,7 @@ import kvjax
 from kvjax.methods.less.checkpoint import find, load, save
 from kvjax.models.fingerprint import fingerprint, fingerprints
 from kvjax.models.integers import code_dtype, integer_product, signed, unsigned
-from kvjax.models.matmul import product_with_codes
+from kvjax.models.linear import product_with_codes
 
 RANDOM = np.random.default_rng(0)
 SIGNED = jnp.asarray(RANDOM.integers(-127, 128, (24, 96), np.int8))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.cache import ranks
-from kvjax.cache.evict import hashed_codes, prepared, ranked
+from kvjax.cache.evict import hashed_codes, ranked
 from kvjax.cache.fused import FusedStep, may_fuse
 from kvjax.cache.keep import compressed
 from kvjax.cache.slots import Slots as LayerSlots
@@ -146,7 +146,7 @@ def test_a_step_reads_what_leaves_only_for_who_asks(pairs, reads):
 
 def fused(policy, slots, new, requests):
     """The step of one token per row as one kernel."""
-    slots = prepared(policy, slots, new)
+    slots = slots.prepared(policy, new)
     ranking = ranked(policy, slots, new)
     return FusedStep(policy, slots, new, requests, ranking, policy.codec.operands(slots, new, room=ranking.rules.limit))
 

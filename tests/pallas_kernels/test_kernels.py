@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.common import VARIABLE, Unsupported, choose, or_xla
+from pallas_kernels.common import VARIABLE, Unsupported
+from pallas_kernels.op import choose, or_xla
 from pallas_kernels.rope.api import RotateHeads
 from tests.kernel_cases import CASES
 from tests.kernels import TPU_WAYS, XLA, Case, Way, check

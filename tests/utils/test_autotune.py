@@ -27,10 +27,11 @@ from kvjax.utils import autotune
 from kvjax.utils.autotune import Autotuner
 from pallas_kernels import benchmark, common
 from pallas_kernels.benchmark import Runner, TuningResult
-from pallas_kernels.common import Survey, Tuned, TuningRequest, TuningTask, bucket_name, choose
+from pallas_kernels.common import Survey, Tuned, TuningRequest, TuningTask, bucket_name
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.fused_decode import one_pass
+from pallas_kernels.op import choose
 from pallas_kernels.workloads import Setup, decode_workload
 from tests.kernel_cases.fused_decode import CASES
 
@@ -171,7 +172,7 @@ def test_verdicts_live_as_long_as_a_model_where_nothing_can_be_kept(chip, monkey
 
 def test_auto_looks_winners_up_and_is_overruled(monkeypatch):
     orders = {"op b<=2": ("pallas", "xla"), "op b<=4": ("triton", "pallas")}
-    tuned = Tuned(common.kind_of_device("cpu"), orders)
+    tuned = Tuned(op.kind_of_device("cpu"), orders)
     two, four, eight = (TuningTask(f"op b<={b}", None) for b in (2, 4, 8))
 
     def chosen(task: TuningTask | None, implementation: str = tuned, **limits: str | None) -> str:

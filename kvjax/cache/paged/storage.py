@@ -11,10 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import ranks
 from kvjax.cache.attention import with_evicted
-from kvjax.cache.evict import evicted_pairs
+from kvjax.cache.evict import Attended, evicted_pairs, last_resort, slots_at
 from kvjax.cache.paged.pages import LayerPages, owned, write_pages
 from kvjax.cache.paged.stats import PageStats, check_asks, of_pages, page_stats
-from kvjax.cache.ranks import Attended
 from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.types import KV, OF_HEADS, OF_POOL, Evicted, LayerTokens, PyTree, View
@@ -128,7 +127,7 @@ class Pages(LayerPages):
 
     def _candidates(self, policy: Policy, new: LayerTokens, rank: OfPages, score: OfPages) -> Candidates:
         owners, pool = new.k.shape[0] * new.k.shape[1], self.linked
-        limit = ranks.slots_at(policy, self.limit, new).reshape(-1)
+        limit = slots_at(policy, self.limit, new).reshape(-1)
         quota = policy.protection.guard(self.without_tokens(), new).quota
         # Heads that grow between two evictions have more slots than they may use at their smallest.
         grows, allocated = policy.evict_every > 1, self.limit.reshape(-1) + pool.spare
@@ -149,7 +148,7 @@ class Pages(LayerPages):
             members = owned(owner, valid, owners)
             if quota is None and not grows:
                 return _better(carry[0], _lowest(mask, of_slots, position, number, members)), *carry[1:]
-            eligible = of_slots > -jnp.inf if grows else of_slots < ranks.last_resort(of_slots.dtype)
+            eligible = of_slots > -jnp.inf if grows else of_slots < last_resort(of_slots.dtype)
             competes = mask & (position >= 0) & eligible
             count = jnp.where(members, competes.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
             lowest = _better(carry[1], _lowest(competes, of_slots, position, number, members))
