@@ -146,18 +146,13 @@ def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
 
     The compiler fills a unit of 256 columns in half as many steps if the block has 256 slots and no padding of zeros.
     """
-    count = x.shape[slots]
+    count, tpu = x.shape[slots], chip()
     missing = -count % (2 * LANES)
+    columns = 2 * LANES if tpu is None else tpu.mxu_column_size  # interpreters assume the widest
     whole_tiles = x.dtype == jnp.bfloat16 and slots == 1 and count % (2 * SUBLANES) == 0
-    if not whole_tiles or not 0 < missing <= LANES < count or _columns() == LANES:
+    if not whole_tiles or not 0 < missing <= LANES < count or columns == LANES:
         return x
     return jnp.concatenate([x, jax.lax.slice_in_dim(x, 0, missing, axis=slots)], slots)
-
-
-def _columns() -> int:
-    """Return the columns of the target TPU's matrix unit; interpreters assume the widest."""
-    tpu = chip()
-    return 2 * LANES if tpu is None else tpu.mxu_column_size
 
 
 def _bytes(codes: Integer[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ..."], float]:
