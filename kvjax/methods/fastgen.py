@@ -38,6 +38,10 @@ SPECIAL, PUNCTUATION, FREQUENT, EVERYTHING = 1, 2, 4, 8
 GENERATED = 128
 """Bit of a generated token, beside those of its classes."""
 
+_ORDER = Limit(
+    lambda order: 0 < len(set(order) & set(PARTS)) == len(order), f"one or more of {', '.join(PARTS)}, each once"
+)
+
 OF_FREQUENT = ("frequent", "frequent_among")
 """Settings that the plan and the protection share."""
 
@@ -183,12 +187,7 @@ class Profiled(Uniform):
     threshold: float = number(0.95, Limit(lambda share: 0 < share <= 1, "a share of attention in (0, 1]"))
     local: float = setting(0.3, share("a share of the length"))
     frequent: float = number(0.3, share("a share of the length"))
-    order: tuple[str, ...] = setting(
-        PARTS,
-        Limit(
-            lambda order: 0 < len({*order} & {*PARTS}) == len(order), f"one or more of {', '.join(PARTS)}, each once"
-        ),
-    )
+    order: tuple[str, ...] = setting(PARTS, _ORDER)
     spare_special: int = number(8, at_least(0, "a number of slots"))
     spare_punctuation: float = number(0.35, share("a share of the new tokens"))
     recent: int = setting(0)
