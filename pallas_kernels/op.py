@@ -6,14 +6,17 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypedDict, TypeVar, overload
 
 from pallas_kernels.common import IMPLEMENTATIONS, Survey, Tuned, TuningTask, bucket_name, choose, platform_of
 
 Result = TypeVar("Result")
+Answer = TypeVar("Answer", covariant=True)
+Arguments = ParamSpec("Arguments")
 
 Limit = tuple[bool, str]
 """True if arguments are within a limit of a kernel, and the text to report if not."""
@@ -102,6 +105,10 @@ class Op(abc.ABC, Generic[Result]):
         """Run a backend's kernel, for arguments within its limits."""
         return getattr(self.module(backend), self.name)(self, interpret=options.interpret)
 
+    def validate(self) -> Self:
+        """Return the call as kernels take it; raise a ValueError if arguments do not fit each other."""
+        return self
+
     @abc.abstractmethod
     def limits(self, backend: str) -> Iterator[Limit]:
         """Yield the limits of a backend's kernel; evaluation stops at the first that is exceeded."""
@@ -170,3 +177,23 @@ def backend_of(implementation: str, platform: str) -> str:
     if implementation != "pallas":
         return implementation
     return "pallas_gpu" if platform == "gpu" else "pallas_tpu"
+
+
+class Operation(Protocol[Arguments, Answer]):
+    """Function of an operation's arguments, and of the keywords of `How`."""
+
+    @overload
+    def __call__(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Answer: ...
+    @overload
+    def __call__(self, *arguments: Any, implementation: str, **keywords: Any) -> Answer: ...
+
+
+def operation(kind: Callable[Arguments, Op[Answer]]) -> Operation[Arguments, Answer]:
+    """Return the function that makes calls of an operation and runs them; the class has its docstring."""
+
+    @functools.wraps(kind, updated=())
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        how = {name: keywords.pop(name) for name in How.__annotations__.keys() & keywords.keys()}
+        return kind(*arguments, **keywords).validate()(**how)
+
+    return run

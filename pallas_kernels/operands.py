@@ -78,7 +78,7 @@ class Encoded:
 
     stored: Any
     decoder: Any = dataclasses.field(metadata={"static": True})
-    """Static, hashable object; its `decode(stored, dtype)` returns the array [... c d] of a tree of arrays [... c ...]."""
+    """Hashable object; its `decode(stored, dtype)` returns the array [... c d] of a tree of arrays [... c ...]."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from pallas_kernels.fused_decode import Hashed, Query, Ranking, Slots, Token
 from pallas_kernels.fused_decode.api import FusedDecode
 from pallas_kernels.hamming import Hashing, hamming, hashes
 from pallas_kernels.op import using
+from pallas_kernels.ranking import EvictionRules
 from pallas_kernels.workloads import operand
 from tests.kernel_cases.evict import case, run
 from tests.kernel_cases.hamming import case as hamming_case

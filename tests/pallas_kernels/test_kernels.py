@@ -104,7 +104,7 @@ def test_limits_of_rotate_are_named(changes, reason):
         asked["w"] = asked["d"]
     heads: list[Any] = [jax.ShapeDtypeStruct((asked["b"], n, asked["d"]), asked["dtype"]) for n in (asked["n"], 8)]
     angles: Any = jax.ShapeDtypeStruct((asked["b"], asked["w"]), jnp.float32)
-    call = RotateHeads(tuple(heads[:1]), angles, angles, tuple(heads[1:]), asked["interleaved"])
+    call = RotateHeads(tuple(heads[:1]), angles, angles, tuple(heads[1:]), interleaved=asked["interleaved"])
     assert (call.unsupported("pallas", asked["platform"]) or "").startswith(reason)
 
 
