@@ -119,9 +119,7 @@ class Op(abc.ABC, Generic[Result]):
 
     def __call__(self, implementation: str | None = None, **target: Any) -> Result:
         """Run the implementation that `choose` returns, with the arguments of `How`."""
-        options = (
-            options_of(**target) if implementation is None else options_of(implementation=implementation, **target)
-        )
+        options = options_of(**target if implementation is None else target | {"implementation": implementation})
         return self.run(self.choose(options), options)
 
     def choose(self, options: Options) -> str:
