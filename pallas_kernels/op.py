@@ -8,6 +8,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypedDict, TypeVar, overload
@@ -194,4 +195,7 @@ def operation(kind: Callable[Arguments, Op[Answer]]) -> Operation[Arguments, Ans
         how = {name: keywords.pop(name) for name in How.__annotations__.keys() & keywords.keys()}
         return kind(*arguments, **keywords).validate()(**how)
 
+    arguments = inspect.signature(kind).parameters.values()
+    keywords = inspect.Parameter("how", inspect.Parameter.VAR_KEYWORD)
+    run.__signature__ = inspect.Signature([*arguments, keywords])  # type: ignore[attr-defined]  # as jit reads it
     return run

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.common import VARIABLE, Unsupported, choose, or_xla
-from pallas_kernels.rope.api import RotateHeads
+from pallas_kernels.rope.api import RotateHeads, rope
 from tests.kernel_cases import CASES
 from tests.kernels import TPU_WAYS, XLA, Case, Way, check
 
@@ -120,3 +123,11 @@ def test_limits_of_rotate_are_named(changes, reason):
 def test_asking_for_what_cannot_run_says_why(implementation, limits, platform, reason):
     with pytest.raises(Unsupported, match=reason):
         choose("op", implementation, limits, platform=platform)
+
+
+def test_the_function_of_an_operation_has_its_arguments_and_those_of_a_call():
+    assert [*inspect.signature(rope).parameters] == ["rotated", "cos", "sin", "still", "interleaved", "how"]
+    assert rope.__doc__ == RotateHeads.__doc__
+    run = jax.jit(functools.partial(rope, implementation="xla", platform="cpu"), donate_argnames=())
+    heads = [jnp.ones((1, 2, 4))]
+    np.testing.assert_array_equal(run(heads, cos=jnp.ones((1, 4)), sin=jnp.zeros((1, 4)))[0], heads[0])
