@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.common import TuningRequest
+from pallas_kernels.common import TuningTask
 from pallas_kernels.fused_decode import Query, Slots
 
 LEAST = 0.05
@@ -210,14 +210,14 @@ def benchmark_runners(runners: list[Runner], tolerance: float) -> TuningResult |
     return TuningResult(tuple(sorted(correct, key=times.__getitem__)), times, errors)
 
 
-def benchmark_task(request: TuningRequest) -> TuningResult | None:
+def benchmark_task(task: TuningTask) -> TuningResult | None:
     """Benchmark the candidates for a task on random inputs of its shapes; see `benchmark_runners`."""
-    program = program_of(request)
+    program = program_of(task)
     floats = {x.dtype.name for x in jax.tree.leaves(program.shapes)} & TOLERANCES.keys()
     tolerance = max((TOLERANCES["bfloat16" if jax.default_backend() == "tpu" else name] for name in floats), default=0)
     try:
         arrays = program.arrays()
-        return benchmark_runners([runner_of(program, name, arrays) for name in request.candidates], tolerance)
+        return benchmark_runners([runner_of(program, name, arrays) for name in task.candidates], tolerance)
     except jax.errors.JaxRuntimeError as error:  # most likely the inputs do not fit in memory
         print(f"{program} is not raced: {in_one_line(error)}", file=sys.stderr)
         return None
@@ -237,9 +237,9 @@ def runner_of(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
     return Runner(program.op, program.label, name, start)
 
 
-def program_of(request: TuningRequest) -> Program:
+def program_of(task: TuningTask) -> Program:
     """Return a task as a program of its arrays alone, in place if a decode step works in place."""
-    (op, _, label), call = request.task.bucket.partition(" "), request.task.call
+    (op, _, label), call = task.bucket.partition(" "), task.call
     shapes = {name: jax.tree.map(lambda x: x if _is_shape(x) else None, tree) for name, tree in vars(call).items()}
     shapes = {name: tree for name, tree in shapes.items() if jax.tree.leaves(tree)}
 

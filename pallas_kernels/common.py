@@ -38,14 +38,9 @@ class TuningTask(NamedTuple):
     bucket: str
     """Name from `bucket_name`; tasks of one bucket share a result."""
     call: Any
-    """The call, a `pallas_kernels.op.Op`."""
-
-
-class TuningRequest(NamedTuple):
-    """A task whose call has shapes for arrays, and the implementations that can run it."""
-
-    task: TuningTask
-    candidates: tuple[str, ...]
+    """The call, a `pallas_kernels.op.Op`; recorded tasks have shapes for arrays."""
+    candidates: tuple[str, ...] = ()
+    """Implementations that can run it, of a recorded task."""
 
 
 class _Unique(str):
@@ -84,7 +79,7 @@ class Survey(_Unique):
     It shares no traced program with real runs.
     """
 
-    requests: dict[str, TuningRequest]
+    requests: dict[str, TuningTask]
     """Recorded tasks by bucket."""
 
     def __new__(cls) -> Survey:
@@ -100,7 +95,7 @@ class Survey(_Unique):
             def shape(x: Any) -> Any:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
 
-            self.requests[task.bucket] = TuningRequest(task._replace(call=jax.tree.map(shape, task.call)), candidates)
+            self.requests[task.bucket] = TuningTask(task.bucket, jax.tree.map(shape, task.call), candidates)
 
 
 def bucket_name(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:

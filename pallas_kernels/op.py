@@ -6,13 +6,15 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, ParamSpec, Protocol, Self, TypedDict, TypeVar, overload
 
 import jax
 
@@ -24,6 +26,8 @@ are accepted by its compiler and have not been timed on a TPU. Whether the GPU k
 they must win a benchmark (`kvjax tune`) or be requested."""
 
 Result = TypeVar("Result")
+Answer = TypeVar("Answer", covariant=True)
+Arguments = ParamSpec("Arguments")
 
 Limit = tuple[bool, str]
 """True if arguments are within a limit of a kernel, and the text to report if not."""
@@ -117,6 +121,10 @@ class Op(abc.ABC, Generic[Result]):
         """Run a backend's kernel, for arguments within its limits."""
         return getattr(self.module(backend), self.name)(self, interpret=options.interpret)
 
+    def validate(self) -> Self:
+        """Return the call as kernels take it; raise a ValueError if arguments do not fit each other."""
+        return self
+
     @abc.abstractmethod
     def limits(self, backend: str) -> Iterator[Limit]:
         """Yield the limits of a backend's kernel; evaluation stops at the first that is exceeded."""
@@ -127,9 +135,7 @@ class Op(abc.ABC, Generic[Result]):
 
     def __call__(self, implementation: str | None = None, **target: Any) -> Result:
         """Run the implementation that `choose` returns, with the arguments of `How`."""
-        options = (
-            options_of(**target) if implementation is None else options_of(implementation=implementation, **target)
-        )
+        options = options_of(**target if implementation is None else target | {"implementation": implementation})
         return self.run(self.choose(options), options)
 
     def choose(self, options: Options) -> str:
@@ -277,3 +283,26 @@ def backend_of(implementation: str, platform: str) -> str:
     if implementation != "pallas":
         return implementation
     return "pallas_gpu" if platform == "gpu" else "pallas_tpu"
+
+
+class Operation(Protocol[Arguments, Answer]):
+    """Function of an operation's arguments, and of the keywords of `How`."""
+
+    @overload
+    def __call__(self, *arguments: Arguments.args, **keywords: Arguments.kwargs) -> Answer: ...
+    @overload
+    def __call__(self, *arguments: Any, implementation: str, **keywords: Any) -> Answer: ...
+
+
+def operation(kind: Callable[Arguments, Op[Answer]]) -> Operation[Arguments, Answer]:
+    """Return the function that makes calls of an operation and runs them; the class has its docstring."""
+
+    @functools.wraps(kind, updated=())
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        how = {name: keywords.pop(name) for name in How.__annotations__.keys() & keywords.keys()}
+        return kind(*arguments, **keywords).validate()(**how)
+
+    arguments = inspect.signature(kind).parameters.values()
+    keywords = inspect.Parameter("how", inspect.Parameter.VAR_KEYWORD)
+    run.__signature__ = inspect.Signature([*arguments, keywords])  # type: ignore[attr-defined]  # as jit reads it
+    return run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,21 +71,14 @@ def codes_and_scale(x: Float[Array, "*b d"], bits: int) -> tuple[Float[Array, "*
     return jnp.round(x / scale), scale
 
 
-class SlotDecoder(Protocol):
-    """Decoder of a storage format, static and hashable."""
-
-    def decode(self, stored: Any, dtype: Any) -> Float[Array, "*b c d"]:
-        """Return the decoded array [... c d] of a tree of arrays [... c ...], with the same leading axes."""
-        ...
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Encoded:
     """Keys or values in a custom storage format. Only `xla` takes them: it decodes one block of slots at a time."""
 
     stored: Any
-    decoder: SlotDecoder = dataclasses.field(metadata={"static": True})
+    decoder: Any = dataclasses.field(metadata={"static": True})
+    """Hashable object; its `decode(stored, dtype)` returns the array [... c d] of a tree of arrays [... c ...]."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, Float, TypeCheckError, jaxtyped
 
-from tests.shapes import checked
+from pallas_kernels.hamming.api import HammingVictim
+from pallas_kernels.ranking import EvictionRules
+from tests.shapes import checked, compare_arguments
 
 
 @jaxtyped(typechecker=checked)
@@ -35,3 +37,15 @@ def test_what_it_says_and_other_types_and_programs_without_arrays_pass() -> None
     assert paired(jnp.ones((2, 5)), None, other, last)[1].shape == (5,)
     shapes: Any = jax.ShapeDtypeStruct((2, 5), jnp.float32)
     assert paired(shapes, None, "sum", lambda x: x)[1] is shapes
+
+
+@pytest.mark.parametrize(("rows", "dtype", "fits"), [(2, jnp.int32, True), (3, jnp.int32, False), (2, float, False)])
+def test_arguments_of_an_operation_have_the_shapes_of_its_fields(rows: int, dtype: Any, fits: bool) -> None:
+    rules = EvictionRules(*(jnp.ones((2, 4), jnp.int32) for _ in range(3)))
+    query, codes = jnp.zeros((2, 4, 1, 1), jnp.uint32), [jnp.zeros((2, 4, 8), jnp.uint32)]
+    call = HammingVictim(query, codes, jnp.zeros((rows, 4, 8), dtype), jnp.ones(2, jnp.int32), protection=rules)
+    if fits:
+        compare_arguments(call)
+    else:
+        with pytest.raises(TypeCheckError):
+            compare_arguments(call)

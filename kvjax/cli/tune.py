@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
     if device is None:
         raise ValueError(_why_not())
     model = load_model(options)
-    tasks: dict[str, common.TuningRequest] = {}
+    tasks: dict[str, common.TuningTask] = {}
     for rows, tokens in sizes:
         tasks |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).requests
     new_verdicts = Autotuner(device).settle(tasks.values(), again=options.again)

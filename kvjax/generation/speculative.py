@@ -19,7 +19,7 @@ from kvjax.generation.sampling import GREEDY, Sampling
 from kvjax.inference.speculation import Speculation, SpeculativeCache
 from kvjax.inference.state import State
 from kvjax.inference.verify import truncate, verify
-from kvjax.utils.modes import with_promotion
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
 
 
@@ -95,7 +95,7 @@ def draft_and_verify(
     return Round(SpeculativeCache.of(kept, base, behind), in_text, samples, counts)
 
 
-@with_promotion
+@on_the_host
 def speculate(
     speculation: Speculation,
     cache: SpeculativeCache,

@@ -24,7 +24,7 @@ from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, setting
-from kvjax.utils.modes import on_the_host, with_promotion
+from kvjax.utils.modes import on_the_host
 from kvjax.utils.settings import whole_number
 
 MOST_DRAFT_TOKENS = 16
@@ -158,7 +158,7 @@ class Speculation(Decoder, kw_only=True):
         behind = jnp.zeros((len(full.position), self.draft_tokens), jnp.int32)
         return SpeculativeCache.of(full, draft, behind), logits
 
-    @with_promotion
+    @on_the_host
     def steps(
         self, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"] | None = None
     ) -> tuple[SpeculativeCache, Float[Array, "b n vocab"]]:

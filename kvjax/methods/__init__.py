@@ -8,7 +8,6 @@ from kvjax.methods.register import SELECTIONS as SELECTIONS
 from kvjax.methods.registry import name_of as name_of
 from kvjax.methods.registry import policy as policy
 from kvjax.methods.registry import replaced as replaced
-from kvjax.methods.registry import residual_by_name as residual_by_name
 from kvjax.methods.registry import settings_in as settings_in
 from kvjax.methods.registry import settings_of as settings_of
 from kvjax.policies.quantizer import CODECS as CODECS

@@ -111,11 +111,6 @@ def _of_fixed_budgets(sizing: Sizing) -> bool:
     return sizing == Sizing(per_head=sizing.per_head, all_layers=sizing.all_layers)
 
 
-def _protection(policy: Policy) -> str:
-    plain = type(policy.protection) is Protection
-    return "protection by sinks, recent and special" if plain else f"the protection of {policy.label}"
-
-
 def fitted(policy: Policy) -> Policy:
     """Return a copy of a policy whose codec is set up for the other parts, if all parts are compatible.
 
@@ -124,15 +119,15 @@ def fitted(policy: Policy) -> Policy:
     """
     policy.check_kinds()
     guard = policy.protection
-    simple = type(guard) is Protection and not guard.special and guard.one_in is None
+    plain = type(guard) is Protection
+    simple = plain and not guard.special and guard.one_in is None
     slides = policy.codec.positions == "cache" and _ranks_by_age(policy) and simple and not policy.plan.sizing.per_head
-    codec = dataclasses.replace(policy.codec, sliding=slides, sinks=policy.protection.sinks if slides else 0)
+    codec = dataclasses.replace(policy.codec, sliding=slides, sinks=guard.sinks if slides else 0)
     policy = dataclasses.replace(policy, codec=codec)
     for pair in PAIRS:
         if pair.clash(policy):
             selection = "" if policy.selection is None else label_of(policy.selection)
-            names = dict(
-                score=policy.label, protection=_protection(policy), plan=label_of(policy.plan), selection=selection
-            )
-            raise ValueError(f"{pair.what.format(**names, codec=policy.codec.name)}; {pair.remedy}.")
+            names = dict(score=policy.label, plan=label_of(policy.plan), codec=policy.codec.name, selection=selection)
+            protection = "protection by sinks, recent and special" if plain else f"the protection of {policy.label}"
+            raise ValueError(f"{pair.what.format(**names, protection=protection)}; {pair.remedy}.")
     return policy

@@ -131,8 +131,6 @@ def explanation(source: Any) -> str:
 
 
 def _fields(part: str, kind: Any) -> list[Setting]:
-    if not isinstance(kind, type):
-        return []
     meanings, names = _meanings(*reversed(kind.__mro__)), setting_names(kind)
     return [
         Setting(f"{part}.{field.name}", str(field.type), field.default, meanings.get(field.name, ""))

@@ -199,22 +199,13 @@ def replaced(
             policy = policy.spread(_build(part, choice, values))
         else:
             by_name = part == "residual" and isinstance(choice, str)
-            chosen: Any = residual_by_name(choice, **values) if by_name else _build(part, choice, values)
+            if by_name and not isinstance(values.get("kernels", ""), str):  # arrays, not the name of some
+                values = {"layers" if name == "kernels" else name: value for name, value in values.items()}
+            chosen = _build(part, choice, values)
             if by_name and "base" in {field.name for field in dataclasses.fields(chosen)} - values.keys():
                 chosen = dataclasses.replace(chosen, base=name_of(policy))
             policy = dataclasses.replace(policy, **{part: chosen})
     return fitted(policy)
-
-
-def residual_by_name(name: str, **settings: Any) -> Residual:
-    """Return a residual by name, with its settings.
-
-    Raises:
-        ValueError: the name or a setting is unknown.
-    """
-    if not isinstance(settings.get("kernels", ""), str):
-        settings["layers"] = settings.pop("kernels")
-    return _build("residual", name, settings)
 
 
 def _build(part: str, choice: Any, settings: Mapping[str, Any]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +52,7 @@ def check_layer(policy: Policy, shape: LayerTokens, block: LayerTokens, token: L
     """
     rows, heads = shape.k.shape[:2]
     _check_quantizer(policy.codec.quantizer, block)
-    state = _of_parts(policy, lambda part: _call(part, "init_head", shape))
+    state = policy.of_parts(lambda part: _call(part, "init_head", shape))
     per_head = policy.plan.sizing.per_head or shape.spread.heads > 1
     lead, letters = ((rows, heads), "b h ...") if per_head else ((rows,), "b ...")
     for name, part in _parts(policy):
@@ -84,17 +83,13 @@ def check_layer(policy: Policy, shape: LayerTokens, block: LayerTokens, token: L
         _check_pages(policy, view, token)
 
 
-def _of_parts(policy: Policy, make: Callable[[Part], PyTree]) -> Parts:
-    return Parts(**{name: make(part) for name, part in _parts(policy)})
-
-
 def _parts(policy: Policy) -> list[tuple[str, Part]]:
     parts = [(field.name, getattr(policy, field.name)) for field in dataclasses.fields(Parts)]
     return [(name, part) for name, part in parts if part is not None]
 
 
 def _checked_slots(policy: Policy, state: Parts, new: LayerTokens) -> Parts:
-    slots = _of_parts(policy, lambda part: _call(part, "init_slot", new, state))
+    slots = policy.of_parts(lambda part: _call(part, "init_slot", new, state))
     for name, part in _parts(policy):
         _check_lead(part, "init_slot", getattr(slots, name), new.k.shape[:3], "b h t ...")
     return slots

@@ -127,7 +127,7 @@ class Policy(Part, interface=True):
 
     def init_head(self, shape: LayerTokens) -> Parts:
         """Return the initial state of all parts for a layer."""
-        return self._of_parts(lambda part: part.init_head(shape))
+        return self.of_parts(lambda part: part.init_head(shape))
 
     @property
     def ranks_at_evictions(self) -> bool:
@@ -136,9 +136,10 @@ class Policy(Part, interface=True):
 
     def slots(self, new: LayerTokens, state: Parts) -> Parts:
         """Return the state of all parts for each new token."""
-        return self._of_parts(lambda part: part.init_slot(new, state))
+        return self.of_parts(lambda part: part.init_slot(new, state))
 
-    def _of_parts(self, make: Callable[[Part], Any]) -> Parts:
+    def of_parts(self, make: Callable[[Part], Any]) -> Parts:
+        """Return what a function makes of each part that has a state."""
         residual = None if self.residual is None else make(self.residual)
         return Parts(make(self.score), make(self.protection), make(self.plan), residual, make(self.codec))
 

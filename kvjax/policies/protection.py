@@ -126,21 +126,17 @@ class Protection(Part, interface=True):
             ValueError: if they do not fit; the recent window includes the token being read.
         """
 
-        def protected(budget: int) -> tuple[int, int, int]:
+        def protected(budget: int) -> tuple[int, int, int, bool]:
             slots = smallest(budget)
-            sinks, recent = _protected(self, np.int32(slots))
-            return slots, int(sinks), int(recent)
+            sinks, recent = map(int, _protected(self, np.int32(slots)))
+            return slots, sinks, recent, sinks + max(recent, 1) <= slots
 
-        def fits(budget: int) -> bool:
-            slots, sinks, recent = protected(budget)
-            return sinks + max(recent, 1) <= slots
-
-        if fits(budget):
+        slots, sinks, recent, fits = protected(budget)
+        if fits:
             return
-        slots, sinks, recent = protected(budget)
         read = "" if recent else " and the token that is being read"
         of_plan = "" if slots == budget else f", which gives a layer {slots}"
-        smallest_budget = bisect.bisect_left(range(MOST), True, lo=budget, key=fits)
+        smallest_budget = bisect.bisect_left(range(MOST), True, lo=budget, key=lambda budget: protected(budget)[3])
         larger = f"use a budget of at least {smallest_budget} or " if smallest_budget < MOST else ""
         raise ValueError(
             f"sinks + recent = {sinks} + {recent} slots{read} do not fit in a budget of {budget} slots per head"

@@ -17,7 +17,7 @@ from kvjax.utils.compilation import cache_directory, version
 from kvjax.utils.files import write_text
 from pallas_kernels import benchmark, common
 from pallas_kernels.benchmark import TuningResult
-from pallas_kernels.common import Survey, Tuned, TuningRequest
+from pallas_kernels.common import Survey, Tuned, TuningTask
 from pallas_kernels.op import kind_of_device, platform_of
 
 VARIABLE = "KVJAX_TUNE"
@@ -44,23 +44,23 @@ class Autotuner(Tuned):
 
     def settle(
         self,
-        workloads: Iterable[TuningRequest],
+        workloads: Iterable[TuningTask],
         *,
-        by: Callable[[TuningRequest], TuningResult | None] = benchmark.benchmark_task,
+        by: Callable[[TuningTask], TuningResult | None] = benchmark.benchmark_task,
         again: bool = False,
     ) -> dict[str, TuningResult]:
         """Benchmark tasks that have several implementations, remember and store the results, and return the new ones.
 
         `by` benchmarks one task, or returns None if it cannot. `again` repeats tasks that have a result.
         """
-        todo = [x for x in workloads if len(x.candidates) > 1 and (again or x.task.bucket not in self.orders)]
+        todo = [x for x in workloads if len(x.candidates) > 1 and (again or x.bucket not in self.orders)]
         if not todo:
             return {}
         _say(
             f"benchmarking kernels on {self.device}, once, for {len(todo)} shapes ({VARIABLE}=off disables this, kvjax "
             "tune --show prints the results)"
         )
-        results = {x.task.bucket: by(x) for x in todo}
+        results = {x.bucket: by(x) for x in todo}
         verdicts = {bucket: verdict for bucket, verdict in results.items() if verdict is not None}
         # Tasks that cannot be benchmarked are not tried again.
         self.orders.update({bucket: () if verdict is None else verdict.order for bucket, verdict in results.items()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, Partial, merge, share_of_evicted, static
 from pallas_kernels.attention import LowRank as LowRank
 from pallas_kernels.common import LANES, numbers_of
-from pallas_kernels.op import How, Limit, Op, Options
+from pallas_kernels.op import Limit, Op, Options, operation
 from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised, cut
 
 Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
@@ -74,20 +74,9 @@ class Decoded(NamedTuple):
         return Partial(self.out[:, :, :, None], self.lse[..., None])
 
 
-def decode_attention(
-    q: Float[Array, "b h g d"],
-    k: Operand,
-    v: Operand,
-    position: Int[Array, "b h c"],
-    query_position: Int[Array, " b"],
-    spec: AttentionSpec,
-    *,
-    places: Places | None = None,
-    low_rank: LowRank | None = None,
-    sinks: Sinks | None = None,
-    scores: str | ScoreNoise | None = None,
-    **how: Unpack[How],
-) -> Decoded:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeAttention(Op[Decoded]):
     """Compute softmax attention over slots in one pass over keys and values, with the scores that policies request.
 
     Args:
@@ -116,20 +105,6 @@ def decode_attention(
     Raises:
         ValueError: `scores` is unknown, or values are `LazyRope`.
     """
-    if isinstance(scores, ScoreNoise):
-        if scores.kind not in noise.KINDS:
-            raise ValueError(f"noise={scores.kind!r} is not one of {', '.join(noise.KINDS)}.")
-    elif scores not in (None, "each", "sum"):
-        raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a ScoreNoise.")
-    refuse_lazy_rope(v)
-    op = DecodeAttention(q, k, v, position, query_position, spec, places, low_rank, sinks, scores)
-    return op(**how)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class DecodeAttention(Op[Decoded]):
-    """See `decode_attention`."""
 
     q: Float[Array, "b h g d"]
     k: Operand
@@ -137,6 +112,7 @@ class DecodeAttention(Op[Decoded]):
     position: Int[Array, "b h c"]
     query_position: Int[Array, " b"]
     spec: AttentionSpec
+    _: dataclasses.KW_ONLY
     places: Places | None = None
     low_rank: LowRank | None = None
     sinks: Sinks | None = None
@@ -157,6 +133,14 @@ class DecodeAttention(Op[Decoded]):
         token = self.low_rank._replace(features=self.low_rank.features[:, :, :, None])
         return merge(attended, share_of_evicted(token))
 
+    def validate(self) -> Self:
+        if self.score_noise is not None and self.score_noise.kind not in noise.KINDS:
+            raise ValueError(f"noise={self.score_noise.kind!r} is not one of {', '.join(noise.KINDS)}.")
+        if self.score_noise is None and self.scores not in (None, "each", "sum"):
+            raise ValueError(f"scores={self.scores!r} is not None, 'each', 'sum' or a ScoreNoise.")
+        refuse_lazy_rope(self.v)
+        return self
+
     def kernel(self, backend: str, options: Options) -> Decoded:
         sinks = self.sinks
         if sinks is None or backend == "pallas_tpu":
@@ -170,7 +154,7 @@ class DecodeAttention(Op[Decoded]):
         sink_position = jnp.where(is_sink, first, -1)
         query_place = jnp.broadcast_to(self.query_position[:, None], sink_position.shape[:2])
         places = query_place, sinks.slope_positions(sink_position)
-        near = DecodeAttention(sinks.q, near_k, near_v, sink_position, self.query_position, self.spec, places)
+        near = DecodeAttention(sinks.q, near_k, near_v, sink_position, self.query_position, self.spec, places=places)
         merged = merge(slots.partial, near.reference(options).partial)
         return Decoded(merged.out[:, :, :, 0], merged.lse[..., 0], None)
 
@@ -199,6 +183,9 @@ class DecodeAttention(Op[Decoded]):
         rank = None if self.low_rank is None else self.low_rank.features.shape[-1]
         settings |= dict(scores=kind_of(self.scores), rank=rank, sinks=self.sinks is not None)
         return dict(b=self.q.shape[0], c=self.k.shape[2]), settings
+
+
+decode_attention = operation(DecodeAttention)
 
 
 def refuse_lazy_rope(v: Operand) -> None:

@@ -67,14 +67,14 @@ def multiplies_integers(interpret: Any) -> bool:
     return tpu is not None and tpu.is_matmul_supported(jnp.int8, jnp.int8)
 
 
-def dot(a: Array, b: Array, axis: int) -> Num[Array, "n g s"]:
-    """Multiply rows [n g d] by a block, contracting its `axis`."""
-    return _multiply(a, b, (((2,), (axis,)), ((0,), (0,))))
-
-
-def matmul(a: Array, b: Array, over: tuple[int, int]) -> Float[Array, "n m"]:
-    """Multiply matrices, contracting axes `over[0]` of a and `over[1]` of b."""
-    return _multiply(a, b, (((over[0],), (over[1],)), ((), ())))
+def matmul(a: Array, b: Array, over: tuple[int, int]) -> Num[Array, "*n g s"]:
+    """Multiply matrices, or those of each head [n . .], contracting axes `over[0]` of a and `over[1]` of b."""
+    # Keeps the matrix unit from rounding float32 to bfloat16.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    heads = ((0,), (0,)) if a.ndim == 3 else ((), ())
+    axes = ((over[0],), (over[1],)), heads
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
 
 
 def block_products(
@@ -96,7 +96,9 @@ def block_products(
         rows = jnp.broadcast_to(rows, (k.shape[0], *rows.shape[1:]))
     if scale is None or unit is None:
         filled = _filled(k, 3 - channels)
-        return multiply_heads(lambda rows: dot(rows, filled, channels)[..., : k.shape[3 - channels]], rows, len(k))
+        return multiply_heads(
+            lambda rows: matmul(rows, filled, (2, channels))[..., : k.shape[3 - channels]], rows, len(k)
+        )
     codes, step = _bytes(k, channels)
     products = multiply_heads(lambda rows: _dot_codes(rows, codes, channels, integers), rows, len(k))
     return join_digits(products, unit * step) * per_query_row(scale, len(products))
@@ -111,7 +113,7 @@ def block_weighted_sum(
         filled = _filled(v, slots)
         unseen = filled.shape[slots] - weights.shape[2]
         weights = jnp.pad(weights.astype(v.dtype), ((0, 0), (0, 0), (0, unseen)))
-        return multiply_heads(lambda rows: dot(rows, filled, slots), weights, len(v))
+        return multiply_heads(lambda rows: matmul(rows, filled, (2, slots)), weights, len(v))
     rows, unit = digits(weights * per_query_row(scale, len(weights)))
     codes, step = _bytes(v, channels)
     return join_digits(multiply_heads(lambda rows: _dot_codes(rows, codes, slots, integers), rows, len(v)), unit * step)
@@ -146,18 +148,13 @@ def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
 
     The compiler fills a unit of 256 columns in half as many steps if the block has 256 slots and no padding of zeros.
     """
-    count = x.shape[slots]
+    count, tpu = x.shape[slots], chip()
     missing = -count % (2 * LANES)
+    columns = 2 * LANES if tpu is None else tpu.mxu_column_size  # interpreters assume the widest
     whole_tiles = x.dtype == jnp.bfloat16 and slots == 1 and count % (2 * SUBLANES) == 0
-    if not whole_tiles or not 0 < missing <= LANES < count or _columns() == LANES:
+    if not whole_tiles or not 0 < missing <= LANES < count or columns == LANES:
         return x
     return jnp.concatenate([x, jax.lax.slice_in_dim(x, 0, missing, axis=slots)], slots)
-
-
-def _columns() -> int:
-    """Return the columns of the target TPU's matrix unit; interpreters assume the widest."""
-    tpu = chip()
-    return 2 * LANES if tpu is None else tpu.mxu_column_size
 
 
 def _bytes(codes: Integer[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ..."], float]:
@@ -176,12 +173,7 @@ def _bytes(codes: Integer[Array, "n ..."], channels: int) -> tuple[Int[Array, "n
     return jnp.concatenate(parts, channels), 1 / 16
 
 
-def _multiply(a: Array, b: Array, axes: Any) -> Array:
-    # Keeps the matrix unit from rounding float32 to bfloat16.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dtype = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
-    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=dtype)
-
-
 def _dot_codes(rows: Array, codes: Array, axis: int, integers: bool) -> Array:
-    return dot(rows, codes, axis) if integers else dot(rows.astype(jnp.bfloat16), codes.astype(jnp.bfloat16), axis)
+    if not integers:
+        rows, codes = rows.astype(jnp.bfloat16), codes.astype(jnp.bfloat16)
+    return matmul(rows, codes, (2, axis))

@@ -180,7 +180,9 @@ def _finish(low_rank: LowRank | None, scratch: RunningAttention) -> tuple[Array,
 
         def weigh(weights: Array) -> Array:
             # phi H is divided by its mass, which the weights contain: that cannot overflow.
-            memory = kernel_parts.multiply_heads(lambda rows: kernel_parts.dot(rows, low_rank.h[0], 1), phi, heads)
+            memory = kernel_parts.multiply_heads(
+                lambda rows: kernel_parts.matmul(rows, low_rank.h[0], (2, 1)), phi, heads
+            )
             return weights / mass * memory
 
         scratch.softmax.advance(jnp.where(nonempty, jnp.log(mass), LOWEST), scratch.acc, weigh)

@@ -2,4 +2,3 @@
 
 from pallas_kernels.evict.api import evict as evict
 from pallas_kernels.evict.reference import replace_slots as replace_slots
-from pallas_kernels.ranking import EvictionRules as EvictionRules

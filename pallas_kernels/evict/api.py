@@ -6,14 +6,14 @@ import dataclasses
 import operator
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import static
 from pallas_kernels.common import SUBLANES, padded
-from pallas_kernels.op import How, Limit, Op
+from pallas_kernels.op import Limit, Op, operation
 from pallas_kernels.ranking import EvictionRules
 
 WORDS = ("float32", "int32", "uint32")
@@ -22,19 +22,9 @@ PLANES = 32768
 """Maximum numbers per head that the kernel holds of a buffer [b h c w] with slots along the lanes."""
 
 
-def evict(
-    scores: Float[Array, "b h c"] | None,
-    position: Int[Array, "b h c"],
-    new_position: Int[Array, " b"],
-    buffers: Any,
-    added: Any,
-    *,
-    protection: EvictionRules,
-    keep: Bool[Array, "b h c"] | None = None,
-    shrinks: bool = False,
-    pairs: bool = True,
-    **how: Unpack[How],
-) -> tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]]):
     """Rank every slot, return the contents of the lowest, and write the new token there.
 
     Slots rank as in `pallas_kernels.ranking.rank`: expired (-inf) < empty < scores < protected < sinks (+inf). Among
@@ -60,20 +50,13 @@ def evict(
         The slots (c for rows of padding), their old contents (position, -1 if empty, and buffers [b h ...] or None),
         and the position and buffers with the new token.
     """
-    op = Evict(scores, position, new_position, buffers, added, protection, keep, shrinks, pairs)
-    return op(**how)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]]):
-    """See `evict`."""
 
     scores: Float[Array, "b h c"] | None
     position: Int[Array, "b h c"]
     new_position: Int[Array, " b"]
     buffers: Any
     added: Any
+    _: dataclasses.KW_ONLY
     protection: EvictionRules
     keep: Bool[Array, "b h c"] | None = None
     shrinks: bool = static(False)
@@ -107,3 +90,6 @@ class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h 
         scores = None if self.scores is None else self.scores.dtype.name
         settings = dict(h=h, scores=scores, buffers=",".join(leaves), keep=self.keep is not None, shrinks=self.shrinks)
         return dict(b=b, c=c), settings
+
+
+evict = operation(Evict)

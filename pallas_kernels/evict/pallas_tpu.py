@@ -168,9 +168,7 @@ def _kernel(x: Evict, outputs: EvictOutputs, scratch: Scratch, *, units: int, bl
             block_tiles = tile.at[which]
             pltpu.make_async_copy(block_tiles, block_tiles, semaphores.at[int(into_cache), i, which]).wait()
 
-    @pl.when(step >= 2)
-    def _() -> None:
-        wait(current, into_cache=True)
+    pl.when(step >= 2)(functools.partial(wait, current, into_cache=True))
 
     @pl.when(step < units)
     def _() -> None:

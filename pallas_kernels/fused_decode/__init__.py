@@ -1,6 +1,5 @@
 """A decode step over slots in one pass: victim selection, replacement and attention."""
 
-from pallas_kernels.fused_decode.api import FusedResult as FusedResult
 from pallas_kernels.fused_decode.api import Hashed as Hashed
 from pallas_kernels.fused_decode.api import Query as Query
 from pallas_kernels.fused_decode.api import Ranking as Ranking

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, ScoreN
 from pallas_kernels.decode_attention.kernel_parts import array_and_scale
 from pallas_kernels.hamming.api import words_limits
 from pallas_kernels.hamming.hashing import Hashing
-from pallas_kernels.op import How, Limit, Op, options_of
+from pallas_kernels.op import How, Limit, Op, operation, options_of
 from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import EvictionRules
 
@@ -105,17 +105,9 @@ class FusedResult(NamedTuple):
     """Hash codes, including the new token's, if slots rank by them."""
 
 
-def fused_decode(
-    slots: Slots,
-    token: Token,
-    ranking: Ranking,
-    query: Query,
-    *,
-    pairs: bool = False,
-    adds: bool = False,
-    rounds: bool = False,
-    **how: Unpack[How],
-) -> FusedResult:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedDecode(Op[FusedResult]):
     """Run exactly `evict`, then `decode_attention`, in one pass over keys and values.
 
     The update is in place if the caller donates the slots and the written parts of the importance.
@@ -131,41 +123,12 @@ def fused_decode(
         ValueError: `scores` is unknown, values are `LazyRope`, or `adds` is set without sums or
             without numbers of float32 in `importance`.
     """
-    scores, importance = query.scores, ranking.importance
-    if kind_of(scores) not in (noise.KINDS if isinstance(scores, ScoreNoise) else ("sum", "each", None)):
-        raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a ScoreNoise with a noise of `noise.KINDS`.")
-    numbers = None if isinstance(importance, Hashed) else importance
-    if adds and (scores in (None, "each") or numbers is None or numbers.dtype != jnp.float32):
-        onto = type(importance).__name__ if numbers is None else numbers.dtype.name
-        raise ValueError(
-            f"adds=True adds sums to importance in float32, not scores={scores!r} to {onto}; leave it out."
-        )
-    refuse_lazy_rope(slots.v)
-    return FusedDecode(slots, token, ranking, query, pairs, adds, rounds)(**how)
-
-
-def one_pass(query: Query, k: Operand, v: Operand, hashed: Hashed | None = None, **how: Unpack[How]) -> bool:
-    """Return whether `fused_decode` runs as one kernel for these arguments here; if not, two calls are better."""
-    unused: Any = None  # no other argument decides
-    step = FusedDecode(Slots(unused, k, v, unused), Token(*[unused] * 4), Ranking(hashed, unused), query)
-    options = options_of(**how)
-    if isinstance(options.implementation, Survey):
-        options = options._replace(implementation="pallas")
-    try:
-        return step.choose(options) == "pallas"
-    except Unsupported:
-        return False
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class FusedDecode(Op[FusedResult]):
-    """See `fused_decode`."""
 
     slots: Slots
     token: Token
     ranking: Ranking
     query: Query
+    _: dataclasses.KW_ONLY
     pairs: bool = static(False)
     adds: bool = static(False)
     rounds: bool = static(False)
@@ -173,6 +136,21 @@ class FusedDecode(Op[FusedResult]):
     name = "fused_decode"
     backends = ("pallas_tpu",)
     in_place = MappingProxyType({"slots": operator.attrgetter("slots")})
+
+    def validate(self) -> Self:
+        scores, importance = self.query.scores, self.ranking.importance
+        if kind_of(scores) not in (noise.KINDS if isinstance(scores, ScoreNoise) else ("sum", "each", None)):
+            raise ValueError(
+                f"scores={scores!r} is not None, 'each', 'sum' or a ScoreNoise with a noise of `noise.KINDS`."
+            )
+        numbers = None if isinstance(importance, Hashed) else importance
+        if self.adds and (scores in (None, "each") or numbers is None or numbers.dtype != jnp.float32):
+            onto = type(importance).__name__ if numbers is None else numbers.dtype.name
+            raise ValueError(
+                f"adds=True adds sums to importance in float32, not scores={scores!r} to {onto}; leave it out."
+            )
+        refuse_lazy_rope(self.slots.v)
+        return self
 
     def attention(self, slots: Slots) -> DecodeAttention:
         """Return the new token's attention to some slots."""
@@ -198,3 +176,19 @@ class FusedDecode(Op[FusedResult]):
         if isinstance(importance, Hashed):
             settings["bits"] = importance.hashing.planes.shape[-2]
         return sizes, settings
+
+
+fused_decode = operation(FusedDecode)
+
+
+def one_pass(query: Query, k: Operand, v: Operand, hashed: Hashed | None = None, **how: Unpack[How]) -> bool:
+    """Return whether `fused_decode` runs as one kernel for these arguments here; if not, two calls are better."""
+    unused: Any = None  # no other argument decides
+    step = FusedDecode(Slots(unused, k, v, unused), Token(*[unused] * 4), Ranking(hashed, unused), query)
+    options = options_of(**how)
+    if isinstance(options.implementation, Survey):
+        options = options._replace(implementation="pallas")
+    try:
+        return step.choose(options) == "pallas"
+    except Unsupported:
+        return False

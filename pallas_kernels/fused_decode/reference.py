@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from pallas_kernels.common import Survey
@@ -19,7 +21,7 @@ def fused_decode(x: FusedDecode, options: Options) -> FusedResult:
     newest, *new, entry = x.token
     new = [quantise(y, old.bits) if isinstance(old, Quantised) else y for y, old in zip(new, pair, strict=True)]
     importance, words, word = x.ranking.importance, None, None
-    choice = x.ranking.protection, x.ranking.keep, x.ranking.shrinks
+    choice: dict[str, Any] = dict(protection=x.ranking.protection, keep=x.ranking.keep)
     # A survey records the two calls that are made if one pass does not win.
     surveyed = isinstance(options.implementation, Survey)
     if isinstance(importance, Hashed):
@@ -28,9 +30,10 @@ def fused_decode(x: FusedDecode, options: Options) -> FusedResult:
         queries = hashing.of_queries()
         importance = -distances(queries, words).astype(jnp.float32)
         if surveyed:
-            HammingVictim(queries, words, position, newest, *choice[:2])(**options._asdict())
+            HammingVictim(queries, words, position, newest, **choice)(**options._asdict())
     contents, added = (((*pair, buffers), words), ((*new, entry), word))
-    eviction = Evict(importance, position, newest, contents, added, *choice, pairs=x.pairs)
+    choice |= {"shrinks": x.ranking.shrinks, "pairs": x.pairs}
+    eviction = Evict(importance, position, newest, contents, added, **choice)
     result = eviction(**options._asdict()) if surveyed and words is None else eviction.reference(options)
     slot, evicted_position, evicted, position, ((k, v, buffers), codes) = result
     slots = Slots(position, k, v, buffers)

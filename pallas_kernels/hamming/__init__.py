@@ -4,6 +4,4 @@ from pallas_kernels.hamming.api import hamming as hamming
 from pallas_kernels.hamming.hashing import Hashing as Hashing
 from pallas_kernels.hamming.hashing import hashes as hashes
 from pallas_kernels.hamming.hashing import pack_bits as pack_bits
-from pallas_kernels.hamming.hashing import unpack_bits as unpack_bits
 from pallas_kernels.hamming.reference import distances as distances
-from pallas_kernels.ranking import EvictionRules as EvictionRules

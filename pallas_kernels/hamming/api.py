@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from pallas_kernels.op import How, Limit, Op
+from pallas_kernels.op import Limit, Op, operation
 from pallas_kernels.ranking import EvictionRules
 
 
-def hamming(
-    query: UInt32[Array, "b h g w"],
-    codes: Sequence[UInt32[Array, "b h c"]],
-    position: Int[Array, "b h c"],
-    new_position: Int[Array, " b"],
-    *,
-    protection: EvictionRules,
-    keep: Bool[Array, "b h c"] | None = None,
-    **how: Unpack[How],
-) -> Int[Array, "b h"]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class HammingVictim(Op[Int[Array, "b h"]]):
     """Return the slot whose code differs in most bits from those of its query group, summed over the group.
 
     Empty slots come first, then the farthest, and among equal distances the oldest. Protected slots come last. Slots
@@ -38,18 +31,12 @@ def hamming(
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384, g * w up
             to 64 and w * c up to 32768.
     """
-    return HammingVictim(query, codes, position, new_position, protection, keep)(**how)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class HammingVictim(Op[Int[Array, "b h"]]):
-    """See `hamming`."""
 
     query: UInt32[Array, "b h g w"]
     codes: Sequence[UInt32[Array, "b h c"]]
     position: Int[Array, "b h c"]
     new_position: Int[Array, " b"]
+    _: dataclasses.KW_ONLY
     protection: EvictionRules
     keep: Bool[Array, "b h c"] | None = None
 
@@ -64,6 +51,9 @@ class HammingVictim(Op[Int[Array, "b h"]]):
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
         b, h, groups, words = self.query.shape
         return dict(b=b, c=self.position.shape[2]), dict(h=h, g=groups, words=words, keep=self.keep is not None)
+
+
+hamming = operation(HammingVictim)
 
 
 def words_limits(groups: int, words: int, c: int) -> Iterator[Limit]:

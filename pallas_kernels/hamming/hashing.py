@@ -50,9 +50,3 @@ def pack_bits(bits: Array) -> UInt32[Array, "*n words"]:
     words = -(-bits.shape[-1] // WORD)
     padded = pad_to(bits, bits.ndim - 1, words * WORD).reshape(*bits.shape[:-1], words, WORD)
     return jnp.sum(padded.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-
-
-def unpack_bits(words: UInt32[Array, "*n words"], bits: int) -> Array:
-    """Invert `pack_bits` to bool [... bits]."""
-    spread = words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32) & 1
-    return spread.reshape(*words.shape[:-1], -1)[..., :bits].astype(bool)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import Partial
 from pallas_kernels.common import LANES, SUBLANES
-from pallas_kernels.op import How, Limit, Op
+from pallas_kernels.op import How, Limit, Op, operation
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
@@ -83,37 +83,6 @@ def psi(
     return _per_row(KeyFeatures(_per_head(k), weights)(**how), len(k))
 
 
-def remember(
-    memory: tuple[Float[Array, "b h R e"], Float[Array, "b h R"]],
-    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Int[Array, "b h"]],
-    q: Float[Array, "b h g d"],
-    attended: Partial,
-    of_phi: Mapping[str, Array],
-    of_psi: Mapping[str, Array],
-    **how: Unpack[How],
-) -> Remembered:
-    r"""Add evicted pairs to LESS's memory, and merge attention to it, in a decode step (equations 3 to 5).
-
-    .. math:: H \leftarrow H + \psi(k)^\top v, \quad z \leftarrow z + \psi(k), \qquad
-        a = \frac{\phi(q) H + e^{l} o}{\phi(q) z^\top + e^{l}}
-
-    The update is in place if the caller donates the memory.
-
-    Implementations: `xla` runs everywhere, with the requested form of `phi` and `psi`. `pallas` is for TPU and makes
-    one pass over the memory. It takes what `phi` and `psi` take, h a multiple of 8, up to 128 rows, and b g up to 256.
-
-    Args:
-        memory: H and z.
-        evicted: one pair of each head, the key rotated, and its position; -1 to add nothing.
-        q: queries, rotated; the g queries of a group share one memory.
-        attended: o and l, attention over the slots [b h g e] and the logarithm of its sum [b h g].
-        of_phi: weights of `phi`, by the names of its arguments.
-        of_psi: weights of `psi`, likewise.
-        how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
-    """
-    return Remember(memory, evicted, q, attended, of_phi, of_psi)(**how)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class FeatureMap(Op[Float[Array, "m bt f"]]):
     """Features of queries or keys; see `phi` and `psi`, which lay out heads and rows."""
@@ -150,7 +119,25 @@ class KeyFeatures(FeatureMap):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Remember(Op[Remembered]):
-    """See `remember`."""
+    r"""Add evicted pairs to LESS's memory, and merge attention to it, in a decode step (equations 3 to 5).
+
+    .. math:: H \leftarrow H + \psi(k)^\top v, \quad z \leftarrow z + \psi(k), \qquad
+        a = \frac{\phi(q) H + e^{l} o}{\phi(q) z^\top + e^{l}}
+
+    The update is in place if the caller donates the memory.
+
+    Implementations: `xla` runs everywhere, with the requested form of `phi` and `psi`. `pallas` is for TPU and makes
+    one pass over the memory. It takes what `phi` and `psi` take, h a multiple of 8, up to 128 rows, and b g up to 256.
+
+    Args:
+        memory: H and z.
+        evicted: one pair of each head, the key rotated, and its position; -1 to add nothing.
+        q: queries, rotated; the g queries of a group share one memory.
+        attended: o and l, attention over the slots [b h g e] and the logarithm of its sum [b h g].
+        of_phi: weights of `phi`, by the names of its arguments.
+        of_psi: weights of `psi`, likewise.
+        how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
+    """
 
     memory: tuple[Float[Array, "b h R e"], Float[Array, "b h R"]]
     evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Int[Array, "b h"]]
@@ -175,6 +162,9 @@ class Remember(Op[Remembered]):
         (b, h, g, d), first, second = self.q.shape, self.of_phi["first"], self.of_phi["second"]
         settings = dict(h=h, g=g, d=d, r=first.shape[-1], f=second.shape[-1])
         return dict(b=b), settings | dict(dtype=self.q.dtype.name, weights=first.dtype.name)
+
+
+remember = operation(Remember)
 
 
 def layers_limits(x: Array, first: Array, second: Array) -> Iterator[Limit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import AttentionSpec, Partial, static
 from pallas_kernels.common import LANES
 from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_lazy_rope, width_limits
-from pallas_kernels.op import How, Limit, Op
+from pallas_kernels.op import Limit, Op, operation
 from pallas_kernels.operands import Operand, Quantised
 
 Places = tuple[Int[Array, "b h"], Int[Array, "P s"]]
@@ -37,21 +37,9 @@ class PagedResult(NamedTuple):
         return Partial(self.out[:, :, :, None], self.lse[..., None])
 
 
-def paged_attention(
-    q: Float[Array, "b h g d"],
-    k: Operand,
-    v: Operand,
-    position: Int[Array, "P s"],
-    owner: Int[Array, " P"],
-    pages: Int[Array, "2"],
-    query_position: Int[Array, " b"],
-    spec: AttentionSpec,
-    *,
-    places: Places | None = None,
-    logits: Float[Array, "P g s"] | None = None,
-    layers: int = 1,
-    **how: Unpack[How],
-) -> PagedResult:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedAttention(Op[PagedResult]):
     """Compute softmax attention of one token per row over the pages of one layer in a pool, in one pass over them.
 
     Args:
@@ -64,7 +52,7 @@ def paged_attention(
         query_position: position of each row's token; -1 for a row of padding, which attends to nothing.
         spec: the layer's scale, soft cap, window and slopes.
         places: model positions of the query [b h] and the keys [P s], if they are not `position`; only slopes use
-            them.
+            them, and the limits of kernels exclude places that matter.
         logits: logits of another layer, which `xla` overwrites instead of allocating an array; None if there are none.
         layers: number of layers in the pool; on TPU a step takes about as many pages as a head has in one, on average.
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` takes queries, keys, values, widths and g as
@@ -75,15 +63,6 @@ def paged_attention(
     Raises:
         ValueError: values are `LazyRope`.
     """
-    refuse_lazy_rope(v)
-    op = PagedAttention(q, k, v, position, owner, pages, query_position, spec, places, logits, layers)
-    return op(**how)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class PagedAttention(Op[PagedResult]):
-    """See `paged_attention`. Kernels allocate their logits, and the limits exclude places that matter."""
 
     q: Float[Array, "b h g d"]
     k: Operand
@@ -93,12 +72,17 @@ class PagedAttention(Op[PagedResult]):
     pages: Int[Array, "2"]
     query_position: Int[Array, " b"]
     spec: AttentionSpec
+    _: dataclasses.KW_ONLY
     places: Places | None = None
     logits: Float[Array, "P g s"] | None = None
     layers: int = static(1)
 
     name = "paged_attention"
     backends = ("pallas_tpu", "pallas_gpu")
+
+    def validate(self) -> Self:
+        refuse_lazy_rope(self.v)
+        return self
 
     def limits(self, backend: str) -> Iterator[Limit]:
         yield from operand_limits(self.q, self.k, self.v, self.spec, self.places)
@@ -117,6 +101,9 @@ class PagedAttention(Op[PagedResult]):
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
         settings = operand_settings(self.q, self.k, self.v, self.spec)
         return dict(b=self.q.shape[0], pages=self.k.shape[0]), dict(slots=self.k.shape[1]) | settings
+
+
+paged_attention = operation(PagedAttention)
 
 
 def ranges(owner: Int[Array, " P"], pages: Int[Array, "2"], owners: int) -> tuple[Int[Array, " o"], Int[Array, " o"]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.common import numbers_of
-from pallas_kernels.op import How, Limit, Op, options_of
+from pallas_kernels.op import Limit, Op, Options, operation
 from pallas_kernels.operands import LazyRope, Operand, SplitKV
 
 ROWS = 16
@@ -41,22 +41,9 @@ class PromptAttention(NamedTuple):
     not requested."""
 
 
-def prefill_attention(
-    q: Float[Array, "b h g n d"],
-    k: Operand | SplitKV,
-    v: Operand | SplitKV,
-    query_position: Int[Array, "b n"],
-    key_position: Int[Array, "b #h c"],
-    spec: AttentionSpec,
-    *,
-    scores: bool = True,
-    weights: Float[Array, "b #h n"] | Float[Array, "b #h m n"] | None = None,
-    noise: Float[Array, "b h c"] | None = None,
-    tau: float = 1.0,
-    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None,
-    query_tokens: QueryTokens | None = None,
-    **how: Unpack[How],
-) -> PromptAttention:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrefillAttention(Op[PromptAttention]):
     r"""Attend in blocks, in memory linear in the prompt, and sum each key's probabilities over the queries.
 
     .. math::
@@ -87,7 +74,8 @@ def prefill_attention(
         noise: zeta, one number per key (`pallas_kernels.noise.gumbel`), at most 60 apart within a head; None for no
             noise.
         tau: temperature of the scores, above 0.
-        places: model positions of queries and keys for ALiBi, if they differ; the mask uses the positions.
+        places: model positions of queries and keys for ALiBi, if they differ; the mask uses the positions. Kernels read
+            none: their limits exclude places that matter.
         query_tokens: tokens of the queries, if other devices have the rest of the text; None for the tokens of the last
             n keys.
         how: `implementation` (`auto`, `xla` or `pallas`), `interpret` and `platform`; see `pallas_kernels.op.How`.
@@ -95,41 +83,6 @@ def prefill_attention(
     Raises:
         ValueError: shapes do not match, or a setting is out of range.
     """
-    n, c = q.shape[3] if query_tokens is None else query_tokens.of, k.shape[2]
-    if c < n:
-        raise ValueError(f"{c} keys are fewer than the {n} queries' own; append the queries' keys to the cached ones.")
-    if _joints(k) != _joints(v):
-        raise ValueError(f"Keys are joined at slots {_joints(k)}, values at {_joints(v)}; join both at the same slot.")
-    if isinstance(v, LazyRope):
-        raise ValueError("Values are LazyRope, but only keys are rotated; pass an array or Quantised.")
-    if tau <= 0:
-        raise ValueError(f"tau={tau} is not a temperature above 0.")
-    if spec.window is not None and spec.window < 1:
-        raise ValueError(f"window={spec.window} is not a number of tokens from 1.")
-    if weights is not None and weights.ndim == 3:
-        weights = weights[:, :, None]
-    op = PrefillAttention(
-        q, k, v, query_position, key_position, spec, scores, weights, noise, tau, places, query_tokens
-    )
-    options = options_of(**how)
-    chosen = op.choose(options)
-
-    @jax.custom_jvp
-    def run(x: PrefillAttention) -> PromptAttention:
-        return x.run(chosen, options)
-
-    @run.defjvp
-    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[PromptAttention, PromptAttention]:
-        differentiable = op.module("reference").differentiable
-        return run(*primals), jax.jvp(differentiable, primals, tangents)[1]
-
-    return run(op)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class PrefillAttention(Op[PromptAttention]):
-    """See `prefill_attention`. Kernels read no places: the limits exclude those that matter."""
 
     q: Float[Array, "b h g n d"]
     k: Operand | SplitKV
@@ -137,8 +90,9 @@ class PrefillAttention(Op[PromptAttention]):
     query_position: Int[Array, "b n"]
     key_position: Int[Array, "b #h c"]
     spec: AttentionSpec
+    _: dataclasses.KW_ONLY
     scores: bool = static(True)
-    weights: Float[Array, "b #h m n"] | None = None
+    weights: Float[Array, "b #h n"] | Float[Array, "b #h m n"] | None = None
     noise: Float[Array, "b h c"] | None = None
     tau: float = static(1.0)
     places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None
@@ -151,6 +105,38 @@ class PrefillAttention(Op[PromptAttention]):
     def tokens(self) -> int:
         """Number of tokens that are being read."""
         return self.q.shape[3] if self.query_tokens is None else self.query_tokens.of
+
+    def validate(self) -> Self:
+        n, c, k, v, window = self.tokens, self.k.shape[2], self.k, self.v, self.spec.window
+        if c < n:
+            raise ValueError(
+                f"{c} keys are fewer than the {n} queries' own; append the queries' keys to the cached ones."
+            )
+        if _joints(k) != _joints(v):
+            raise ValueError(
+                f"Keys are joined at slots {_joints(k)}, values at {_joints(v)}; join both at the same slot."
+            )
+        if isinstance(v, LazyRope):
+            raise ValueError("Values are LazyRope, but only keys are rotated; pass an array or Quantised.")
+        if self.tau <= 0:
+            raise ValueError(f"tau={self.tau} is not a temperature above 0.")
+        if window is not None and window < 1:
+            raise ValueError(f"window={window} is not a number of tokens from 1.")
+        if self.weights is not None and self.weights.ndim == 3:
+            return dataclasses.replace(self, weights=self.weights[:, :, None])
+        return self
+
+    def run(self, implementation: str, options: Options) -> PromptAttention:
+        @jax.custom_jvp
+        def run(x: PrefillAttention) -> PromptAttention:
+            return Op.run(x, implementation, options)
+
+        @run.defjvp
+        def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[PromptAttention, PromptAttention]:
+            differentiable = self.module("reference").differentiable
+            return run(*primals), jax.jvp(differentiable, primals, tangents)[1]
+
+        return run(self)
 
     def limits(self, backend: str) -> Iterator[Limit]:
         q, k, v = self.q, self.k, self.v
@@ -184,6 +170,9 @@ class PrefillAttention(Op[PromptAttention]):
 
     def _rows(self) -> int:
         return 1 if self.weights is None else self.weights.shape[2]
+
+
+prefill_attention = operation(PrefillAttention)
 
 
 def _joints(x: Operand | SplitKV) -> tuple[int, ...]:

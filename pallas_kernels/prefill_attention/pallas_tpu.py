@@ -164,9 +164,7 @@ def _attend(blocks: dict[str, Array], common: _Common, vmem_bytes: int | None = 
                 def _() -> None:
                     ref["rows"][...] = jnp.zeros(ref["rows"].shape, jnp.float32)
 
-        @pl.when(division.visible(i, j))
-        def _() -> None:
-            _see(ref, common, j)
+        pl.when(division.visible(i, j))(functools.partial(_see, ref, common, j))
 
         @pl.when(j == tiles.keys - 1)
         def _() -> None:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention import static
 from pallas_kernels.common import LANES, SUBLANES
-from pallas_kernels.op import How, Limit, Op
+from pallas_kernels.op import Limit, Op, operation
 
 
-def rope(
-    rotated: Sequence[Float[Array, "b _ d"]],
-    cos: Float[Array, "b w"],
-    sin: Float[Array, "b w"],
-    still: Sequence[Float[Array, "b _ e"]] = (),
-    *,
-    interleaved: bool = False,
-    **how: Unpack[How],
-) -> tuple[Float[Array, "b _ _"], ...]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class RotateHeads(Op[tuple[Float[Array, "b _ _"], ...]]):
     """Rotate the first channels of one token's heads in pairs, for each row.
 
     On a TPU, projections put the channels of all heads into one row, and kernels need one row per head. XLA moves the
@@ -36,18 +30,12 @@ def rope(
         how: see `pallas_kernels.op.How`. `xla` takes everything. `pallas` is for TPU; it takes float32 and bfloat16, d
             = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16.
     """
-    return RotateHeads(tuple(rotated), cos, sin, tuple(still), interleaved)(**how)
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class RotateHeads(Op[tuple[Float[Array, "b _ _"], ...]]):
-    """See `rope`."""
-
-    rotated: tuple[Float[Array, "b _ d"], ...]
+    rotated: Sequence[Float[Array, "b _ d"]]
     cos: Float[Array, "b w"]
     sin: Float[Array, "b w"]
-    still: tuple[Float[Array, "b _ e"], ...] = ()
+    still: Sequence[Float[Array, "b _ e"]] = ()
+    _: dataclasses.KW_ONLY
     interleaved: bool = static(False)
 
     name = "rope"
@@ -79,6 +67,9 @@ class RotateHeads(Op[tuple[Float[Array, "b _ _"], ...]]):
         heads, widths = (_listed([x.shape[axis] for x in self.heads]) for axis in (1, 2))
         settings = dict(n=heads, d=widths, w=self.cos.shape[-1], dtype=self.heads[0].dtype.name)
         return dict(b=len(self.cos)), settings | dict(still=len(self.still) > 0, interleaved=self.interleaved)
+
+
+rope = operation(RotateHeads)
 
 
 def _listed(numbers: Sequence[Any]) -> str:

@@ -14,7 +14,8 @@ import pytest
 import kvjax
 from kvjax.models.config import ModelConfig
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.prefill_attention import SplitKV, prefill_attention
+from pallas_kernels.operands import SplitKV
+from pallas_kernels.prefill_attention import prefill_attention
 from tests.cases import pairwise, slow
 from tests.small_models import GQA, LOCAL, SLOPED, random_model
 

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.evict import EvictionRules, evict
+from pallas_kernels.evict import evict
+from pallas_kernels.ranking import EvictionRules
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.operands import LazyRope, Quantised
-from pallas_kernels.prefill_attention import SplitKV, prefill_attention
+from pallas_kernels.operands import LazyRope, Quantised, SplitKV
+from pallas_kernels.prefill_attention import prefill_attention
 from tests.kernel_cases.decode_attention import softmax
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, normal
 

@@ -24,11 +24,12 @@ from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.types import KV, Kernels, LayerTokens, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
-from pallas_kernels.evict import EvictionRules, evict
+from pallas_kernels.evict import evict
 from pallas_kernels.fused_decode import Hashed, Query, Ranking, Slots, Token
 from pallas_kernels.fused_decode.api import FusedDecode
 from pallas_kernels.hamming import Hashing, hamming, hashes
 from pallas_kernels.op import using
+from pallas_kernels.ranking import EvictionRules
 from pallas_kernels.workloads import operand
 from tests.kernel_cases.evict import case, run
 from tests.kernel_cases.hamming import case as hamming_case

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.common import VARIABLE, Unsupported
 from pallas_kernels.op import choose, or_xla
-from pallas_kernels.rope.api import RotateHeads
+from pallas_kernels.rope.api import RotateHeads, rope
 from tests.kernel_cases import CASES
 from tests.kernels import TPU_WAYS, XLA, Case, Way, check
 
@@ -105,7 +108,7 @@ def test_limits_of_rotate_are_named(changes, reason):
         asked["w"] = asked["d"]
     heads: list[Any] = [jax.ShapeDtypeStruct((asked["b"], n, asked["d"]), asked["dtype"]) for n in (asked["n"], 8)]
     angles: Any = jax.ShapeDtypeStruct((asked["b"], asked["w"]), jnp.float32)
-    call = RotateHeads(tuple(heads[:1]), angles, angles, tuple(heads[1:]), asked["interleaved"])
+    call = RotateHeads(tuple(heads[:1]), angles, angles, tuple(heads[1:]), interleaved=asked["interleaved"])
     assert (call.unsupported("pallas", asked["platform"]) or "").startswith(reason)
 
 
@@ -121,3 +124,11 @@ def test_limits_of_rotate_are_named(changes, reason):
 def test_asking_for_what_cannot_run_says_why(implementation, limits, platform, reason):
     with pytest.raises(Unsupported, match=reason):
         choose("op", implementation, limits, platform=platform)
+
+
+def test_the_function_of_an_operation_has_its_arguments_and_those_of_a_call():
+    assert [*inspect.signature(rope).parameters] == ["rotated", "cos", "sin", "still", "interleaved", "how"]
+    assert rope.__doc__ == RotateHeads.__doc__
+    run = jax.jit(functools.partial(rope, implementation="xla", platform="cpu"), donate_argnames=())
+    heads = [jnp.ones((1, 2, 4))]
+    np.testing.assert_array_equal(run(heads, cos=jnp.ones((1, 4)), sin=jnp.zeros((1, 4)))[0], heads[0])

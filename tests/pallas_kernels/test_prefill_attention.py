@@ -21,7 +21,8 @@ from kvjax.types import Heads, LayerTokens, Parts
 from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
-from pallas_kernels.prefill_attention import QueryTokens, SplitKV, prefill_attention
+from pallas_kernels.operands import SplitKV
+from pallas_kernels.prefill_attention import QueryTokens, prefill_attention
 from tests.cases import in_turns
 from tests.kernel_cases.prefill_attention import case, inputs, operand
 from tests.kernels import GPU_WAYS, XLA, Way, check

@@ -27,7 +27,7 @@ from kvjax.utils import autotune
 from kvjax.utils.autotune import Autotuner
 from pallas_kernels import benchmark, common
 from pallas_kernels.benchmark import Runner, TuningResult
-from pallas_kernels.common import Survey, Tuned, TuningRequest, TuningTask, bucket_name
+from pallas_kernels.common import Survey, Tuned, TuningTask, bucket_name
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.decode_attention.api import DecodeAttention
 from pallas_kernels.fused_decode import one_pass
@@ -49,11 +49,11 @@ def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / autotune.FILE
 
 
-def asked(name: str = "op b<=2", *candidates: str) -> TuningRequest:
-    return TuningRequest(TuningTask(name, None), candidates or ("xla", "pallas", "triton"))
+def asked(name: str = "op b<=2", *candidates: str) -> TuningTask:
+    return TuningTask(name, None, candidates or ("xla", "pallas", "triton"))
 
 
-def contenders(each: TuningRequest) -> TuningResult | None:
+def contenders(each: TuningTask) -> TuningResult | None:
     """XLA, which is slow; a kernel that is fast and wrong; one that is fast and right."""
     right = np.array([1.0, -np.inf])
 
@@ -93,7 +93,7 @@ def test_nothing_is_told_where_the_reference_fails(chip, capsys):
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    def by(each: TuningRequest) -> TuningResult | None:
+    def by(each: TuningTask) -> TuningResult | None:
         starts = {"xla": fail, "pallas": lambda: np.zeros(2)}
         return benchmark.benchmark_runners([Runner("op", "b<=2", name, starts[name]) for name in starts], 1e-2)
 
@@ -202,9 +202,9 @@ def test_races_are_left_out_where_a_variable_decides(monkeypatch):
 
 def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
     program = decode_workload("tiny", Setup(2, 2, 2, 32, 16, jnp.float32, scores="sum"))
-    raced: list[TuningRequest] = []
+    raced: list[TuningTask] = []
 
-    def by(each: TuningRequest) -> TuningResult:
+    def by(each: TuningTask) -> TuningResult:
         raced.append(each)
         return VERDICT
 
@@ -218,11 +218,11 @@ def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
     for _ in range(2):
         autotune.settle_before(trace, tuner)
     (each,) = raced
-    assert each.task.bucket == (
+    assert each.bucket == (
         "decode_attention b<=2 c<=32 h=2 g=2 d=16 e=16 dtype=float32 keys=float32 values=float32 scores=sum"
     )
     assert each.candidates[:2] == ("xla", "pallas")
-    assert tuner.orders == {each.task.bucket: VERDICT.order}
+    assert tuner.orders == {each.bucket: VERDICT.order}
     verdict = benchmark.benchmark_task(each._replace(candidates=("xla",)))  # on random inputs of these shapes
     assert verdict is not None and verdict.errors == {"xla": 0.0} and verdict.order == ("xla",)
 
@@ -232,9 +232,7 @@ def test_prompts_and_steps_are_surveyed_before_they_run(monkeypatch):
         raise InterruptedError
 
     asked: list[str] = []
-    monkeypatch.setattr(
-        Autotuner, "settle", lambda _, tasks: asked.extend(each.task.bucket.split()[0] for each in tasks)
-    )
+    monkeypatch.setattr(Autotuner, "settle", lambda _, tasks: asked.extend(each.bucket.split()[0] for each in tasks))
     monkeypatch.setattr(decoder, "read_prompts", read)
     model = load("tiny")
     with pytest.raises(InterruptedError):
@@ -257,9 +255,9 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     assert turning == ("rope", ("xla",))  # heads of 32 channels
     assert [first, *others] == [(op, both) for op in ("prefill_attention", "fused_decode", "evict", "decode_attention")]
     asked = survey.requests[next(bucket for bucket in survey.requests if bucket.startswith("fused_decode"))]
-    slots = asked.task.call.slots
-    fits = functools.partial(one_pass, asked.task.call.query, slots.k, slots.v, platform="tpu")
-    lost = Tuned(DEVICE, {asked.task.bucket: ("xla",)})
+    slots = asked.call.slots
+    fits = functools.partial(one_pass, asked.call.query, slots.k, slots.v, platform="tpu")
+    lost = Tuned(DEVICE, {asked.bucket: ("xla",)})
     monkeypatch.setattr(common, "kind_of_device", lambda _: DEVICE)
     assert fits()
     assert not fits(implementation=lost)
@@ -288,9 +286,9 @@ def test_random_inputs_tell_right_from_wrong(monkeypatch):
             arguments: dict[str, Any] = vars(self) | {"position": seen}
             return decode_attention(**arguments)
 
-    task = each.task._replace(call=ForgetsABlock(**vars(each.task.call)))
+    task = each._replace(call=ForgetsABlock(**vars(each.call)), candidates=("xla", "pallas"))
     with pytest.warns(UserWarning, match="as 'pallas' differs"):
-        verdict = benchmark.benchmark_task(TuningRequest(task, ("xla", "pallas")))
+        verdict = benchmark.benchmark_task(task)
     assert verdict is not None and verdict.order == ("xla",)
 
 

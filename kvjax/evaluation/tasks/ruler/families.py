@@ -6,14 +6,10 @@ import itertools
 import math
 import random
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvjax.evaluation.tasks.ruler.drafts import HAYS, KINDS, CaseRequest, Draft, Hay, QuestionFamily
 from kvjax.evaluation.tasks.words import ADJECTIVES, NOUNS
-
-
-def _join(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _draw_code(request: CaseRequest, letters: str, length: int) -> str:
@@ -41,7 +37,7 @@ def _magic(request: CaseRequest, *, distractors: int = 0, values: int = 1, queri
     single = len(needles) == 1 and not of_needles
     hidden, them = (f"a {name}", "it") if single else (f"{name}s", "them")
     intro = f"The text below hides {hidden}. Remember {them}: you will be asked for {them}."
-    several, these = len(targets) > 1, _join(keys)
+    several, these = len(targets) > 1, " and ".join([", ".join(keys[:-1]), keys[-1]] if queries > 1 else keys)
     question = f"What are all the {name}s of {these}?" if several else f"What is the {name} of {these}?"
     prefix = f"The {name}s of {these} are" if several else f"The {name} of {these} is"
     return Draft(
