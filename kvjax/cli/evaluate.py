@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, load_model, module_exists
+from kvjax.cli.commands import Parser, add_model_options, finish, load_model, module_exists
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation import report as report_page
 from kvjax.evaluation.grid import RowFile, entries
@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         root.error(f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports")
     options = root.parse_args(words)
     options.command = quoted(words)
-    return finish_with_model("evaluate", lambda: options.run(options), vars(options).get("distributed"))
+    processes = vars(options).get("distributed")
+    return finish("evaluate", lambda: options.run(options), processes, loads_model=True)
 
 
 def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:

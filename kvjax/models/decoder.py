@@ -103,21 +103,20 @@ def embed(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], positions: Int[Array, "b t"]
 ) -> Float[Array, "b t width"]:
     """Compute token embeddings, scaled if the model scales them, plus learned position embeddings if it has them."""
-    x = _rows(weights.table, tokens, config).astype(weights.dtype)
+    table = weights.table
+    if config.spread.vocab:
+        # Each device looks up the tokens of its shard of the table; each token is in one shard.
+        local = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table.weight)
+        in_shard = (local >= 0) & (local < len(table.weight))
+        rows = jnp.where(in_shard[..., None], table.rows(jnp.where(in_shard, local, 0)), 0)
+        x = config.spread.over_devices(rows).astype(weights.dtype)
+    else:
+        x = table.rows(tokens).astype(weights.dtype)
     if config.embedding_scale is not None:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if weights.positions is not None:
         x = x + weights.positions[jnp.maximum(positions, 0) + config.position_offset]
     return x
-
-
-def _rows(table: Linear, tokens: Int[Array, "b t"], config: ModelConfig) -> Array:
-    if not config.spread.vocab:
-        return table.rows(tokens)
-    # Each device looks up the tokens of its shard of the table; each token is in one shard.
-    local = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table.weight)
-    in_shard = (local >= 0) & (local < len(table.weight))
-    return config.spread.over_devices(jnp.where(in_shard[..., None], table.rows(jnp.where(in_shard, local, 0)), 0))
 
 
 class Layer(struct.PyTreeNode):

@@ -48,7 +48,10 @@ def product(
     rows, platform = math.prod(x.shape[:-1]), platform_of(None)
     if platform == "cpu":
         if x.dtype == jnp.bfloat16:
-            return _of_bfloat16(x.reshape(rows, -1), weight, dtype).reshape(*x.shape[:-1], -1)
+            # XLA copies the weight to float32, except for two or more rows with sums in float32.
+            several = jnp.pad(x.reshape(rows, -1), [(0, int(rows == 1)), (0, 0)])
+            y = jnp.einsum("ni,oi->no", several, weight, preferred_element_type=jnp.float32)[:rows]
+            return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
         if rows == 1 and weight.size in HALVES and weight.shape[0] % 2 == 0:
             # XLA splits a batch over cores: make one of two halves of the outputs, with the same sums.
             batch = jnp.broadcast_to(x.reshape(-1), (2, x.shape[-1]))
@@ -61,14 +64,6 @@ def product(
         two = jnp.pad(x.reshape(1, -1), [(0, 1), (0, 0)])
         return product(two, weight, dtype)[:1].reshape(*x.shape[:-1], -1)
     return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
-
-
-def _of_bfloat16(x: Float[Array, "n in"], weight: Float[Array, "out in"], dtype: DTypeLike | None) -> Array:
-    # XLA on CPU copies the weight to float32, except for two or more rows with sums in float32.
-    rows = len(x)
-    several = jnp.pad(x, [(0, 1), (0, 0)]) if rows == 1 else x
-    y = jnp.einsum("ni,oi->no", several, weight, preferred_element_type=jnp.float32)
-    return y[:rows].astype(dtype or x.dtype)
 
 
 def product_with_codes(

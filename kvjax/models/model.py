@@ -49,6 +49,7 @@ class ModelOrigin:
         return model
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LanguageModel:
     """Model weights with their config and tokenizer.
 
@@ -59,27 +60,21 @@ class LanguageModel:
         directory: directory of the tokenizer files; None for a model without any.
         metadata: metadata of the GGUF file, which contains the tokenizer; None for a model from another source.
         mesh: mesh that the weights are sharded over, see `load`; None for the default device.
-        sampling_defaults: sampling settings that apply where a user gives none; None for kvjax's own.
+        sampling_defaults: sampling settings that apply where a user gives none.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        config: ModelConfig,
-        name: str = "unnamed",
-        directory: str | Path | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        mesh: Mesh | None = None,
-        sampling_defaults: SamplingDefaults | None = None,
-    ) -> None:
-        self.weights = weights
-        self.config = config
-        self.name = name
-        self.directory = None if directory is None else Path(directory)
-        self.metadata = metadata
-        self.sampling_defaults = sampling_defaults or SamplingDefaults()
-        self.mesh = None if mesh is None else program_mesh(config, mesh)
-        """Same devices with the axis names of programs and states, see `program_mesh`."""
+    weights: Weights
+    config: ModelConfig
+    name: str = "unnamed"
+    directory: Path | None = None
+    metadata: Mapping[str, Any] | None = None
+    mesh: Mesh | None = None
+    """Once the model is made, the same devices with the axis names of programs and states, see `program_mesh`."""
+    sampling_defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
+
+    def __post_init__(self) -> None:
+        self.directory = None if self.directory is None else Path(self.directory)
+        self.mesh = None if self.mesh is None else program_mesh(self.config, self.mesh)
 
     def __repr__(self) -> str:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
@@ -180,9 +175,10 @@ def rows_of(tokens: Any) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]
     """
     if isinstance(tokens, (list, tuple)):
         for row in tokens:
-            if isinstance(row, (str, dict)) or np.ndim(row) != 1:
-                text = isinstance(row, (str, dict))
-                remedy = "for texts there is model.generate" if text else "give a list for each row, as [[5, 17, 42]]"
+            is_text = isinstance(row, (str, dict))
+            if is_text or np.ndim(row) != 1:
+                remedy = "give a list for each row, as [[5, 17, 42]]"
+                remedy = "for texts there is model.generate" if is_text else remedy
                 raise TypeError(f"tokens are rows of ids [b, n], not a list of {row!r}; {remedy}.")
         lengths = np.array([len(row) for row in tokens], np.int64)
         width = max((len(row) for row in tokens), default=0)

@@ -22,18 +22,23 @@ PART_KEYS = ("plan", "residual", "codec", "selection")
 CONFIG_KEYS = ("policy", *PART_KEYS, "budget", "budget_of", "prefill_chunk", "settings")
 
 
-def parse_settings(words: list[str]) -> dict[str, Any]:
-    """Parse `key=value` words into a dictionary; values are read by `parse_value`.
+def parse_pairs(option: str, words: Iterable[str]) -> dict[str, Any]:
+    """Parse the `key=value` words of an option into a dictionary; values are read by `parse_value`."""
+    pairs: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (name.strip() and equals):
+            raise ValueError(f"{option} {word!r} is not of the form key=value.")
+        pairs[name.strip()] = parse_value(text.strip())
+    return pairs
+
+
+def parse_settings(words: Iterable[str]) -> dict[str, Any]:
+    """Parse the words of `--set`.
 
     Settings of a part are written as `residual.kernels=performer`; a part itself is refused.
     """
-    settings: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not (name and equals):
-            raise ValueError(f"--set {word!r} is not of the form key=value.")
-        settings[name.strip().replace("-", "_")] = parse_value(text.strip())
-    return _without_parts(settings)
+    return _without_parts({name.replace("-", "_"): value for name, value in parse_pairs("--set", words).items()})
 
 
 def _without_parts(settings: dict[str, Any]) -> dict[str, Any]:

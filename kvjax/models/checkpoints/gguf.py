@@ -121,7 +121,7 @@ def _tensor(
                 rows = min(step, count - start)
                 yield dequantized(np.frombuffer(opened.read(rows * of_row), np.uint8).reshape(rows, -1))
 
-    def read(dtype: np.dtype) -> Array:
+    def read(dtype: np.dtype, _: object = None) -> Array:
         array = empty_buffer(shape, _PLAIN.get(kind, dtype))
         rows, start = array.reshape(-1, shape[-1]), 0
         for block in blocks():

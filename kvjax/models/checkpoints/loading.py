@@ -26,7 +26,7 @@ from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
 from kvjax.models.checkpoints.origins import Origin, find_origins, read_once, spellings
 from kvjax.models.checkpoints.quantised import decoded
-from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
+from kvjax.models.checkpoints.tensors import Stored, on_devices, read_json, read_safetensors
 from kvjax.models.checkpoints.undeclared import check_tensors, check_weight_files
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
@@ -227,19 +227,15 @@ def _read_weights(
     tensors = {name: read_once(tensors[name], count) for name, count in uses.items()}
     leaves = {leaf: origin.tensor(tensors, config, dtype) for leaf, origin in origins.items()}
 
-    def place(numbers: np.ndarray, sharding: NamedSharding | None) -> Array:
+    def place(numbers: Any, sharding: NamedSharding | None) -> Array:
         # Wait for each transfer; otherwise host copies pile up behind slow ones.
-        if sharding is None:
+        if sharding is None or isinstance(numbers, jax.Array):
             return jax.device_put(numbers).block_until_ready()
-        return jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__).block_until_ready()
+        return on_devices(numbers.shape, sharding, numbers.__getitem__)
 
     def read_leaf(name: str) -> Array:
-        tensor, sharding = leaves[name], shardings.get(name)
-        if sharding is None or tensor.place is None:
-            array = place(tensor.read(dtype), sharding)
-        else:
-            array = tensor.place(dtype, sharding)
-        bar.advance(task, tensor.size)
+        array = place(leaves[name].read(dtype, shardings.get(name)), shardings.get(name))
+        bar.advance(task, leaves[name].size)
         return array
 
     def load(path: tuple[Any, ...], node: Any) -> Any:

@@ -47,7 +47,6 @@ def read_orbax(directory: Path) -> Stored:
                 tuple(array.shape),
                 int(np.prod(array.shape)) * array.dtype.itemsize,
                 functools.partial(_read, directory, name),
-                functools.partial(_read, directory, name),
             )
             for name, array in arrays.items()
         }

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.models.checkpoints.tensors import Stored, Tensor
+from kvjax.models.checkpoints.tensors import Stored, Tensor, on_devices
 from kvjax.models.config import ModelConfig
 from kvjax.models.families import Family, LoadError
 from kvjax.models.families.family import Shape, Source
@@ -43,33 +43,23 @@ class Origin:
         convert = self.source.read
         if convert is None:
             return tensor
-        return Tensor(tensor.file, self.part, tensor.size, lambda dtype: convert(tensor.read(dtype), config))
+        return Tensor(tensor.file, self.part, tensor.size, lambda dtype, *_: convert(tensor.read(dtype), config))
 
 
 def _checked(name: str, tensor: Tensor, dtype: np.dtype) -> Tensor:
     """Return a tensor in a dtype that raises an error as it is read if some of its numbers are not finite."""
 
-    def refuse_damage(finite: bool) -> None:
-        if not finite:
+    def checked(numbers: Any) -> Any:
+        on_host = isinstance(numbers, np.ndarray)
+        numbers = numbers.astype(dtype, copy=False) if on_host else numbers
+        if not (check_finite(numbers) if on_host else jnp.isfinite(numbers).all()):
             raise LoadError(f"{tensor.file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
-
-    def checked(numbers: np.ndarray) -> np.ndarray:
-        numbers = numbers.astype(dtype, copy=False)
-        refuse_damage(check_finite(numbers))
         return numbers
 
-    def place(_: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-        assert tensor.place is not None
-        array = tensor.place(dtype, sharding)
-        refuse_damage(bool(jnp.isfinite(array).all()))
-        return array
+    def read(_: np.dtype, *sharding: jax.sharding.Sharding) -> Any:
+        return checked(tensor.read(dtype, *sharding))
 
-    return dataclasses.replace(
-        tensor,
-        read=lambda _: checked(tensor.read(dtype)),
-        place=tensor.place and place,
-        blocks=lambda: map(checked, tensor.rows(dtype)),
-    )
+    return dataclasses.replace(tensor, read=read, blocks=lambda: map(checked, tensor.rows(dtype)))
 
 
 def check_finite(tensor: np.ndarray) -> bool:
@@ -87,27 +77,22 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Return one tensor of those of experts, which are read one after the other, on a mesh by the devices of each."""
     shape = (len(parts), *parts[0].shape)
 
-    def read(dtype: np.dtype, experts: range = range(len(parts))) -> np.ndarray:
-        stack = np.empty((len(experts), *shape[1:]), dtype)
-        for index, expert in enumerate(experts):
-            stack[index] = parts[expert].read(dtype)
-        return stack
+    def read(dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> np.ndarray | jax.Array:
+        def of_experts(index: tuple[slice, ...]) -> np.ndarray:
+            experts = parts[index[0]]
+            stack = np.empty((len(experts), *shape[1:]), dtype)
+            for place, expert in enumerate(experts):
+                stack[place] = expert.read(dtype)
+            return stack
 
-    def place(dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-        of_experts = functools.cache(functools.partial(read, dtype))  # several devices may have the same ones
-
-        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None
-            return of_experts(range(len(parts))[index[0]])
-
-        return jax.make_array_from_callback(shape, sharding, shard).block_until_ready()
+        return of_experts((slice(None),)) if sharding is None else on_devices(shape, sharding, of_experts)
 
     def blocks() -> Iterator[np.ndarray]:
         for part in parts:
             assert part.blocks is not None
             yield from part.blocks()
 
-    return Tensor(parts[0].file, shape, sum(part.size for part in parts), read, place, blocks=blocks)
+    return Tensor(parts[0].file, shape, sum(part.size for part in parts), read, blocks=blocks)
 
 
 def read_once(tensor: Tensor, uses: int) -> Tensor:
@@ -115,7 +100,7 @@ def read_once(tensor: Tensor, uses: int) -> Tensor:
     cache: list[np.ndarray] = []
     later = itertools.count(uses - 1, -1)
 
-    def read(dtype: np.dtype) -> np.ndarray:
+    def read(dtype: np.dtype, _: object = None) -> np.ndarray:
         array = cache.pop() if cache else tensor.read(dtype)
         if next(later) > 0:
             cache.append(array)

@@ -76,7 +76,7 @@ def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
         raise LoadError(f"{blocks.file}: tensor {name} and its scales are stored as {blocks.kind} and {scales.kind}.")
     experts, out, count = scales.shape
 
-    def read(dtype: np.dtype) -> np.ndarray:
+    def read(dtype: np.dtype, _: object = None) -> np.ndarray:
         assert blocks.codes is not None and scales.codes is not None
         codes, exponents = blocks.codes(), scales.codes().view(np.uint8)
         weights = np.empty((experts, out, count * _PER_BLOCK), dtype)
@@ -107,7 +107,7 @@ def _of_codes(name: str, codes: Tensor, scales: Tensor, block: tuple[int, int] |
             f"{list(codes.shape)}{'' if block is None else f' in blocks of {list(block)}'}."
         )
 
-    def read(dtype: np.dtype) -> np.ndarray:
+    def read(dtype: np.dtype, _: object = None) -> np.ndarray:
         assert codes.codes is not None
         numbers = scales.codes() if scales.kind == "F8_E8M0" and scales.codes is not None else None
         of_blocks = (scales.read(np.dtype(np.float32)) if numbers is None else numbers).astype(np.float32)
@@ -176,7 +176,7 @@ def _of_words(module: str, parts: dict[str, Tensor], packing: Packing) -> Tensor
             f"{-(-into // size)} of {into} inputs."
         )
 
-    def read(dtype: np.dtype) -> np.ndarray:
+    def read(dtype: np.dtype, _: object = None) -> np.ndarray:
         integers = {name: part.codes() for name, part in parts.items() if part.codes is not None}
         sequence = np.arange(into) // (size or -(-into // groups))
         group = sequence

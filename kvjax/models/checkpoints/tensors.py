@@ -38,10 +38,9 @@ class Tensor:
         file: the file that contains it.
         shape: shape in a Hugging Face checkpoint.
         size: bytes in the file.
-        read: function from a dtype to the tensor: in its own dtype, or in the given one if it is quantized. It raises
-            LoadError if the type in the file is not supported.
-        place: function from a dtype and a sharding to the tensor on devices, reading only the shards needed here;
-            None for formats without such reads.
+        read: function from a dtype, and optionally a sharding, to the tensor: in its own dtype, or in the given one if
+            it is quantized. With a sharding, formats whose shards can be read apart return the tensor on devices, from
+            the shards needed here. It raises LoadError if the type in the file is not supported.
         kind: type in a safetensors file.
         codes: function that reads integers and numbers of 8 bits as they are; None for other types.
         blocks: function that reads some rows [rows, in] at a time, in float32 if they are quantized; None for formats
@@ -51,8 +50,7 @@ class Tensor:
     file: Path
     shape: tuple[int, ...]
     size: int
-    read: Callable[[np.dtype], np.ndarray]
-    place: Callable[[np.dtype, jax.sharding.Sharding], jax.Array] | None = None
+    read: Callable[..., Any]
     kind: str = ""
     codes: Callable[[], np.ndarray] | None = None
     blocks: Callable[[], Iterator[np.ndarray]] | None = None
@@ -130,30 +128,14 @@ def read_safetensors(directory: Path) -> Stored:
 def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
     """Return a tensor, which opens the file for each read: a mapped file keeps everything read from it in memory."""
 
-    def check_kind() -> None:
-        if kind not in _SIZES:
-            raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
-
-    def read(dtype: np.dtype) -> np.ndarray:
+    def read(dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> np.ndarray | jax.Array:
         with _open(file) as opened:
-            check_kind()
-            return opened.get_tensor(name)
-
-    def place(dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-        with _open(file) as opened:
-            check_kind()
+            if kind not in _SIZES:
+                raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
+            if sharding is None:
+                return opened.get_tensor(name)
             stored = opened.get_slice(name)
-            # Read each part once, also if several devices hold it.
-            parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
-
-            def part(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None
-                where = tuple((axis.start, axis.stop) for axis in index)
-                if where not in parts:
-                    parts[where] = stored[index].astype(dtype, copy=False)
-                return parts[where]
-
-            return jax.make_array_from_callback(shape, sharding, part).block_until_ready()
+            return on_devices(shape, sharding, lambda index: stored[index].astype(dtype, copy=False))
 
     def codes() -> np.ndarray:
         # The reader of safetensors for NumPy knows no floats of 8 bits, so read the bytes.
@@ -163,7 +145,21 @@ def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
         return np.fromfile(file, _CODES[kind], math.prod(shape), offset=8 + length + start).reshape(shape)
 
     size = math.prod(shape) * (_CODES[kind].itemsize if kind in _CODES else _SIZES.get(kind, 1))
-    return Tensor(file, shape, size, read, place, kind, codes if kind in _CODES else None)
+    return Tensor(file, shape, size, read, kind, codes if kind in _CODES else None)
+
+
+def on_devices(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+    """Put an array on devices, and wait for the transfer; each part is read once, also if several devices have it."""
+    parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        where = tuple((axis.start, axis.stop) for axis in index)
+        return parts[where] if where in parts else parts.setdefault(where, part(index))
+
+    return jax.make_array_from_callback(shape, sharding, shard).block_until_ready()
 
 
 def _open(file: Path) -> Any:
