@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line."""
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh
-    from kvjax.training.less.collect import check_trainable
     from kvjax.training.less.recipe import Recipe
+    from kvjax.training.less.record import check_trainable
     from kvjax.training.less.run import train_kernels
     from kvjax.training.less.train import check_batch, split_texts
 

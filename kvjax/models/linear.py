@@ -12,8 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.integers import Codes, signed
-from kvjax.models.matmul import product, product_with_codes
+from kvjax.models.matmul import Codes, product, product_with_codes, signed
 from pallas_kernels.attention import wide
 
 

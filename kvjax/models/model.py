@@ -21,8 +21,15 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.models.sharding import program_mesh
-from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer, token_classes, unreadable
-from kvjax.models.tokenizer_bound import TextBound, text_bound
+from kvjax.models.tokenizer import (
+    TextBound,
+    TokenClassIds,
+    lazy_tokenizer,
+    read_tokenizer,
+    text_bound,
+    token_classes,
+    unreadable,
+)
 from kvjax.utils.autotune import automatic
 from kvjax.utils.files import damage_named
 from kvjax.utils.modes import on_the_host

@@ -20,12 +20,11 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.cli.main import main
 from kvjax.models import LoadError, random_weights
-from kvjax.models.experts import Experts, block_size, blocks
 from kvjax.models.families import read_model_config
 from kvjax.models.fingerprint import fingerprint, fingerprints
-from kvjax.models.integers import code_dtype
 from kvjax.models.linear import Linear
-from kvjax.models.mlp import DenseMlp
+from kvjax.models.matmul import code_dtype
+from kvjax.models.mlp import DenseMlp, Experts, block_size, blocks
 from kvjax.models.weights import leaf_name
 from kvjax.tiny import WEIGHTS
 from tests.paths import ROOT

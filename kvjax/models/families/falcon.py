@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.family import Family, LoadError, Settings, Source, fused_by_head, module_sources
 from kvjax.models.families.gpt import gpt_config
 from kvjax.models.families.llama import LLAMA_NAMES
 from kvjax.models.families.settings import flag, head_width, integer, optional_integer, read_rope
-from kvjax.models.families.sources import fused_by_head, module_sources
 from pallas_kernels.attention import alibi_slopes
 
 _NAMES = {

@@ -10,10 +10,9 @@ import functools
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig, QueryGrowth
-from kvjax.models.families.family import EXPERTS, SIZES, Family, Settings
+from kvjax.models.families.family import EXPERTS, SIZES, Family, Settings, expert_sources
 from kvjax.models.families.llama import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.settings import given_rope, integer, positive_number, read_mixture, with_default_rope
-from kvjax.models.families.sources import expert_sources
 
 _ONLY = {"attention_bias": (False,), "mlp_bias": (False,)}
 _LOOKED_UP = (*SIZES, "num_key_value_heads")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import SIZES, Family, LoadError, Settings
+from kvjax.models.families.family import SIZES, Family, LoadError, Settings, expert_sources
 from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
 from kvjax.models.families.settings import LAYER_TYPES, flag, integer, layer_numbers, read_mixture, read_windows
-from kvjax.models.families.sources import expert_sources
 
 _DEFAULTS: Settings = {"hidden_act": "silu", "sliding_window": 4096, "max_window_layers": 28}
 _ONLY = {"mlp_bias": (False,)}

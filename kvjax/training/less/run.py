@@ -24,10 +24,9 @@ from kvjax.model import Model
 from kvjax.models.fingerprint import fingerprint, fingerprints
 from kvjax.policies.policy import Policy
 from kvjax.training import checkpoints
-from kvjax.training.less.collect import check_trainable, collect, sample_texts
 from kvjax.training.less.loss import output_projections
 from kvjax.training.less.recipe import Recipe
-from kvjax.training.less.record import Features
+from kvjax.training.less.record import Features, check_trainable, collect, sample_texts
 from kvjax.training.less.train import OF_LAYERS, Training, check_batch, mean_error, split_texts, train, training_mesh
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.progress import Bar

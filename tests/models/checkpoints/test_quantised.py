@@ -18,9 +18,9 @@ import kvjax
 from kvjax.cli.main import main
 from kvjax.models import LoadError
 from kvjax.models.checkpoints.quantised import of_mxfp4
-from kvjax.models.experts import Experts
 from kvjax.models.families import read_model_config
-from kvjax.models.integers import code_dtype
+from kvjax.models.matmul import code_dtype
+from kvjax.models.mlp import Experts
 from tests.small_models import random_checkpoint
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 24]}
