@@ -32,7 +32,7 @@ from kvjax.methods.registry import name_of
 from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, random_weights
 from kvjax.models.checkpoints.saving import write_checkpoint
-from kvjax.models.matmul import code_dtype, unsigned
+from kvjax.models.linear import code_dtype, unsigned
 from kvjax.models.sharding import parse_mesh, program_mesh, weight_shardings, weight_specs
 from kvjax.models.weights import rounded_shapes, weight_shapes
 from kvjax.policies.policy import Policy

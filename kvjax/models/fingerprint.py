@@ -16,7 +16,7 @@ from jaxtyping import Shaped
 
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
 from kvjax.models.decoder import RoundedFrom, Weights
-from kvjax.models.matmul import signed
+from kvjax.models.linear import signed
 from kvjax.models.weights import leaf_name, require_weights
 from kvjax.rope import Rope
 

@@ -1,19 +1,30 @@
-"""Linear maps and norms, the leaves of a model's weights."""
+"""Linear maps and norms, the leaves of a model's weights, and products in the fastest form for each platform."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import batching, mlir
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8, Int32, UInt8
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.matmul import Codes, product, product_with_codes, signed
 from pallas_kernels.attention import wide
+from pallas_kernels.common import platform_of
+from pallas_kernels.quantised import digits, join_digits
 
 
 @struct.dataclass
@@ -75,3 +86,181 @@ def normalise(norm: Norm | None, x: Float[Array, "*b width"], config: ModelConfi
         return (precise * (1 + norm.scale.astype(precise.dtype))).astype(x.dtype)
     y = precise.astype(x.dtype) * norm.scale
     return y if norm.bias is None else y + norm.bias
+
+
+FEW_ROWS = 32
+"""Largest number of rows for which a CPU is faster with the weight on the left."""
+
+HALVES = range(80_000, 560_000)
+"""Weight sizes, in elements, for which XLA multiplies one row on a single CPU core although two would be faster."""
+
+BLOCK = 1024
+"""Rows of an MLP whose intermediate results fit into the caches of a CPU."""
+
+MANY_ROWS = 64 if jax.__version_info__ < (0, 11) else None
+"""Number of rows above which converting signed codes is faster on a CPU; None if integer products always are."""
+
+
+def in_blocks(function: Callable[[Array], Array], x: Float[Array, "*b in"], block: int) -> Float[Array, "*b out"]:
+    """Apply a row-wise function; on a CPU, apply it to blocks of rows to limit the size of its intermediate results."""
+    rows = math.prod(x.shape[:-1])
+    if platform_of(None) != "cpu" or rows <= block:
+        return function(x)
+    flat, full = x.reshape(rows, -1), rows // block * block
+    y = jax.lax.map(function, flat[:full].reshape(-1, block, flat.shape[1]))
+    y = y.reshape(full, -1)
+    if full < rows:
+        y = jnp.concatenate([y, function(flat[full:])])
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def product(
+    x: Float[Array, "*b in"], weight: Float[Array, "out in"], dtype: DTypeLike | None = None
+) -> Float[Array, "*b out"]:
+    """Compute x W^T. Sums and the result have `dtype`, or that of x, which must be the weight's."""
+    rows, platform = math.prod(x.shape[:-1]), platform_of(None)
+    if platform == "cpu":
+        if x.dtype == jnp.bfloat16:
+            # XLA copies the weight to float32, except for two or more rows with sums in float32.
+            several = jnp.pad(x.reshape(rows, -1), [(0, int(rows == 1)), (0, 0)])
+            y = jnp.einsum("ni,oi->no", several, weight, preferred_element_type=jnp.float32)[:rows]
+            return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], -1)
+        if rows == 1 and weight.size in HALVES and weight.shape[0] % 2 == 0:
+            # XLA splits a batch over cores: make one of two halves of the outputs, with the same sums.
+            batch = jnp.broadcast_to(x.reshape(-1), (2, x.shape[-1]))
+            halves = weight.reshape(2, -1, weight.shape[1])
+            return jnp.einsum("hi,hoi->ho", batch, halves, preferred_element_type=dtype).reshape(*x.shape[:-1], -1)
+        if 1 < rows <= FEW_ROWS:
+            return jnp.moveaxis(jnp.einsum("oi,...i->o...", weight, x, preferred_element_type=dtype), 0, -1)
+    if platform == "tpu" and rows == 1:
+        # XLA would use the vector unit, which takes three to twelve times as many cycles.
+        two = jnp.pad(x.reshape(1, -1), [(0, 1), (0, 0)])
+        return product(two, weight, dtype)[:1].reshape(*x.shape[:-1], -1)
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+
+
+def product_with_codes(
+    x: Float[Array, "*b in"],
+    codes: Codes,
+    scale: Float[Array, " out"],
+    dtype: DTypeLike,
+) -> Float[Array, "*b out"]:
+    """Compute x W^T for a weight of 8-bit integers with a scale for each output; sums are at least float32.
+
+    On a CPU, one integer product multiplies the codes by two digits of each input, which are off by at most 1.6e-5 of
+    the row's largest input (`pallas_kernels.quantised.digits`). Its derivatives are those of the exact product. If XLA
+    converted the codes for a few rows, it would take several times as long. The product is exact with float64, with
+    more than `MANY_ROWS` rows of signed codes and on other platforms. `jax.vmap` maps over stacked codes.
+
+    Args:
+        codes: signed, or unsigned and 128 larger (`kvjax.models.linear.code_dtype`).
+    """
+    kind, rows = jnp.promote_types(dtype, wide(x.dtype)), math.prod(x.shape[:-1])
+    is_large = MANY_ROWS is not None and rows > MANY_ROWS and codes.dtype == jnp.int8
+    if is_large or kind == jnp.float64 or platform_of(None) != "cpu":
+        y = product(x, signed(codes).astype(x.dtype), kind)
+    else:
+        y = _of_digits(x.reshape(rows, -1).astype(kind), codes).reshape(*x.shape[:-1], -1)
+    return (y * scale).astype(dtype)
+
+
+@jax.custom_jvp
+def _of_digits(x: Float[Array, "n in"], codes: Codes) -> Float[Array, "n out"]:
+    rows, unit = digits(x)
+    return join_digits(integer_product(rows, codes), unit)
+
+
+@_of_digits.defjvp
+def _derivative(
+    inputs: tuple[Array, Array], tangents: tuple[Array, Array]
+) -> tuple[Float[Array, "n out"], Float[Array, "n out"]]:
+    x, codes = inputs
+    return _of_digits(x, codes), product(tangents[0], signed(codes).astype(x.dtype))
+
+
+Codes = Int8[Array, "out in"] | UInt8[Array, "out in"]
+
+OFFSET = 128
+"""What unsigned codes are above signed ones."""
+
+CODES_FIRST = {np.dtype(np.int8): 8, np.dtype(np.uint8): 64}
+"""Largest number of rows for which products are faster with the codes first, by dtype of the codes.
+
+With more rows, unsigned codes become signed ones. XLA takes that out of a loop over steps, but a single step converts
+all weights, which takes longer than the products.
+"""
+
+WIDE = 8192
+"""Number of outputs above which such products are faster in 16 blocks."""
+
+SEVERAL_ROWS = 8
+"""Number of rows above which products with fewer outputs are faster in four blocks."""
+
+
+@functools.cache
+def _has_vnni() -> bool:
+    try:
+        return "_vnni" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+def code_dtype(platform: str) -> np.dtype:
+    """Return the dtype of codes that a platform multiplies fastest."""
+    return np.dtype(np.uint8 if platform == "cpu" and _has_vnni() else np.int8)
+
+
+def signed(codes: Array) -> Array:
+    """Return unsigned codes as signed ones; other arrays, such as weights in floating point, are returned unchanged."""
+    return jax.lax.bitcast_convert_type(codes ^ np.uint8(OFFSET), jnp.int8) if codes.dtype == jnp.uint8 else codes
+
+
+def unsigned(codes: Array) -> Array:
+    """Return signed codes as unsigned ones."""
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ np.uint8(OFFSET)
+
+
+def integer_product(rows: Int8[Array, "n in"], codes: Codes) -> Int32[Array, "n out"]:
+    """Compute the product of rows by codes."""
+    if len(rows) <= CODES_FIRST[codes.dtype]:
+        # Without barriers XLA computes the rows twice, and exchanges the operands instead of transposing the result.
+        rows = jax.lax.optimization_barrier(rows)
+        blocks = math.gcd(len(codes), 16 if len(codes) > WIDE else 4 if len(rows) > SEVERAL_ROWS else 1)
+        split, repeated = codes.reshape(blocks, -1, codes.shape[1]), jnp.broadcast_to(rows, (blocks, *rows.shape))
+        sums = jax.lax.optimization_barrier(_dot.bind(split, repeated).reshape(len(codes), -1)).T
+        return sums if codes.dtype == jnp.int8 else sums - OFFSET * rows.sum(-1, keepdims=True, dtype=jnp.int32)
+    if codes.dtype == jnp.int8:
+        return _dot.bind(rows, codes)
+    # A product by ones gives the sums of the codes in a fraction of the time that XLA takes to add them.
+    ones = jnp.ones((2, rows.shape[1]), jnp.int8)
+    sums = jax.lax.optimization_barrier(_dot.bind(codes, ones))[:, 0] - OFFSET * rows.shape[1]
+    return _dot.bind(unsigned(rows), signed(codes)) - OFFSET * sums
+
+
+_dot = Primitive("integer_dot")
+"""Product of [*b m k] and [*b n k] with 32-bit sums; `jax.lax.dot_general` would convert operands of two dtypes."""
+
+_dot.def_impl(jax.jit(_dot.bind))
+
+
+@_dot.def_abstract_eval
+def _shape(lhs: Any, rhs: Any) -> ShapedArray:
+    return ShapedArray((*lhs.shape[:-1], rhs.shape[-2]), jnp.dtype(jnp.int32))
+
+
+def _lowered(context: mlir.LoweringRuleContext, lhs: Any, rhs: Any) -> Sequence[Any]:
+    shape = _shape(*context.avals_in).shape
+    batch, last = list(range(len(shape) - 2)), [len(shape) - 1]
+    dimensions = stablehlo.DotDimensionNumbers.get(batch, batch, last, last)
+    kind = ir.RankedTensorType.get(shape, ir.IntegerType.get_signless(32))
+    return [stablehlo.dot_general(kind, lhs, rhs, dimensions)]
+
+
+def _batched(operands: Sequence[Array], axes: Sequence[int | None]) -> tuple[Array, int]:
+    size = next(operand.shape[axis] for operand, axis in zip(operands, axes, strict=True) if axis is not None)
+    batch_first = (batching.bdim_at_front(operand, axis, size) for operand, axis in zip(operands, axes, strict=True))
+    return _dot.bind(*batch_first), 0
+
+
+mlir.register_lowering(_dot, _lowered)
+batching.primitive_batchers[_dot] = _batched

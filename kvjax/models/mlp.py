@@ -12,8 +12,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import Mixture, ModelConfig
-from kvjax.models.linear import Linear
-from kvjax.models.matmul import BLOCK, in_blocks, product
+from kvjax.models.linear import BLOCK, Linear, in_blocks, product
 from kvjax.types import HEADS, SLOTS
 from pallas_kernels.attention import wide
 from pallas_kernels.common import platform_of

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int8, PRNGKeyArray, UInt8
 from kvjax.models.attention import Attention
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights
-from kvjax.models.linear import Linear, Norm
-from kvjax.models.matmul import OFFSET
+from kvjax.models.linear import OFFSET, Linear, Norm
 from kvjax.models.mlp import DenseMlp, Experts
 from kvjax.types import LayerConfig
 

@@ -22,7 +22,7 @@ from kvjax.cli import bench
 from kvjax.evaluation.bench import shaped_model
 from kvjax.inference import prefill
 from kvjax.inference.shapes import state_shapes
-from kvjax.models.matmul import signed
+from kvjax.models.linear import signed
 from kvjax.models.weights import rounded_shapes, weight_shapes
 from tests.benchmarks.aot.test_tpu import VARIABLE
 from tests.paths import ROOT

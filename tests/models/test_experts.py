@@ -22,8 +22,7 @@ from kvjax.cli.main import main
 from kvjax.models import LoadError, random_weights
 from kvjax.models.families import read_model_config
 from kvjax.models.fingerprint import fingerprint, fingerprints
-from kvjax.models.linear import Linear
-from kvjax.models.matmul import code_dtype
+from kvjax.models.linear import Linear, code_dtype
 from kvjax.models.mlp import DenseMlp, Experts, block_size, blocks
 from kvjax.models.weights import leaf_name
 from kvjax.tiny import WEIGHTS

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax.methods.less.checkpoint import find, load, save
 from kvjax.models.fingerprint import fingerprint, fingerprints
-from kvjax.models.matmul import code_dtype, integer_product, product_with_codes, signed, unsigned
+from kvjax.models.linear import code_dtype, integer_product, product_with_codes, signed, unsigned
 
 RANDOM = np.random.default_rng(0)
 SIGNED = jnp.asarray(RANDOM.integers(-127, 128, (24, 96), np.int8))

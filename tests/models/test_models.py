@@ -25,7 +25,7 @@ from kvjax.models import ModelConfig, Rope, Weights
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import forward
 from kvjax.models.families import FAMILIES, TEXT_HALVES, LoadError, read_model_config
-from kvjax.models.matmul import in_blocks, product
+from kvjax.models.linear import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.serving.scheduler import Device
 from kvjax.training.less.record import collect
@@ -403,7 +403,7 @@ def test_rows_of_long_texts_go_in_blocks() -> None:
 
 
 def test_a_single_row_is_no_product_of_vectors_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvjax.models.matmul.platform_of", lambda _: "tpu")
+    monkeypatch.setattr("kvjax.models.linear.platform_of", lambda _: "tpu")
     x, weight = jax.random.normal(jax.random.key(0), (1, 1, 24)), jax.random.normal(jax.random.key(1), (40, 24))
     np.testing.assert_allclose(product(x, weight), x @ weight.T, rtol=1e-5, atol=1e-6)
     assert "f32[2,40] = dot_general" in str(jax.make_jaxpr(product)(x, weight))

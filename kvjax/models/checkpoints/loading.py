@@ -32,8 +32,7 @@ from kvjax.models.decoder import Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.quantization import read_quantization
 from kvjax.models.fingerprint import rounded_from
-from kvjax.models.linear import Linear
-from kvjax.models.matmul import code_dtype
+from kvjax.models.linear import Linear, code_dtype
 from kvjax.models.sampling_defaults import SamplingDefaults, gguf_sampling_defaults, sampling_defaults
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
@@ -92,7 +91,13 @@ def read_checkpoint(
     else:
         settings, family, config, sampling = _read_config(place)
         metadata = None
-        stored = read_orbax(place / "weights") if (place / "weights").is_dir() else _read_safetensors(place, settings)
+        if (place / "weights").is_dir():
+            stored = read_orbax(place / "weights")
+        else:
+            check_weight_files(place, settings)
+            stored = read_safetensors(place)
+            if not settings.get("quantization_config"):
+                check_tensors(stored, place)
         if (quantization := read_quantization(settings)) is not None:
             stored = decoded(stored, quantization)
             settings = {name: value for name, value in settings.items() if name != "quantization_config"}
@@ -101,14 +106,6 @@ def read_checkpoint(
     if actual_config.tied != config.tied:
         settings = {**settings, "tie_word_embeddings": actual_config.tied}
     return Checkpoint(arrays, actual_config, str(path_or_hub_id), settings, place, metadata, sampling)
-
-
-def _read_safetensors(directory: Path, settings: Settings) -> Stored:
-    check_weight_files(directory, settings)
-    stored = read_safetensors(directory)
-    if not settings.get("quantization_config"):
-        check_tensors(stored, directory)
-    return stored
 
 
 def _read_config(directory: Path) -> tuple[Settings, Family, ModelConfig, SamplingDefaults]:

@@ -38,6 +38,9 @@ def _config(settings: Settings) -> ModelConfig:
         kv_heads = optional_integer(settings, "num_kv_heads") or heads
     elif flag(settings, "multi_query"):
         kv_heads = 1
+    # Falcon scales the sum of products and biases, and keeps slopes in bfloat16. transformers also rounds the bias of
+    # each position to bfloat16, which makes it depend on more than the distance; kvjax does not.
+    slopes = tuple((np.asarray(alibi_slopes(heads), jnp.bfloat16).astype(float) * width**-0.5).tolist())
     return gpt_config(
         settings,
         _NAMES,
@@ -45,18 +48,12 @@ def _config(settings: Settings) -> ModelConfig:
         parallel=parallel,
         position="alibi" if alibi else "rope",
         rope=None if alibi else read_rope(settings, width),
-        slopes=_slopes(heads, width) if alibi else None,
+        slopes=slopes if alibi else None,
         shared_norm=parallel and not (grouped and norms != 1),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
     )
-
-
-def _slopes(heads: int, width: int) -> tuple[float, ...]:
-    # Falcon scales the sum of products and biases, and keeps slopes in bfloat16. transformers also rounds the bias of
-    # each position to bfloat16, which makes it depend on more than the distance; kvjax does not.
-    return tuple((np.asarray(alibi_slopes(heads), jnp.bfloat16).astype(float) * width**-0.5).tolist())
 
 
 def _variant(config: ModelConfig) -> Mapping[str, Source]:

@@ -38,10 +38,6 @@ def _ministral3(settings: Settings) -> ModelConfig:
     return dataclasses.replace(shape, query_growth=QueryGrowth(slope, length))
 
 
-def _mixtral(settings: Settings) -> ModelConfig:
-    return llama_config(settings, windowed=True, mixture=read_mixture(settings))
-
-
 FAMILIES: Mapping[str, Family] = {
     "mistral": Family(
         functools.partial(llama_config, windowed=True),
@@ -58,7 +54,7 @@ FAMILIES: Mapping[str, Family] = {
         looked_up=(*_LOOKED_UP, "head_dim"),
     ),
     "mixtral": Family(
-        _mixtral,
+        lambda settings: llama_config(settings, windowed=True, mixture=read_mixture(settings)),
         {**LLAMA_SOURCES, **expert_sources("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2"))},
         {**LLAMA_DEFAULTS, "rope_theta": 1_000_000.0},
         _ONLY,

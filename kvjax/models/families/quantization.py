@@ -230,17 +230,16 @@ def _of_compressed_tensors(config: dict[str, Any]) -> Quantization:
     groups, form = config.get("config_groups"), config.get("format")
     if form not in _FORMATS or not isinstance(groups, dict) or not (groups or config.get("kv_cache_scheme")):
         raise _refused(f"compressed-tensors format {form!r}")
-    blocks = {_block_of_group(group) for group in groups.values() if not _is_unquantized(group)}
+    # A group without weights quantizes only activations.
+    weighted = [
+        group for group in groups.values() if not isinstance(group, dict) or group.get("weights", ...) is not None
+    ]
+    blocks = set(map(_block_of_group, weighted))
     if form == "dense" and blocks:
         raise _refused("compressed-tensors format 'dense', in which weights stand for others,")
     if len(blocks) > 1:
         raise _refused("groups of different blocks")
     return Quantization(blocks.pop() if blocks else None)
-
-
-def _is_unquantized(group: Any) -> bool:
-    """Return whether a group quantizes only activations."""
-    return isinstance(group, dict) and group.get("weights", ...) is None
 
 
 def _block_of_group(group: Any) -> tuple[int, int] | None:

@@ -28,7 +28,7 @@ from kvjax.models import FAMILIES, LoadError
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.families import read_model_config
-from kvjax.models.matmul import code_dtype
+from kvjax.models.linear import code_dtype
 from kvjax.models.mlp import DenseMlp
 from kvjax.models.weights import leaf_name, weight_shapes
 from kvjax.rope import Rope, rope_frequencies

@@ -26,8 +26,7 @@ from kvjax.models.checkpoints.origins import check_finite
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.families import read_model_config
 from kvjax.models.fingerprint import fingerprint, fingerprints
-from kvjax.models.linear import Linear
-from kvjax.models.matmul import code_dtype
+from kvjax.models.linear import Linear, code_dtype
 from kvjax.models.mlp import DenseMlp
 from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.models.weights import leaf_name, quantised, weight_shapes

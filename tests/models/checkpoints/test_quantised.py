@@ -19,7 +19,7 @@ from kvjax.cli.main import main
 from kvjax.models import LoadError
 from kvjax.models.checkpoints.quantised import of_mxfp4
 from kvjax.models.families import read_model_config
-from kvjax.models.matmul import code_dtype
+from kvjax.models.linear import code_dtype
 from kvjax.models.mlp import Experts
 from tests.small_models import random_checkpoint
 
