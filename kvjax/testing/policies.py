@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,14 +87,6 @@ class Texts:
         np.testing.assert_allclose(
             np.asarray(actual), np.asarray(expected), rtol=TOLERANCE, atol=TOLERANCE, err_msg=what, verbose=False
         )
-
-
-class Check(Protocol):
-    """A check; it raises an AssertionError that says where a policy breaks the rule of its docstring."""
-
-    def __call__(self, policy: Policy, texts: Texts = ...) -> None:
-        """Check a policy on some texts."""
-        ...
 
 
 def check_policy(policy: Policy | Score | str, *checks: str) -> None:
@@ -240,13 +232,15 @@ def _check_compiled(policy: Policy, texts: Texts = TEXTS) -> None:
 
 def _check_int8(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits are finite over 8-bit slots."""
-    state, logits = texts.read(policy_by_name(policy, codec="int8"))
-    assert np.isfinite(logits).all() and np.isfinite(texts.follow(state)[0]).all(), "logits are not finite"
+    _check_finite(texts, *texts.read(policy_by_name(policy, codec="int8")))
 
 
 def _check_bfloat16(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits are finite with a model in bfloat16."""
-    state, logits = texts.read(policy, model=_small_model("bfloat16"))
+    _check_finite(texts, *texts.read(policy, model=_small_model("bfloat16")))
+
+
+def _check_finite(texts: Texts, state: State, logits: Float[Array, "b vocab"]) -> None:
     assert np.isfinite(logits).all() and np.isfinite(texts.follow(state)[0]).all(), "logits are not finite"
 
 
@@ -264,7 +258,7 @@ def _check_mesh(policy: Policy, texts: Texts = TEXTS) -> None:
     texts.close(texts.follow(state)[0], texts.follow(sharded)[0], "after later tokens")
 
 
-CHECKS: Mapping[str, Check] = {
+CHECKS: Mapping[str, Callable[..., None]] = {
     "room": _check_room,
     "blocks": _check_blocks,
     "turns": _check_turns,
@@ -276,4 +270,4 @@ CHECKS: Mapping[str, Check] = {
     "bfloat16": _check_bfloat16,
     "mesh": _check_mesh,
 }
-"""Checks by name; each takes a policy and raises an AssertionError."""
+"""Checks by name; each takes a policy and raises an AssertionError that says where it breaks the docstring's rule."""

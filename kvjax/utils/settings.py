@@ -179,28 +179,23 @@ def conversation(messages: Any, waits: bool = True) -> Messages:
                 f'message {number} is {message!r}; give {{"role": "user", "content": "..."}}, both texts, or a list of '
                 'parts {"type": "text", "text": "..."} as content.'
             )
-        if not isinstance(message["content"], str):
-            _check_parts(number, message["content"])
+        for part in () if isinstance(message["content"], str) else message["content"]:
+            what = f'message {number} has the part {part!r}; give {{"type": "text", "text": "..."}}'
+            if not isinstance(part, dict):
+                raise ValueError(f"{what}.")
+            if part.get("type") != "text":
+                raise ValueError(
+                    f"message {number} has a part of type {part.get('type')!r}; the model reads only text."
+                )
+            if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+                raise ValueError(f"{what} alone.")
     if not messages:
         raise ValueError("there is no message; give at least a user's turn.")
     if waits and messages[-1]["role"] == "assistant":
         raise ValueError("the last message is an answer already; end with a user's turn.")
-    return [message | {"content": _copied(message["content"])} for message in messages]
-
-
-def _check_parts(number: int, parts: Sequence[Any]) -> None:
-    """Refuse parts of a message that are no texts."""
-    for part in parts:
-        if not isinstance(part, dict):
-            raise ValueError(f'message {number} has the part {part!r}; give {{"type": "text", "text": "..."}}.')
-        if part.get("type") != "text":
-            raise ValueError(f"message {number} has a part of type {part.get('type')!r}; the model reads only text.")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError(f'message {number} has the part {part!r}; give {{"type": "text", "text": "..."}} alone.')
-
-
-def _copied(content: Any) -> str | list[dict[str, str]]:
-    return content if isinstance(content, str) else [dict(part) for part in content]
+    contents = (message["content"] for message in messages)
+    copies = (content if isinstance(content, str) else [dict(part) for part in content] for content in contents)
+    return [message | {"content": content} for message, content in zip(messages, copies, strict=True)]
 
 
 def text_of(content: str | list[dict[str, str]]) -> str:
@@ -213,7 +208,8 @@ def template_settings(chat: Any) -> dict[str, Any] | None:
     if isinstance(chat, (bool, np.bool_)):
         return {} if chat else None
     if not isinstance(chat, Mapping):
-        raise TypeError(f"chat={chat!r} is neither True, False nor settings of the chat template, such as {_EXAMPLE}.")
+        example = {"enable_thinking": False}
+        raise TypeError(f"chat={chat!r} is neither True, False nor settings of the chat template, such as {example}.")
     for name, value in chat.items():
         if not isinstance(name, str) or name in TEMPLATE_VARIABLES:
             raise ValueError(f"{name!r} is no setting of a chat template; leave it out.")
@@ -222,9 +218,6 @@ def template_settings(chat: Any) -> dict[str, Any] | None:
         except (TypeError, ValueError, RecursionError):
             raise ValueError(f"the template setting {name}={value!r} is no value of JSON.") from None
     return dict(chat)
-
-
-_EXAMPLE = {"enable_thinking": False}
 
 
 def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages | list[int]]:

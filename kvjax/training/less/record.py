@@ -289,7 +289,9 @@ def collect(
     shapes = jax.eval_shape(lambda: of(0))
     directory.mkdir(parents=True, exist_ok=True)
     progress = directory / "collected.json"
-    done = _texts_done(progress) if progress.exists() else 0
+    done = read_json(progress).get("texts") if progress.exists() else 0
+    if type(done) is not int or done < 0:
+        raise ValueError(f"{progress} must have a number of texts, not {done!r}; delete its directory to begin again.")
 
     def open_array(path: Any, leaf: Any) -> np.ndarray:
         file = directory / f"{jax.tree_util.keystr(path, simple=True)}.npy"
@@ -307,13 +309,6 @@ def collect(
             aside.write_text(json.dumps({"texts": first + rows}))
         show(first + rows)
     return arrays
-
-
-def _texts_done(file: Path) -> int:
-    texts = read_json(file).get("texts")
-    if type(texts) is not int or texts < 0:
-        raise ValueError(f"{file} must have a number of texts, not {texts!r}; delete its directory to begin again.")
-    return texts
 
 
 def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed: int = 0) -> Int[np.ndarray, "s n"]:
