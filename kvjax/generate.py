@@ -155,17 +155,9 @@ def run(options: argparse.Namespace) -> None:
     if print_policy_help(options, parser):
         return
     policy, reading = policy_and_budget(options)
-    settings: dict[str, Any] = dict(
-        policy=policy,
-        **reading,
-        **sampling_settings(options),
-        max_new_tokens=options.max_new_tokens,
-        num_samples=options.num_samples,
-        logprobs=options.logprobs,
-        stop_at_eos=not options.ignore_eos,
-        beams=options.beams,
-        length_penalty=options.length_penalty,
-    )
+    settings: dict[str, Any] = dict(policy=policy, **reading, **sampling_settings(options))
+    settings |= {name: getattr(options, name) for name in ("max_new_tokens", "num_samples", "logprobs", "beams")}
+    settings |= {"stop_at_eos": not options.ignore_eos, "length_penalty": options.length_penalty}
     _check(options, settings)
     chat = template_settings_of(options) or options.chat or options.system is not None
     if _of_lines(options):

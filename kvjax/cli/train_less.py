@@ -89,13 +89,10 @@ def run(options: argparse.Namespace) -> None:
         options.text,
         options.out,
         recipe,
-        sequences=options.sequences,
         length=options.length or min(4096, model.config.max_positions),
         plan=combined_parts(parse_policy(options.policy or "h2o").parts, parts)["plan"],
-        mask=options.mask,
-        save_dtype=options.save_dtype,
-        keep_features=options.keep_features,
         mesh=mesh,
+        **{name: getattr(options, name) for name in ("sequences", "mask", "save_dtype", "keep_features")},
     )
     print(f"use them with: {serving_line(options)}")
 

@@ -163,13 +163,8 @@ def _of_words(module: str, parts: dict[str, Tensor], packing: Packing) -> Tensor
     size = into if packing.group_size == -1 else packing.group_size
     expected = {"qzeros": (groups, out // count), "g_idx": (into,)}
     fits = all(parts[part].shape == shape for part, shape in expected.items() if part in parts)
-    if (
-        not fits
-        or width != out
-        or out % count
-        or not groups
-        or (size is None and "g_idx" not in parts and into % groups)
-    ):
+    fits = fits and width == out and groups and not out % count
+    if not fits or (size is None and "g_idx" not in parts and into % groups):
         shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
         raise LoadError(f"{codes.file}: shapes of {module.removesuffix('.')} do not fit {packing.bits} bits: {shapes}.")
     if size is not None and groups != -(-into // size):

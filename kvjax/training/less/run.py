@@ -143,8 +143,7 @@ def held_out_errors(
     mesh = training_mesh(model.config, mesh)
     projection = jax.device_put(output_projections(model), NamedSharding(mesh, OF_LAYERS))
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), training.best)
-    before = mean_error(None, features, held_out, projection, recipe, mesh)
-    after = mean_error(rounded, features, held_out, projection, recipe, mesh)
+    before, after = (mean_error(x, features, held_out, projection, recipe, mesh) for x in (None, rounded))
     best = np.argmin(np.asarray(training.losses)[:, :, 1], axis=1) + 1
     return [
         {"layer": layer, "before": float(before[layer]), "after": float(after[layer]), "best_epoch": int(best[layer])}

@@ -203,13 +203,8 @@ def train(
     check_batch(recipe.batch, mesh)
     mesh = training_mesh(model.config, mesh)
     sharding = NamedSharding(mesh, OF_LAYERS)
-    params = init_kernels(
-        jax.random.key(recipe.seed),
-        model.config,
-        features=recipe.features,
-        hidden=recipe.hidden,
-        literal=recipe.literal,
-    )
+    shape: dict[str, Any] = {name: getattr(recipe, name) for name in ("features", "hidden", "literal")}
+    params = init_kernels(jax.random.key(recipe.seed), model.config, **shape)
     training = Training(
         params=params,
         optimiser=jax.vmap(optax.scale_by_adam().init)(params),
