@@ -241,31 +241,19 @@ _DESCRIBES = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 """Metadata without effect on the model."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attn_logit_softcapping": (0,),
-    "embedding_scale": (1,),
-    "expert_chunk_feed_forward_length": (0,),
-    "expert_count": (0,),
-    "expert_feed_forward_length": (0,),
-    "expert_gating_func": (1,),
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "expert_shared_count": (0,),
-    "expert_shared_feed_forward_length": (0,),
-    "expert_used_count": (0,),
-    "expert_weights_scale": (0, 1),
-    "final_logit_softcapping": (0,),
-    "interleave_moe_layer_step": (0, 1),
-    "leading_dense_block_count": (0,),
-    "logit_scale": (0, 1),
-    "moe_every_n_layers": (0, 1),
-    "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
-    "residual_scale": (1,),
-    "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
-    "rope.scaling.yarn_log_multiplier": (0,),
+    **dict.fromkeys(
+        (
+            *("attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping", "final_logit_softcapping"),
+            *("expert_chunk_feed_forward_length", "expert_count", "expert_feed_forward_length", "expert_shared_count"),
+            *("expert_shared_feed_forward_length", "expert_used_count", "leading_dense_block_count"),
+            *("nextn_predict_layers", "pooling_type", "rope.scaling.yarn_log_multiplier"),
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(("embedding_scale", "expert_gating_func", "residual_scale", "rope.scaling.yarn_attn_factor"), (1,)),
+    **dict.fromkeys(("expert_group_count", "expert_group_used_count", "expert_weights_scale", "logit_scale"), (0, 1)),
+    **dict.fromkeys(("interleave_moe_layer_step", "moe_every_n_layers"), (0, 1)),
 }
 """Unsupported metadata, with the values that have no effect."""
 

@@ -55,31 +55,19 @@ class _Split(NamedTuple):
     begins: bool = False
 
 
-_GPT2, _GPT_NEOX = _Split((_WORDS,)), _Split((_WORDS,), composed=True)
 _GPT4 = _Split((_cased(r"\p{N}{1,3}"),))
 _LLAMA3 = _GPT4._replace(ignores_merges=True, begins=True)
-_QWEN2 = _Split((_cased(r"\p{N}"),), composed=True)
-_DIGITS = _Split((r"\p{N}", _WORDS))
 _SPLITS: Mapping[str, _Split] = {
     "default": _Split((r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": _GPT2,
-    "phi-2": _GPT2,
-    "mpt": _GPT_NEOX,
-    "olmo": _GPT_NEOX,
+    **dict.fromkeys(("gpt-2", "phi-2"), _Split((_WORDS,))),
+    **dict.fromkeys(("mpt", "olmo"), _Split((_WORDS,), composed=True)),
     "falcon": _Split((r"[\p{P}$+<=>^~|`]+", _WORDS, "[0-9][0-9][0-9]")),
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "dbrx": _GPT4,
-    "smaug-bpe": _GPT4,
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _GPT4),
     "gpt-4o": _Split((_by_case("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),)),
     "tekken": _Split((_by_case("", r"\p{N}"),), ignores_merges=True, begins=True),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Split((_cased(r"\p{N}"),), composed=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _Split((r"\p{N}", _WORDS))),
 }
 """Splits by their names in `tokenizer.ggml.pre`."""
 

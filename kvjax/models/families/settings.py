@@ -14,12 +14,9 @@ from kvjax.models.families.family import LoadError, Settings
 from kvjax.rope import Rope
 
 ACTIVATIONS: Mapping[str, str] = {
-    "silu": "silu",
-    "swish": "silu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
     "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
     "relu": "relu",
 }
 _ORIGINAL = "original_max_position_embeddings"
