@@ -168,28 +168,18 @@ _TEXT: Kind = (_is_text, "a text")
 _ID: Kind = (_is_id, "an integer")
 _FLAG: Kind = (lambda value: isinstance(value, bool), "true or false")
 _TEXTS: Kind = (_lists(_is_text), "a list of texts")
-_NUMBERS: Kind = (_lists(_is_number), "a list of numbers")
 _ANY_NUMBERS: Kind = (lambda value: _is_number(value) or _lists(_is_number)(value), "a number nor a list of them")
-_WORDS = (
-    "general.architecture",
-    "general.name",
-    "tokenizer.chat_template",
-    "tokenizer.ggml.model",
-    "tokenizer.ggml.pre",
-)
 _KINDS: Mapping[str, Kind] = {
-    **dict.fromkeys(_WORDS, _TEXT),
+    **dict.fromkeys(("general.architecture", "general.name", "tokenizer.chat_template"), _TEXT),
+    **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre"), _TEXT),
     "split.count": _ID,
-    "tokenizer.ggml.tokens": _TEXTS,
-    "tokenizer.ggml.merges": _TEXTS,
-    "tokenizer.ggml.scores": _NUMBERS,
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), _TEXTS),
+    "tokenizer.ggml.scores": (_lists(_is_number), "a list of numbers"),
     "tokenizer.ggml.token_type": (_lists(_is_id), "a list of integers"),
 }
 _ENDINGS: Mapping[str, Kind] = {
     "_token_id": _ID,
-    "add_bos_token": _FLAG,
-    "add_eos_token": _FLAG,
-    "add_space_prefix": _FLAG,
+    **dict.fromkeys(("add_bos_token", "add_eos_token", "add_space_prefix"), _FLAG),
 }
 """Types by the endings of names in `tokenizer.ggml`."""
 _TEXTS_OF_MODELS = ("rope.scaling.type", "tensor_data_layout")

@@ -102,13 +102,8 @@ def _llama3_rope(settings: Settings, header: Header) -> Settings:
     expected = rope_frequencies(dataclasses.replace(rope, scaling="none")) / rope_frequencies(rope)
     if not np.allclose(expected, factors, rtol=1e-3):
         raise LoadError("the factors in rope_freqs.weight are not those of Llama 3, and no others are supported.")
-    return {
-        "rope_type": "llama3",
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_positions,
-    }
+    numbers = {name: getattr(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    return {"rope_type": "llama3", "original_max_position_embeddings": rope.original_max_positions, **numbers}
 
 
 def _phi3(settings: Settings, header: Header) -> Settings:

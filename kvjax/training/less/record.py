@@ -131,17 +131,10 @@ def record(state: State, tokens: Int[Array, "b n"], *, mask: str = "decode") -> 
     for text, full, replayed in zip(texts, attended, steps, strict=True):
         position = jnp.moveaxis(replayed.evicted_position, 0, -1)
         k, v = (jnp.where(position[..., None] >= 0, join_steps(x, 2), 0) for x in (replayed.k, replayed.v))
-        features.append(
-            Features(
-                q=rotate(text.config.rope, text.q, jnp.arange(n), n),
-                k=k,
-                v=v,
-                leaving=(position >= 0).astype(replayed.partial.lse.dtype),
-                sparse=join_steps(replayed.partial.out, 3),
-                lse=join_steps(replayed.partial.lse, 3),
-                full=with_sink(full, text.sink_logits).out,
-            )
-        )
+        q, leaving = rotate(text.config.rope, text.q, jnp.arange(n), n), position >= 0
+        sparse, lse = (join_steps(x, 3) for x in (replayed.partial.out, replayed.partial.lse))
+        out = with_sink(full, text.sink_logits).out
+        features.append(Features(q, k, v, leaving.astype(lse.dtype), sparse, lse, out))
         evicted.append(position)
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers).astype(wide(layers[0].dtype)), *features)
     return stacked, jnp.stack(evicted)

@@ -109,16 +109,14 @@ def train_kernels(
     stored = jnp.dtype(save_dtype)
     errors = held_out_errors(model, features, training, recipe, stored, mesh=mesh)
     record: dict[str, Any] = {k: v for k, v in run_settings.items() if k not in ("model", "policy", "policy_settings")}
+    shared: dict[str, Any] = {key: run_settings[key] for key in ("policy_settings", "features", "hidden", "literal")}
     settings = checkpoint.Settings(
         model=model.name,
         fingerprint=fingerprints(model)[0],
         policy=name,
-        policy_settings=run_settings["policy_settings"],
         budget=slots,
-        features=recipe.features,
-        hidden=recipe.hidden,
-        literal=recipe.literal,
         training=record | {"errors": errors},
+        **shared,
     )
     checkpoint.save(out, training.best, settings, dtype=stored)
     write_losses(out, np.asarray(training.losses))
