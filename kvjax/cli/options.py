@@ -19,8 +19,7 @@ from kvjax.inference.budget import BUDGET_BASES
 from kvjax.inference.prepare import check_bounded
 from kvjax.methods import describe
 from kvjax.methods.notation import combined_parts, parse_policy
-from kvjax.models.model import LanguageModel
-from kvjax.models.sampling_defaults import SETTINGS
+from kvjax.models.model import SETTINGS, LanguageModel
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import (
     PART_KEYS,

@@ -1,4 +1,4 @@
-"""A model: weights, config and tokenizer, with the plain forward pass."""
+"""A model: weights, config, tokenizer and recommended sampling settings, with the plain forward pass."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ from numpy.typing import ArrayLike
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
-from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.models.sharding import program_mesh
 from kvjax.models.tokenizer import (
     TextBound,
@@ -33,6 +33,45 @@ from kvjax.models.tokenizer import (
 from kvjax.utils.autotune import automatic
 from kvjax.utils.files import damage_named
 from kvjax.utils.modes import on_the_host
+
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Names of the settings, as in generation_config.json."""
+_GGUF = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_GGUF |= {"penalty_repeat": "repetition_penalty"}
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingDefaults:
+    """Sampling settings that apply where a user gives none.
+
+    The values are those of the checkpoint, and are only checked when they apply: users can replace a wrong one.
+
+    Args:
+        settings: by name; `do_sample` is False for greedy decoding.
+        source: file that they are from, for messages.
+    """
+
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    source: str = ""
+
+    def replaced(self, settings: Mapping[str, Any]) -> SamplingDefaults:
+        """Return the defaults with a user's own settings in place of some; None leaves a setting as it is."""
+        new = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+        base = {name: value for name, value in self.settings.items() if name != "do_sample" or "temperature" not in new}
+        return dataclasses.replace(self, settings=MappingProxyType(base | new))
+
+
+def sampling_defaults(generation: Mapping[str, Any], source: object) -> SamplingDefaults:
+    """Return the settings of a generation_config.json; null is the same as no setting."""
+    settings = {name: generation[name] for name in ("do_sample", *SETTINGS) if generation.get(name) is not None}
+    return SamplingDefaults(MappingProxyType(settings), str(source))
+
+
+def gguf_sampling_defaults(metadata: Mapping[str, Any], source: object) -> SamplingDefaults:
+    """Return the settings in the metadata of a GGUF file."""
+    keys = {name: metadata.get(f"general.sampling.{key}") for key, name in _GGUF.items()}
+    return sampling_defaults(keys, source)
+
 
 _forward = jax.jit(forward, static_argnames="config")
 

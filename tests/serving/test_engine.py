@@ -21,7 +21,7 @@ import kvjax
 from kvjax.cache.buffers import allocated_bytes
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import Sampling
-from kvjax.models.sampling_defaults import SamplingDefaults
+from kvjax.models.model import SamplingDefaults
 from kvjax.serving import batch as serving
 from kvjax.serving.engine import SNAPSHOT_BYTES, Engine
 from kvjax.serving.prefix_cache import PrefixCache, prefix_keys

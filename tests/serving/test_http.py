@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from kvjax.cli import serve
 from kvjax.generation.sampling import Sampling
-from kvjax.models.sampling_defaults import SamplingDefaults
+from kvjax.models.model import SamplingDefaults
 from kvjax.serving.app import Service, is_loopback
 from kvjax.serving.engine import Engine
 from kvjax.serving.http import Server

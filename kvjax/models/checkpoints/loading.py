@@ -24,16 +24,24 @@ from rich.progress import Progress
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
-from kvjax.models.checkpoints.origins import Origin, find_origins, read_once, spellings
 from kvjax.models.checkpoints.quantised import check_tensors, check_weight_files, decoded
-from kvjax.models.checkpoints.tensors import Stored, on_devices, read_json, read_safetensors
+from kvjax.models.checkpoints.tensors import (
+    Origin,
+    Stored,
+    find_origins,
+    on_devices,
+    read_json,
+    read_once,
+    read_safetensors,
+    spellings,
+)
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.quantization import read_quantization
 from kvjax.models.fingerprint import rounded_from
 from kvjax.models.linear import Linear, code_dtype
-from kvjax.models.sampling_defaults import SamplingDefaults, gguf_sampling_defaults, sampling_defaults
+from kvjax.models.model import SamplingDefaults, gguf_sampling_defaults, sampling_defaults
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 from kvjax.utils.platforms import default_platform
