@@ -12,8 +12,7 @@ from typing import Any
 
 from kvjax.generation.generate import Logprob
 from kvjax.models.model import SamplingDefaults
-from kvjax.serving.app import Service
-from kvjax.serving.http import Server
+from kvjax.serving.app import Server, Service
 from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError, Tell
 
 

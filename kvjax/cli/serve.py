@@ -100,9 +100,8 @@ def run(options: argparse.Namespace) -> None:
     if print_policy_help(options, parser):
         return
     _check(options)
-    from kvjax.serving.app import Service, is_loopback
+    from kvjax.serving.app import Server, Service, is_loopback
     from kvjax.serving.engine import Engine
-    from kvjax.serving.http import Server
 
     policy, config = policy_and_config(options, POLICY)
     budget = config.get("budget", BUDGET) if options.budget is None else options.budget
