@@ -21,9 +21,6 @@ from kvjax.evaluation.tasks import TASKS, texts
 from kvjax.evaluation.texts import SAMPLE
 from kvjax.utils.files import output_directory
 
-COMPARE = ("compare", "compare policies, including your own: perplexity, and agreement with the full cache")
-COMPARED = ("perplexity", "fidelity")
-"""Tasks that `compare` runs."""
 REPORTS = ("quality", "codecs", "weights", "less", "long", "fastgen", "claims")
 """Commands of `experiments.reports`, which exist only in a checkout."""
 
@@ -34,7 +31,8 @@ def parser() -> argparse.ArgumentParser:
     reports = root.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, task in TASKS.items():
         task.add_arguments(_add_grid(reports, name, task.summary, [name]))
-    compare = _add_grid(reports, *COMPARE, COMPARED)
+    what = "compare policies, including your own: perplexity, and agreement with the full cache"
+    compare = _add_grid(reports, "compare", what, ("perplexity", "fidelity"))
     texts.add_text_options(compare, default=[SAMPLE], rows=4, lengths=[512])
     compare.set_defaults(masked=None)
     pages = "results of tasks on one page, as Markdown and HTML"

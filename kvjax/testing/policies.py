@@ -48,6 +48,9 @@ CONFIG = ModelConfig(
 )
 TEXT = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (len(LENGTHS), max(LENGTHS) + STEPS))
 
+ROOM = [max(LENGTHS) + STEPS] * CONFIG.layers
+"""Budget with a slot for each token of the texts."""
+
 Steps = tuple[Float[np.ndarray, "steps b vocab"], list[list[np.ndarray]]]
 """Logits of each step, and after each the positions [b h c] that each layer holds."""
 
@@ -129,11 +132,6 @@ TEXTS = Texts()
 """Those of `check_policy`."""
 
 
-def _with_room() -> list[int]:
-    """Return a budget with a slot for each token of the texts."""
-    return [max(LENGTHS) + STEPS] * CONFIG.layers
-
-
 def _ranks_prompts_only(state: State) -> bool:
     """Return whether generated tokens leave scores as they are: then the end of a text may rank its tokens."""
     return any(
@@ -160,7 +158,7 @@ def _check_room(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits equal those of the full cache if there is a slot for each token."""
     if policy.selection is not None or policy.plan.sizing.mode != "budget":
         return
-    state, logits = texts.read(policy, _with_room(), plan="uniform")
+    state, logits = texts.read(policy, ROOM, plan="uniform")
     full, expected = texts.read(policy_by_name("full"))
     texts.close(logits, expected, "after the prompts")
     texts.close(texts.follow(state)[0], texts.follow(full)[0], "after later tokens")
@@ -171,25 +169,22 @@ def _check_blocks(policy: Policy, texts: Texts = TEXTS) -> None:
     requires, sizing = policy.score.requires, policy.plan.sizing
     if requires.whole_prompt or requires.replay is not None or sizing.per_head or sizing.mode != "budget":
         return
-    room = _with_room()
-    state, stepped = (texts.read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
+    state, stepped = (texts.read(policy, ROOM, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
     if _ranks_prompts_only(state):
         return
+    rule = "`update_slot` of a block must return what it returns for one token after another"
     for layer, pair in enumerate(zip(_scores_by_position(state), _scores_by_position(stepped), strict=True)):
-        texts.close(
-            *pair,
-            f"layer {layer}: `update_slot` of a block must return what it returns for one token after another",
-        )
+        texts.close(*pair, f"layer {layer}: {rule}")
 
 
 def _check_turns(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits are the same for a prompt and for two turns if there is a slot for each token."""
     if policy.selection is not None or policy.plan.sizing.mode != "budget" or policy.score.requires.min_prompt > 12:
         return
-    room, tokens = _with_room(), TEXT[:, : min(LENGTHS)]
+    tokens = TEXT[:, : min(LENGTHS)]
     settings: dict[str, Any] = dict(plan=None if policy.plan.sizing.per_head else "uniform", max_new_tokens=STEPS + 1)
-    _, expected = prefill(_small_model(), policy, tokens, room, **settings)
-    state, _ = prefill(_small_model(), policy, tokens[:, :12], room, **settings)
+    _, expected = prefill(_small_model(), policy, tokens, ROOM, **settings)
+    state, _ = prefill(_small_model(), policy, tokens[:, :12], ROOM, **settings)
     texts.close(extend(state, tokens[:, 12:])[1], expected, "after the second turn")
 
 
@@ -250,10 +245,8 @@ def _check_mesh(policy: Policy, texts: Texts = TEXTS) -> None:
         return
     mesh = mesh_of(jax.devices(), (1, 2))
     weights = jax.device_put(_small_model().weights, weight_shardings(CONFIG, mesh))
-    (state, logits), (sharded, expected) = (
-        texts.read(policy),
-        texts.read(policy, model=Model(weights, CONFIG, mesh=mesh)),
-    )
+    state, logits = texts.read(policy)
+    sharded, expected = texts.read(policy, model=Model(weights, CONFIG, mesh=mesh))
     texts.close(logits, expected, "after the prompts")
     texts.close(texts.follow(state)[0], texts.follow(sharded)[0], "after later tokens")
 

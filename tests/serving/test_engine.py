@@ -23,9 +23,9 @@ from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.models.model import SamplingDefaults
 from kvjax.serving import batch as serving
-from kvjax.serving.engine import SNAPSHOT_BYTES, Engine
+from kvjax.serving.engine import Engine
 from kvjax.serving.prefix_cache import PrefixCache, prefix_keys
-from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError
+from kvjax.serving.requests import SNAPSHOT_BYTES, Finished, FullError, Held, Piece, Request, StoppingError
 from tests.cases import slow
 from tests.small_models import random_model, small_config
 

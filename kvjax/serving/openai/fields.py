@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import reprlib
@@ -19,6 +20,7 @@ Check = Callable[[str, Any], Any]
 """Function of a field's name and value; it returns the parsed value, or raises `APIError` if it is invalid."""
 
 
+@dataclasses.dataclass(eq=False)
 class APIError(Exception):
     """Error that a client gets instead of an answer.
 
@@ -27,16 +29,11 @@ class APIError(Exception):
         code: OpenAI's error code, if there is one.
     """
 
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        status: int = 400,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.status, self.code, self.headers = message, param, status, code, headers
+    message: str
+    param: str | None = None
+    status: int = 400
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format."""
