@@ -145,12 +145,6 @@ class Layer(struct.PyTreeNode):
         nothing = jnp.zeros((len(limit), 0, self.shape.width), dtype)
         return self.weights.mixer.init_cache(self.tokens(reading, nothing), limit, slots)
 
-    def text_cache(self, rows: int, dtype: DTypeLike) -> LayerCache:
-        """Return what a layer needs to read whole texts of which nothing is kept."""
-        if self.weights.mixer.cache_kind is Slots:
-            return Uncached()
-        return self.init_cache(jnp.zeros((rows, self.shape.kv_heads), jnp.int32), 0, dtype)
-
 
 def block(
     layer: Layer, cache: Any, reading: TokenBatch, x: Float[Array, "b t width"], turns: Turns | None = None
@@ -219,5 +213,7 @@ def forward(
     reading = TokenBatch.of_text(tokens, lengths)
     x = embed(weights, config, tokens, reading.position)
     for layer in layers_of(weights, config):
-        x, _ = block(layer, layer.text_cache(len(tokens), x.dtype), reading, x)
+        limit = jnp.zeros((len(tokens), layer.shape.kv_heads), jnp.int32)  # no slots, as nothing is kept
+        has_slots = layer.weights.mixer.cache_kind is Slots
+        x, _ = block(layer, Uncached() if has_slots else layer.init_cache(limit, 0, x.dtype), reading, x)
     return unembed(weights, config, x)

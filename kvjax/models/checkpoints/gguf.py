@@ -84,14 +84,10 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         raise LoadError(f"{file}: {str(error).removesuffix('.')}.") from None
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, settings["num_hidden_layers"])
-    stored = {
-        tensor.name: _tensor(
-            *(part, tensor.name, shapes[tensor.name], tensor.tensor_type.name, tensor.data_offset, int(tensor.n_bytes)),
-            restore=ARCHITECTURES[name].restore.get(tensor.name.rpartition(".")[0].rpartition(".")[2]),
-            settings=settings,
-        )
-        for part, tensor in tensors.values()
-    }
+    stored: dict[str, Tensor] = {}
+    for part, tensor in tensors.values():
+        restore = ARCHITECTURES[name].restore.get(tensor.name.rpartition(".")[0].rpartition(".")[2])
+        stored[tensor.name] = _tensor(part, tensor, shapes[tensor.name], restore, settings)
 
     def rename(hf_name: str) -> str:
         return names.get_name(hf_name, try_suffixes=(".weight", ".bias")) or hf_name
@@ -100,17 +96,10 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
 
 
 def _tensor(
-    file: Path,
-    name: str,
-    shape: tuple[int, ...],
-    kind: str,
-    offset: int,
-    size: int,
-    *,
-    restore: Restore | None,
-    settings: Settings,
+    file: Path, header: ReaderTensor, shape: tuple[int, ...], restore: Restore | None, settings: Settings
 ) -> Tensor:
-    """Return a tensor whose bytes begin at `offset`; blocks of its rows are in float32 if they are quantized."""
+    """Return a tensor by its header, which is not kept; blocks of its rows are in float32 if they are quantized."""
+    name, kind, offset, size = header.name, header.tensor_type.name, header.data_offset, int(header.n_bytes)
 
     def blocks() -> Iterator[Array]:
         dequantized, count = _dequantization(file, name, kind), math.prod(shape[:-1])
