@@ -269,7 +269,8 @@ def text_bound(tokenizer: Any) -> TextBound | None:
     fast = backend(tokenizer)
     if fast is None or type(fast.model).__name__ != "BPE":
         return None
-    rules = [rule for part in (fast.normalizer, fast.pre_tokenizer) for rule in _rules(part)]
+    parts = (part for part in (fast.normalizer, fast.pre_tokenizer) if part is not None)
+    rules = [rule for part in parts for rule in _rules(json.loads(part.__getstate__()))]
     factors = [_factor(rule) for rule in rules]
     names = set(fast.get_vocab(with_added_tokens=False))
     of_bytes = any(rule.get("type") == "ByteLevel" for rule in rules)
@@ -303,14 +304,10 @@ def byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
-def _rules(part: Any) -> list[dict[str, Any]]:
+def _rules(rule: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the rules of a normalizer or pre-tokenizer, those of a sequence one after the other."""
-
-    def flat(rule: dict[str, Any]) -> list[dict[str, Any]]:
-        inner = rule.get("normalizers", rule.get("pretokenizers"))
-        return [rule] if inner is None else [leaf for one in inner for leaf in flat(one)]
-
-    return [] if part is None else flat(json.loads(part.__getstate__()))
+    inner = rule.get("normalizers", rule.get("pretokenizers"))
+    return [rule] if inner is None else [leaf for one in inner for leaf in _rules(one)]
 
 
 def _factor(rule: Mapping[str, Any]) -> float | None:

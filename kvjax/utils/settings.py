@@ -8,7 +8,7 @@ import inspect
 import json
 import reprlib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -232,37 +232,32 @@ def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages | list[
         prompts = np.asarray(prompts).tolist()
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(f"prompts={prompts!r} is not a text, nor a list of texts or of token ids.")
-    if prompts and _is_id(prompts[0]):
-        return [_ids(prompts)]
-    if chat and prompts and isinstance(prompts[0], dict):
-        return [conversation(prompts)]
-    texts: list[str | Messages | list[int]] = []
-    for prompt in prompts:
-        if chat and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
-            texts.append(conversation(prompt))
-            continue
-        if isinstance(prompt, dict):
-            raise TypeError(
-                "prompts are texts, not messages; give the text of a user's turn, and chat=True, or with it messages."
-            )
-        if hasattr(prompt, "__array__"):
-            prompt = np.asarray(prompt).tolist()
-        if not isinstance(prompt, (str, list, tuple)):
-            raise TypeError(f"prompts are texts or token ids, not {prompt!r}.")
-        texts.append(prompt if isinstance(prompt, str) else _ids(prompt))
-    if not texts:
+    if not prompts:
         raise ValueError("there is no prompt; give at least one text.")
-    return texts
+    single = _is_id(prompts[0]) or (chat and isinstance(prompts[0], dict))
+    return [_prompt(prompt, chat) for prompt in ([prompts] if single else prompts)]
+
+
+def _prompt(prompt: Any, chat: bool) -> str | Messages | list[int]:
+    if chat and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+        return conversation(prompt)
+    if isinstance(prompt, dict):
+        raise TypeError(
+            "prompts are texts, not messages; give the text of a user's turn, and chat=True, or with it messages."
+        )
+    if hasattr(prompt, "__array__"):
+        prompt = np.asarray(prompt).tolist()
+    if not isinstance(prompt, (str, list, tuple)):
+        raise TypeError(f"prompts are texts or token ids, not {prompt!r}.")
+    if isinstance(prompt, str):
+        return prompt
+    if not all(map(_is_id, prompt)):
+        raise TypeError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}.")
+    return [int(token) for token in prompt]
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _ids(prompt: Sequence[Any]) -> list[int]:
-    if not all(map(_is_id, prompt)):
-        raise TypeError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}.")
-    return [int(token) for token in prompt]
 
 
 def keywords(*functions: Callable[..., Any]) -> list[str]:
