@@ -14,9 +14,6 @@ _CONTROL, _UNKNOWN, _USER_DEFINED = 3, 2, 4
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 """Names of special tokens in transformers, and in GGUF (including its misspelling)."""
 
-_AT_ENDS = ("bos_token_id", "eos_token_id")
-"""Tokens that texts begin and end with; an id of another role without a token means that there is none."""
-
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -105,7 +102,10 @@ def _token(metadata: Mapping[str, Any], tokens: list[str], key: str) -> str | No
     if token is None:
         return None
     if not 0 <= token < len(tokens):
-        if key not in _AT_ENDS:  # models with fewer tokens than their tokenizer's library expects
+        if key not in (
+            "bos_token_id",
+            "eos_token_id",
+        ):  # models with fewer tokens than their tokenizer's library expects
             return None
         raise ValueError(f"{_KEY}{key} is {token}, and there are {len(tokens)} tokens")
     return tokens[token]
