@@ -106,7 +106,7 @@ class LanguageModel:
         directory: directory of the tokenizer files; None for a model without any.
         metadata: metadata of the GGUF file, which contains the tokenizer; None for a model from another source.
         mesh: mesh that the weights are sharded over, see `load`; None for the default device.
-        sampling_defaults: sampling settings that apply where a user gives none.
+        sampling_defaults: sampling settings that apply where a user gives none; None for kvjax's own.
     """
 
     weights: Weights
@@ -121,6 +121,7 @@ class LanguageModel:
     def __post_init__(self) -> None:
         self.directory = None if self.directory is None else Path(self.directory)
         self.mesh = None if self.mesh is None else program_mesh(self.config, self.mesh)
+        self.sampling_defaults = self.sampling_defaults or SamplingDefaults()
 
     def __repr__(self) -> str:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
