@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvjax.evaluation import bench
 from kvjax.models import ModelConfig, Rope
-from kvjax.models.checkpoints.locate import locate
+from kvjax.models.checkpoints.loading import locate
 from kvjax.models.checkpoints.tensors import read_json
 from kvjax.models.families import read_model_config
 

@@ -9,21 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvjax.cli import options as shared
 from kvjax.cli.batch_files import answer_lines, continue_lines
 from kvjax.cli.commands import Parser, add_model_options, command, leave, load_model, unreadable_input
-from kvjax.cli.options import (
-    add_end_options,
-    add_lossless_options,
-    add_policy_options,
-    add_sampling_options,
-    add_template_option,
-    lossless_settings,
-    policy_and_budget,
-    print_policy_help,
-    sampling_settings,
-    tell_sampling_defaults,
-    template_settings_of,
-)
 from kvjax.cli.output import print_written, report, samples, summary, text_fields
 from kvjax.evaluation import cache_map, figures, trace
 from kvjax.generation.generate import Stream, check_beams, generate_ids
@@ -57,18 +45,18 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("--chat", action="store_true", help="wrap the prompt with the tokenizer's chat template")
     options.add_argument("--system", metavar="TEXT", help="system prompt of a chat")
-    add_template_option(options)
+    shared.add_template_option(options)
     options.add_argument(
         "--questions",
         type=Path,
         metavar="FILE",
         help='answer each line (or {"question": "..."} in FILE.jsonl) about the prompt, which is read once',
     )
-    add_policy_options(options, "full", 1.0, BUDGET_BASES[0])
-    add_lossless_options(options)
+    shared.add_policy_options(options, "full", 1.0, BUDGET_BASES[0])
+    shared.add_lossless_options(options)
     options.add_argument("-n", "--max-new-tokens", type=int, default=128, help="number of tokens to generate")
-    add_sampling_options(options)
-    add_end_options(options)
+    shared.add_sampling_options(options)
+    shared.add_end_options(options)
     options.add_argument("--num-samples", type=int, default=1, help="texts per prompt, after a single prefill")
     options.add_argument("--beams", type=int, default=1, help="number of beams of a search for the likeliest text")
     options.add_argument(
@@ -155,23 +143,15 @@ def prompt_of(options: argparse.Namespace) -> str | Messages:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command line."""
-    if print_policy_help(options, parser):
+    if shared.print_policy_help(options, parser):
         return
-    policy, reading = policy_and_budget(options)
-    settings: dict[str, Any] = dict(
-        policy=policy,
-        **reading,
-        **lossless_settings(options),
-        **sampling_settings(options),
-        max_new_tokens=options.max_new_tokens,
-        num_samples=options.num_samples,
-        logprobs=options.logprobs,
-        stop_at_eos=not options.ignore_eos,
-        beams=options.beams,
-        length_penalty=options.length_penalty,
-    )
+    policy, reading = shared.policy_and_budget(options)
+    settings: dict[str, Any] = dict(policy=policy, **reading, **shared.sampling_settings(options))
+    settings |= shared.lossless_settings(options)
+    settings |= {name: getattr(options, name) for name in ("max_new_tokens", "num_samples", "logprobs", "beams")}
+    settings |= {"stop_at_eos": not options.ignore_eos, "length_penalty": options.length_penalty}
     _check(options, settings)
-    chat = template_settings_of(options) or options.chat or options.system is not None
+    chat = shared.template_settings_of(options) or options.chat or options.system is not None
     if _of_lines(options):
         continue_lines(options, settings, chat)
     elif options.questions is not None:
@@ -184,7 +164,7 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: C
     prompt, policy, stop = prompt_of(options), settings["policy"], settings["stop"]
     model = load_model(options)
     if options.beams == 1:
-        tell_sampling_defaults("generate", model, settings)
+        shared.tell_sampling_defaults("generate", model, settings)
     ids = encode(model, prompt, chat, options.system)
     settings["chat"] = bool(chat) or not isinstance(prompt, str)
     streams = not options.json and options.num_samples == options.beams == 1

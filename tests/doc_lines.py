@@ -11,7 +11,7 @@ import signal
 import sys
 
 from kvjax.cli import main
-from kvjax.serving.http import Server
+from kvjax.serving.app import Server
 
 
 async def _ready(self: Server, sockets: object = None) -> None:

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvjax.generation.generate import Logprob
-from kvjax.models.sampling_defaults import SamplingDefaults
-from kvjax.serving.app import Service
-from kvjax.serving.http import Server
+from kvjax.models.model import SamplingDefaults
+from kvjax.serving.app import Server, Service
 from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError, Tell
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 import kvjax
 from benchmarks.peers.report import table
-from kvjax.models.checkpoints.locate import locate
+from kvjax.models.checkpoints.loading import locate
 from kvjax.models.checkpoints.saving import write_checkpoint
 
 Row = dict[str, float]

@@ -20,18 +20,7 @@ from kvjax.generation.sampling import defaults_in_force
 from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prepare import prepare
 from kvjax.model import Model
-from kvjax.utils.files import (
-    JSON_LINES,
-    append_line,
-    check_regular,
-    check_writable,
-    damage_named,
-    of_line,
-    parse_json,
-    read_lines,
-    read_text,
-    write_text,
-)
+from kvjax.utils import files
 from kvjax.utils.progress import Bar
 from kvjax.utils.settings import Chat, Messages, conversation
 
@@ -58,20 +47,20 @@ def read_prompt_lines(file: Path) -> list[Line]:
         fields = {"id": value["id"]} if "id" in keys else {}
         return value["prompt"] if "prompt" in keys else conversation(value["messages"]), fields
 
-    return [Line(number, *read) for number, read in read_lines(file, lambda text: prompt(parse_json(text)))]
+    return [Line(number, *read) for number, read in files.read_lines(file, lambda text: prompt(files.parse_json(text)))]
 
 
 def read_question_lines(file: Path) -> list[Line]:
     """Read one question per line, or {"question": "..."} from a JSON Lines file; skip empty lines."""
 
     def question(text: str) -> tuple[str, dict[str, Any]]:
-        value = parse_json(text) if file.suffix == JSON_LINES else {"question": text}
+        value = files.parse_json(text) if file.suffix == files.JSON_LINES else {"question": text}
         question_text = value.get("question") if isinstance(value, dict) and set(value) == {"question"} else None
         if not isinstance(question_text, str) or not question_text.strip():
             raise ValueError('it is not of the form {"question": "..."}.')
         return question_text, {"question": question_text}
 
-    return [Line(number, *read) for number, read in read_lines(file, question)]
+    return [Line(number, *read) for number, read in files.read_lines(file, question)]
 
 
 class Results:
@@ -92,18 +81,18 @@ class Results:
         self._printed = 0
         if file is None:
             return
-        check_writable(file, JSON_LINES)
+        files.check_writable(file, files.JSON_LINES)
         self._run = hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()
         self._aside, self._run_file = (file.with_name(f".{file.name}.{word}") for word in ("begun", "run"))
         if file.exists():
-            check_regular(file)
+            files.check_regular(file)
             content = file.read_bytes()
             if not self._run_file.exists() or self._run_file.read_text(encoding="utf-8") != self._note(content):
                 raise ValueError(f"{file} exists and is not of this run; name another file, or delete it.")
             lines, count = content.decode().splitlines(), "all"
         elif self._aside.exists():
             # The last line is truncated or empty.
-            header, *lines = read_text(self._aside).split("\n")[:-1] or [""]
+            header, *lines = files.read_text(self._aside).split("\n")[:-1] or [""]
             if header != json.dumps({"run": self._run}):
                 raise ValueError(
                     f"{self._aside} has the beginning of a run with other prompts or settings; go on with those, or "
@@ -112,7 +101,7 @@ class Results:
             count = len(lines)
         else:
             return
-        with damage_named(f"{self._aside} is damaged ({{reason}}); delete it to begin anew."):
+        with files.damage_named(f"{self._aside} is damaged ({{reason}}); delete it to begin anew."):
             self.done = {json.loads(line)["line"]: line for line in lines}
         print(f"{file}: {count} of {len(numbers)} lines are already done.", file=sys.stderr)
 
@@ -124,7 +113,7 @@ class Results:
         if self.file is not None:
             # Rewrite the file: its last line may be truncated.
             lines = [json.dumps({"run": self._run}), *self.done.values()]
-            write_text(self._aside, "".join(f"{line}\n" for line in lines))
+            files.write_text(self._aside, "".join(f"{line}\n" for line in lines))
         self._bar = Bar("lines", len(self.numbers), len(self.done)).__enter__()
         if len(self.done) < len(self.numbers):
             self._bar.update(len(self.done), "lines")
@@ -136,7 +125,7 @@ class Results:
         if self.file is None:
             self._print()
         else:
-            append_line(self._aside, text)
+            files.append_line(self._aside, text)
 
     def show(self, speed: str) -> None:
         """Show how many lines are done, and the speed so far."""
@@ -159,8 +148,8 @@ class Results:
             return
         if error is None:
             content = "".join(f"{self.done[number]}\n" for number in sorted(self.done))
-            write_text(self._run_file, self._note(content.encode()))
-            write_text(self.file, content)
+            files.write_text(self._run_file, self._note(content.encode()))
+            files.write_text(self.file, content)
         if error is None or not self.done:
             self._aside.unlink()
 
@@ -200,7 +189,7 @@ def continue_lines(options: argparse.Namespace, settings: dict[str, Any], chat: 
         prepare(model, policy, [prompt] * rows, **prefill_settings)
         return prompt
 
-    encoded = [(line, of_line(file, line.number, lambda line=line: ids_of(line))) for line in lines]
+    encoded = [(line, files.of_line(file, line.number, lambda line=line: ids_of(line))) for line in lines]
     queue = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
     totals = Totals()
     # Turns end on other tokens than plain texts, so a batch never mixes them.

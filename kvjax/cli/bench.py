@@ -119,10 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_model_options(options, "synthetic", "synthetic, ")
     add_bench_options(options)
-    options.add_argument("--batch", type=int, default=8)
-    options.add_argument("--prompt-tokens", type=int, default=4096)
-    options.add_argument("--new-tokens", type=int, default=16)
-    options.add_argument("--repeats", type=int, default=5)
+    for name, default in (("batch", 8), ("prompt-tokens", 4096), ("new-tokens", 16), ("repeats", 5)):
+        options.add_argument(f"--{name}", type=int, default=default)
     options.add_argument("--against", choices=("transformers",), help="also time Hugging Face transformers")
     options.add_argument("--json", type=output_file, help="also write the numbers to this file")
     chosen = options.parse_args(words)

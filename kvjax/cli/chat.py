@@ -13,20 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kvjax.cli import options as shared
 from kvjax.cli.commands import Help, Parser, add_model_options, command, load_model, unreadable_input
-from kvjax.cli.options import (
-    add_end_options,
-    add_lossless_options,
-    add_policy_options,
-    add_sampling_options,
-    add_template_option,
-    lossless_settings,
-    policy_and_budget,
-    print_policy_help,
-    sampling_settings,
-    tell_sampling_defaults,
-    template_settings_of,
-)
 from kvjax.cli.output import print_written
 from kvjax.generation.chat import Conversation, check_devices
 from kvjax.utils.files import expanded
@@ -57,16 +45,16 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
     add_model_options(options)
     options.add_argument("--system", metavar="TEXT", help="system prompt")
-    add_template_option(options)
+    shared.add_template_option(options)
     options.add_argument("--load", type=Path, metavar="NAME", help="continue a conversation saved in this directory")
-    add_policy_options(options, POLICY, BUDGET, WHOLE)
-    add_lossless_options(options)
+    shared.add_policy_options(options, POLICY, BUDGET, WHOLE)
+    shared.add_lossless_options(options)
     options.add_argument(
         "--context", type=int, help="planned tokens of the whole chat (default: the model's positions)"
     )
     options.add_argument("-n", "--max-new-tokens", type=int, default=256, help="maximum tokens of an answer")
-    add_sampling_options(options)
-    add_end_options(options)
+    shared.add_sampling_options(options)
+    shared.add_end_options(options)
     return options
 
 
@@ -177,20 +165,19 @@ def _lines() -> Iterator[str]:
 
 def run(options: argparse.Namespace) -> None:
     """Run the command line."""
-    if print_policy_help(options, parser):
+    if shared.print_policy_help(options, parser):
         return
     from kvjax.models.sharding import parse_mesh
 
-    policy, reading = policy_and_budget(options, POLICY, BUDGET, WHOLE)
-    settings: dict[str, Any] = dict(
-        policy=policy, **reading, **lossless_settings(options), **sampling_settings(options)
-    )
+    policy, reading = shared.policy_and_budget(options, POLICY, BUDGET, WHOLE)
+    settings: dict[str, Any] = dict(policy=policy, **reading, **shared.sampling_settings(options))
+    settings |= shared.lossless_settings(options)
     settings["max_new_tokens"] = whole_number("max_new_tokens", options.max_new_tokens)
-    settings["chat"] = template_settings_of(options) or None
+    settings["chat"] = shared.template_settings_of(options) or None
     if options.mesh is not None:
         check_devices(parse_mesh(options.mesh).shape["data"])
     model = load_model(options)
-    tell_sampling_defaults("chat", model, settings)
+    shared.tell_sampling_defaults("chat", model, settings)
     chat = Chat(Conversation(model, system=options.system, context=options.context, **settings))
     if options.load is not None:
         chat.line(f"/load {options.load}")

@@ -32,12 +32,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Help formatter that shows every meaningful default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if (
-            action.default is None
-            or action.default is False
-            or action.default == []
-            or "(default" in (action.help or "")
-        ):
+        no_default = action.default is None or action.default is False or action.default == []
+        if no_default or "(default" in (action.help or ""):
             return action.help
         return super()._get_help_string(action)
 
@@ -196,11 +192,14 @@ def configure_streams() -> None:
             stream.reconfigure(errors=errors)
 
 
-def finish(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
+def finish(
+    command: str, run: Callable[[], object], distributed: str | None = None, *, loads_model: bool = False
+) -> int:
     """Run a command and return its exit code.
 
     A user's mistake prints one sentence on standard error and returns 2; an interruption returns 130, a broken pipe
-    141. `distributed` are the processes of this run, for `kvjax.utils.processes.join`; None for a single one.
+    141. `distributed` are the processes of this run, for `kvjax.utils.processes.join`; None for a single one. A command
+    that `loads_model` keeps compiled programs on disk.
     """
     configure_streams()
     errors = sys.stderr
@@ -210,6 +209,9 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if distributed is not None:
             join(distributed)
+        if loads_model:
+            os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
+            enable_compilation_cache()
         run()
     except BrokenPipeError:
         return BROKEN_PIPE
@@ -234,17 +236,6 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     return 0
 
 
-def finish_with_model(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
-    """Run a command that loads a model, with compiled programs kept on disk; see `finish`."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
-
-    def start() -> None:
-        enable_compilation_cache()
-        run()
-
-    return finish(command, start, distributed)
-
-
 def command(
     name: str, parser: Callable[[], argparse.ArgumentParser], run: Callable[[argparse.Namespace], object]
 ) -> Callable[[list[str] | None], int]:
@@ -252,7 +243,7 @@ def command(
 
     def main(argv: list[str] | None = None) -> int:
         options = parser().parse_args(argv)
-        return finish_with_model(name, lambda: run(options), vars(options).get("distributed"))
+        return finish(name, lambda: run(options), vars(options).get("distributed"), loads_model=True)
 
     return main
 

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from kvjax.cli.commands import Parser, finish
 from kvjax.utils.autotune import verdicts_file
 from kvjax.utils.compilation import cache_directory, version
@@ -57,8 +59,6 @@ def _packages() -> dict[str, str]:
 
 
 def _devices() -> list[str]:
-    import jax
-
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # a plugin without its driver, a TPU that another process holds

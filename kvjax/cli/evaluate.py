@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.commands import Parser, add_model_options, finish_with_model, load_model, module_exists
+from kvjax.cli.commands import Parser, add_model_options, finish, load_model, module_exists
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation import report as report_page
 from kvjax.evaluation.grid import RowFile, entries
@@ -21,9 +21,6 @@ from kvjax.evaluation.tasks import TASKS, texts
 from kvjax.evaluation.texts import SAMPLE
 from kvjax.utils.files import output_directory
 
-COMPARE = ("compare", "compare policies, including your own: perplexity, and agreement with the full cache")
-COMPARED = ("perplexity", "fidelity")
-"""Tasks that `compare` runs."""
 REPORTS = ("quality", "codecs", "weights", "less", "long", "fastgen", "claims")
 """Commands of `experiments.reports`, which exist only in a checkout."""
 
@@ -34,7 +31,8 @@ def parser() -> argparse.ArgumentParser:
     reports = root.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, task in TASKS.items():
         task.add_arguments(_add_grid(reports, name, task.summary, [name]))
-    compare = _add_grid(reports, *COMPARE, COMPARED)
+    what = "compare policies, including your own: perplexity, and agreement with the full cache"
+    compare = _add_grid(reports, "compare", what, ("perplexity", "fidelity"))
     texts.add_text_options(compare, default=[SAMPLE], rows=4, lengths=[512])
     compare.set_defaults(masked=None)
     pages = "results of tasks on one page, as Markdown and HTML"
@@ -65,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         root.error(f"the report {words[0]} is not installed; run kvjax from a checkout, which has experiments.reports")
     options = root.parse_args(words)
     options.command = quoted(words)
-    return finish_with_model("evaluate", lambda: options.run(options), vars(options).get("distributed"))
+    processes = vars(options).get("distributed")
+    return finish("evaluate", lambda: options.run(options), processes, loads_model=True)
 
 
 def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:

@@ -19,14 +19,13 @@ from kvjax.inference.budget import BUDGET_BASES
 from kvjax.inference.prepare import check_bounded
 from kvjax.methods import describe
 from kvjax.methods.notation import combined_parts, parse_policy
-from kvjax.models.model import LanguageModel
-from kvjax.models.sampling_defaults import SETTINGS
+from kvjax.models.model import SETTINGS, LanguageModel
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import (
     PART_KEYS,
     parse_budgets,
+    parse_pairs,
     parse_settings,
-    parse_value,
     read_config,
     seed_number,
     template_settings,
@@ -59,13 +58,7 @@ def add_template_option(options: argparse.ArgumentParser) -> None:
 
 def template_settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the chat template that a command line gives."""
-    settings: dict[str, Any] = {}
-    for word in options.template_settings:
-        name, equals, text = word.partition("=")
-        if not (name.strip() and equals):
-            raise ValueError(f"--template-setting {word!r} is not of the form key=value.")
-        settings[name.strip()] = parse_value(text.strip())
-    return template_settings(settings) or {}
+    return template_settings(parse_pairs("--template-setting", options.template_settings)) or {}
 
 
 def add_policy(options: argparse.ArgumentParser, policy: str) -> None:

@@ -14,15 +14,8 @@ import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
+from kvjax.cli import options as shared
 from kvjax.cli.commands import Parser, add_model_options, command, leave, load_model
-from kvjax.cli.options import (
-    add_policy,
-    add_sampling_options,
-    policy_and_config,
-    print_policy_help,
-    tell_sampling_defaults,
-    user_sampling,
-)
 from kvjax.serving.requests import CHUNK, SIZES, SNAPSHOT_BYTES, STEPS
 from kvjax.utils.compilation import Compiling
 from kvjax.utils.files import read_text
@@ -41,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     add_model_options(options, processes=False)
     options.add_argument("--distributed", dest="processes", nargs="?", const="", help=argparse.SUPPRESS)
     options.add_argument("--name", help="name of the model in the API (default: that of --model)")
-    add_policy(options, POLICY)
+    shared.add_policy(options, POLICY)
     options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
     options.add_argument("--rows", type=int, default=8, help="texts that are generated in parallel")
     options.add_argument("--context", type=int, help="maximum tokens of a text (default: the model's positions)")
@@ -59,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         default=True,
         help="compile all programs before the first request, not when requests need them (default: yes)",
     )
-    add_sampling_options(options, 1.0, "; requests may give their own")
+    shared.add_sampling_options(options, 1.0, "; requests may give their own")
     options.add_argument("--chat-tokens", type=int, default=512, help="maximum tokens of a chat answer, by default")
     options.add_argument("--host", default="127.0.0.1", help="address to listen on")
     options.add_argument("--port", type=int, default=8000, help="port to listen on; 0 for any free port")
@@ -76,15 +69,12 @@ def parser() -> argparse.ArgumentParser:
     key.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with the accepted API keys, one per line")
     key.add_argument("--no-key", action="store_true", help="accept every client on a public address")
     options.add_argument("--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="maximum size of a request")
-    options.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS", help="time for running requests at shutdown"
-    )
-    options.add_argument(
-        "--read-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a request to arrive"
-    )
-    options.add_argument(
-        "--write-timeout", type=float, default=30.0, metavar="SECONDS", help="time for a client to accept data"
-    )
+    for name, what in (
+        ("grace", "running requests at shutdown"),
+        ("read-timeout", "a request to arrive"),
+        ("write-timeout", "a client to accept data"),
+    ):
+        options.add_argument(f"--{name}", type=float, default=30.0, metavar="SECONDS", help=f"time for {what}")
     return options
 
 
@@ -97,14 +87,13 @@ def _origin(text: str) -> str:
 
 def run(options: argparse.Namespace) -> None:
     """Run the server until a signal ends it; an interruption is raised again once running requests have ended."""
-    if print_policy_help(options, parser):
+    if shared.print_policy_help(options, parser):
         return
     _check(options)
-    from kvjax.serving.app import Service, is_loopback
+    from kvjax.serving.app import Server, Service, is_loopback
     from kvjax.serving.engine import Engine
-    from kvjax.serving.http import Server
 
-    policy, config = policy_and_config(options, POLICY)
+    policy, config = shared.policy_and_config(options, POLICY)
     budget = config.get("budget", BUDGET) if options.budget is None else options.budget
     if type(budget) is not int:
         raise ValueError(
@@ -117,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     for name, size in sizes.items():
         whole_number(name, size, *SIZES[name])
-    sampling, file = user_sampling(options), options.api_key_file
+    sampling, file = shared.user_sampling(options), options.api_key_file
     keys = [] if file is None else [line.strip() for line in read_text(file).splitlines() if line.strip()]
     if file is not None and not keys:
         raise ValueError(f"{file} has no key; write one, or several on a line each.")
@@ -133,7 +122,7 @@ def run(options: argparse.Namespace) -> None:
         _say(f"loading {options.model}")
         model = load_model(options)
         model.name = options.name or model.name
-        tell_sampling_defaults("serve", model, sampling)
+        shared.tell_sampling_defaults("serve", model, sampling)
         model.sampling_defaults = model.sampling_defaults.replaced(sampling)
         sizes |= {"rows": options.rows, "queue": options.queue}
         with Compiling() as compiling, Engine(model, policy=policy, budget=budget, **sizes) as engine:

@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line."""
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh
-    from kvjax.training.less.collect import check_trainable
     from kvjax.training.less.recipe import Recipe
+    from kvjax.training.less.record import check_trainable
     from kvjax.training.less.run import train_kernels
     from kvjax.training.less.train import check_batch, split_texts
 
@@ -89,13 +89,10 @@ def run(options: argparse.Namespace) -> None:
         options.text,
         options.out,
         recipe,
-        sequences=options.sequences,
         length=options.length or min(4096, model.config.max_positions),
         plan=combined_parts(parse_policy(options.policy or "h2o").parts, parts)["plan"],
-        mask=options.mask,
-        save_dtype=options.save_dtype,
-        keep_features=options.keep_features,
         mesh=mesh,
+        **{name: getattr(options, name) for name in ("sequences", "mask", "save_dtype", "keep_features")},
     )
     print(f"use them with: {serving_line(options)}")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from kvjax.models.tokenizer_bound import backend, byte_letters
+from kvjax.models.tokenizer import backend, byte_letters
 
 _CONTEXT, _WINDOW, _CHARACTER = (4, 5, 6, 7, 16, 64), 16, 4
 """Context tokens that the text may depend on; most tokens decoded together; bytes of a character."""

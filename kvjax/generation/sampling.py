@@ -14,7 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.models.sampling_defaults import SETTINGS, SamplingDefaults
+from kvjax.models.model import SETTINGS, SamplingDefaults
 
 ALL = 2**31 - 1
 """Value of `top_k` that keeps all tokens of any vocabulary."""

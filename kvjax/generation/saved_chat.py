@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.inference.cache import Cache
-from kvjax.utils.files import directory_aside, read_json, recover_directory
-from kvjax.utils.restore import restore_arrays
+from kvjax.utils.files import directory_aside, read_json, recover_directory, restore_arrays
 
 SAVED = "conversation.json"
 """Name of the file with the parts of a saved conversation that are not arrays; it is written last."""

@@ -58,7 +58,9 @@ class Attention:
         """
         shape = tokens.shape
         q, k, v = self.project(x, config, shape, tokens.reading.position)
-        attended, cache = cache.attend(tokens, q, k, v, self.sinks(shape))
+        # Logits of learned sinks by KV head; None for a layer without sinks.
+        sinks = None if self.sink_logits is None else self.sink_logits.reshape(shape.kv_heads, shape.groups)
+        attended, cache = cache.attend(tokens, q, k, v, sinks)
         b, t, _ = x.shape
         attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
         if shape.spread == ALONE:
@@ -91,10 +93,6 @@ class Attention:
             factor = 1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype)))
             q = q * factor[:, :, None, None, None].astype(q.dtype)
         return q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-
-    def sinks(self, shape: LayerConfig) -> Float[Array, "h g"] | None:
-        """Return the logits of the layer's learned sinks by KV head; None for a layer without sinks."""
-        return None if self.sink_logits is None else self.sink_logits.reshape(shape.kv_heads, shape.groups)
 
     def _normalise_heads(
         self, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t e"]

@@ -103,21 +103,20 @@ def embed(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], positions: Int[Array, "b t"]
 ) -> Float[Array, "b t width"]:
     """Compute token embeddings, scaled if the model scales them, plus learned position embeddings if it has them."""
-    x = _rows(weights.table, tokens, config).astype(weights.dtype)
+    table = weights.table
+    if config.spread.vocab:
+        # Each device looks up the tokens of its shard of the table; each token is in one shard.
+        local = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table.weight)
+        in_shard = (local >= 0) & (local < len(table.weight))
+        rows = jnp.where(in_shard[..., None], table.rows(jnp.where(in_shard, local, 0)), 0)
+        x = config.spread.over_devices(rows).astype(weights.dtype)
+    else:
+        x = table.rows(tokens).astype(weights.dtype)
     if config.embedding_scale is not None:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if weights.positions is not None:
         x = x + weights.positions[jnp.maximum(positions, 0) + config.position_offset]
     return x
-
-
-def _rows(table: Linear, tokens: Int[Array, "b t"], config: ModelConfig) -> Array:
-    if not config.spread.vocab:
-        return table.rows(tokens)
-    # Each device looks up the tokens of its shard of the table; each token is in one shard.
-    local = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table.weight)
-    in_shard = (local >= 0) & (local < len(table.weight))
-    return config.spread.over_devices(jnp.where(in_shard[..., None], table.rows(jnp.where(in_shard, local, 0)), 0))
 
 
 class Layer(struct.PyTreeNode):
@@ -145,12 +144,6 @@ class Layer(struct.PyTreeNode):
         reading = TokenBatch.of_text(jnp.zeros((len(limit), 0), jnp.int32), jnp.zeros(len(limit), jnp.int32))
         nothing = jnp.zeros((len(limit), 0, self.shape.width), dtype)
         return self.weights.mixer.init_cache(self.tokens(reading, nothing), limit, slots)
-
-    def text_cache(self, rows: int, dtype: DTypeLike) -> LayerCache:
-        """Return what a layer needs to read whole texts of which nothing is kept."""
-        if self.weights.mixer.cache_kind is Slots:
-            return Uncached()
-        return self.init_cache(jnp.zeros((rows, self.shape.kv_heads), jnp.int32), 0, dtype)
 
 
 def block(
@@ -220,5 +213,7 @@ def forward(
     reading = TokenBatch.of_text(tokens, lengths)
     x = embed(weights, config, tokens, reading.position)
     for layer in layers_of(weights, config):
-        x, _ = block(layer, layer.text_cache(len(tokens), x.dtype), reading, x)
+        limit = jnp.zeros((len(tokens), layer.shape.kv_heads), jnp.int32)  # no slots, as nothing is kept
+        has_slots = layer.weights.mixer.cache_kind is Slots
+        x, _ = block(layer, Uncached() if has_slots else layer.init_cache(limit, 0, x.dtype), reading, x)
     return unembed(weights, config, x)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,9 @@ from jaxtyping import Shaped
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
 from kvjax.models.decoder import RoundedFrom, Weights
 from kvjax.models.integers import signed
+from kvjax.models.model import LanguageModel
 from kvjax.models.weights import leaf_name, require_weights
 from kvjax.rope import Rope
-
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
 
 _ALWAYS = {
     *("norm", "norm_eps", "norm_bias", "shared_norm", "activation", "gated_mlp", "parallel", "tied", "sliding_window"),

@@ -1,4 +1,4 @@
-"""A model: weights, config and tokenizer, with the plain forward pass."""
+"""A model: weights, config, tokenizer and recommended sampling settings, with the plain forward pass."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,13 +20,58 @@ from numpy.typing import ArrayLike
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
-from kvjax.models.sampling_defaults import SamplingDefaults
 from kvjax.models.sharding import program_mesh
-from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer, token_classes, unreadable
-from kvjax.models.tokenizer_bound import TextBound, text_bound
+from kvjax.models.tokenizer import (
+    TextBound,
+    TokenClassIds,
+    lazy_tokenizer,
+    read_tokenizer,
+    text_bound,
+    token_classes,
+    unreadable,
+)
 from kvjax.utils.autotune import automatic
 from kvjax.utils.files import damage_named
 from kvjax.utils.modes import on_the_host
+
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Names of the settings, as in generation_config.json."""
+_GGUF = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_GGUF |= {"penalty_repeat": "repetition_penalty"}
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingDefaults:
+    """Sampling settings that apply where a user gives none.
+
+    The values are those of the checkpoint, and are only checked when they apply: users can replace a wrong one.
+
+    Args:
+        settings: by name; `do_sample` is False for greedy decoding.
+        source: file that they are from, for messages.
+    """
+
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    source: str = ""
+
+    def replaced(self, settings: Mapping[str, Any]) -> SamplingDefaults:
+        """Return the defaults with a user's own settings in place of some; None leaves a setting as it is."""
+        new = {name: settings[name] for name in SETTINGS if settings.get(name) is not None}
+        base = {name: value for name, value in self.settings.items() if name != "do_sample" or "temperature" not in new}
+        return dataclasses.replace(self, settings=MappingProxyType(base | new))
+
+
+def sampling_defaults(generation: Mapping[str, Any], source: object) -> SamplingDefaults:
+    """Return the settings of a generation_config.json; null is the same as no setting."""
+    settings = {name: generation[name] for name in ("do_sample", *SETTINGS) if generation.get(name) is not None}
+    return SamplingDefaults(MappingProxyType(settings), str(source))
+
+
+def gguf_sampling_defaults(metadata: Mapping[str, Any], source: object) -> SamplingDefaults:
+    """Return the settings in the metadata of a GGUF file."""
+    keys = {name: metadata.get(f"general.sampling.{key}") for key, name in _GGUF.items()}
+    return sampling_defaults(keys, source)
+
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -49,6 +95,7 @@ class ModelOrigin:
         return model
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class LanguageModel:
     """Model weights with their config and tokenizer.
 
@@ -62,24 +109,19 @@ class LanguageModel:
         sampling_defaults: sampling settings that apply where a user gives none; None for kvjax's own.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        config: ModelConfig,
-        name: str = "unnamed",
-        directory: str | Path | None = None,
-        metadata: Mapping[str, Any] | None = None,
-        mesh: Mesh | None = None,
-        sampling_defaults: SamplingDefaults | None = None,
-    ) -> None:
-        self.weights = weights
-        self.config = config
-        self.name = name
-        self.directory = None if directory is None else Path(directory)
-        self.metadata = metadata
-        self.sampling_defaults = sampling_defaults or SamplingDefaults()
-        self.mesh = None if mesh is None else program_mesh(config, mesh)
-        """Same devices with the axis names of programs and states, see `program_mesh`."""
+    weights: Weights
+    config: ModelConfig
+    name: str = "unnamed"
+    directory: Path | None = None
+    metadata: Mapping[str, Any] | None = None
+    mesh: Mesh | None = None
+    """Once the model is made, the same devices with the axis names of programs and states, see `program_mesh`."""
+    sampling_defaults: SamplingDefaults = dataclasses.field(default_factory=SamplingDefaults)
+
+    def __post_init__(self) -> None:
+        self.directory = None if self.directory is None else Path(self.directory)
+        self.mesh = None if self.mesh is None else program_mesh(self.config, self.mesh)
+        self.sampling_defaults = self.sampling_defaults or SamplingDefaults()
 
     def __repr__(self) -> str:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
@@ -180,9 +222,10 @@ def rows_of(tokens: Any) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]
     """
     if isinstance(tokens, (list, tuple)):
         for row in tokens:
-            if isinstance(row, (str, dict)) or np.ndim(row) != 1:
-                text = isinstance(row, (str, dict))
-                remedy = "for texts there is model.generate" if text else "give a list for each row, as [[5, 17, 42]]"
+            is_text = isinstance(row, (str, dict))
+            if is_text or np.ndim(row) != 1:
+                remedy = "give a list for each row, as [[5, 17, 42]]"
+                remedy = "for texts there is model.generate" if is_text else remedy
                 raise TypeError(f"tokens are rows of ids [b, n], not a list of {row!r}; {remedy}.")
         lengths = np.array([len(row) for row in tokens], np.int64)
         width = max((len(row) for row in tokens), default=0)

@@ -17,22 +17,9 @@ from kvjax.generation.loop import Drawn
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
+from kvjax.serving import requests
 from kvjax.serving.batch import UNDEFINED, Planned, Text, Written
 from kvjax.serving.prefix_cache import Key, PrefixCache
-from kvjax.serving.requests import (
-    CHUNK,
-    SIZES,
-    SNAPSHOT_BYTES,
-    STEPS,
-    Finished,
-    FullError,
-    Held,
-    Piece,
-    Request,
-    StoppingError,
-    Tell,
-    Ticket,
-)
 from kvjax.serving.scheduler import Device
 from kvjax.utils.compilation import Compiling
 from kvjax.utils.settings import whole_number
@@ -47,8 +34,8 @@ _log = logging.getLogger(__name__)
 class _Work:
     """A request from its acceptance to its last event."""
 
-    request: Request
-    tell: Tell
+    request: requests.Request
+    tell: requests.Tell
     planned: Planned
     keys: list[Key]
     """Keys of the prompt's prefixes, from the shortest."""
@@ -62,7 +49,7 @@ class _Work:
     reused: int = 0
     tokens: int = 0
     """Tokens sent to the client."""
-    usage: Held | None = None
+    usage: requests.Held | None = None
     began: float = 0.0
 
     def cancel(self) -> None:
@@ -101,14 +88,16 @@ class Engine:
         budget: int = 512,
         rows: int = 8,
         context: int | None = None,
-        chunk: int = CHUNK,
-        steps: int = STEPS,
+        chunk: int = requests.CHUNK,
+        steps: int = requests.STEPS,
         queue: int = 64,
-        snapshot_bytes: int = SNAPSHOT_BYTES,
+        snapshot_bytes: int = requests.SNAPSHOT_BYTES,
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
-        self.prefix_cache = PrefixCache(whole_number("snapshot_bytes", snapshot_bytes, *SIZES["snapshot_bytes"]))
+        self.prefix_cache = PrefixCache(
+            whole_number("snapshot_bytes", snapshot_bytes, *requests.SIZES["snapshot_bytes"])
+        )
         self.device = Device(model, policy, budget, rows, context, chunk, steps)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.model, self.policy_name = model, name_of(self.device.policy)
@@ -148,7 +137,7 @@ class Engine:
             raise RuntimeError("the engine serves already; warm it up before the first request.")
         self.device.warm_up(on_progress)
 
-    def submit(self, request: Request, tell: Tell) -> Ticket:
+    def submit(self, request: requests.Request, tell: requests.Tell) -> requests.Ticket:
         """Accept a request, from any thread; see `kvjax.serving.requests.Serving`."""
         planned = self.device.plan(request)
         keys = self.device.prefix_keys(request, planned) if self.prefix_cache.limit else []
@@ -156,9 +145,11 @@ class Engine:
         work = _Work(request, tell, planned, keys, pieces, self.changed)
         with self.changed:
             if self._stopping:
-                raise StoppingError("the server is stopping and takes no more requests.")
+                raise requests.StoppingError("the server is stopping and takes no more requests.")
             if len(self._waiting) >= self.queue:
-                raise FullError(len(self._waiting), max(1.0, len(self._waiting) * self._seconds / self.device.rows))
+                raise requests.FullError(
+                    len(self._waiting), max(1.0, len(self._waiting) * self._seconds / self.device.rows)
+                )
             self._waiting.append(work)
             self._counts["requests_total"] += 1
             if self._thread is None:
@@ -306,11 +297,11 @@ class Engine:
         work.tokens += len(tokens)
         length, bytes_ = min(int(output.position[row]), len(request.prompt) + work.tokens), self.device.bytes
         slots = min(float(output.live_slots[row]), length)
-        work.usage = Held(length, slots, bytes_ // self.device.rows, self.policy_name)
+        work.usage = requests.Held(length, slots, bytes_ // self.device.rows, self.policy_name)
         with self.changed:
             self._counts["tokens_total"] += len(tokens)
         if text or tokens:
-            self._tell(work, Piece(text, tuple(tokens), logprobs))
+            self._tell(work, requests.Piece(text, tuple(tokens), logprobs))
         if output.remaining[row] == UNDEFINED:
             self._finish(work, "failed", "the model's logits are not numbers (NaN), so no token can be drawn.")
         elif work.pieces.stopped:
@@ -318,7 +309,7 @@ class Engine:
         elif ends:
             self._finish(work, "stop" if output.remaining[row] else "length")
 
-    def _tell(self, work: _Work, news: Piece | Finished) -> None:
+    def _tell(self, work: _Work, news: requests.Piece | requests.Finished) -> None:
         try:
             work.tell(news)
         except Exception:  # an error in one client's callback must not stop the other requests
@@ -333,7 +324,9 @@ class Engine:
             self._busy = {row: running for row, running in self._busy.items() if running is not work}
             if reason in ("stop", "length"):
                 self._seconds += (time.perf_counter() - work.began - self._seconds) / 8
-        self._tell(work, Finished(reason, len(work.request.prompt), work.tokens, work.reused, work.usage, error))
+        self._tell(
+            work, requests.Finished(reason, len(work.request.prompt), work.tokens, work.reused, work.usage, error)
+        )
         with self.changed:
             self.changed.notify_all()
 

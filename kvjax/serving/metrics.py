@@ -28,18 +28,12 @@ class Metrics:
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         seconds = functools.partial(Histogram, buckets=_SECONDS, registry=self.registry)
-        self.first = seconds(
-            "kvjax_time_to_first_token_seconds", "From the last byte of a request to the first piece of its text"
-        )
-        self.between = seconds(
-            "kvjax_time_between_tokens_seconds", "From a token to the next; tokens that come together share the time"
-        )
-        self.responses = Counter(
-            "kvjax_http_responses",
-            "Answers by status; 499 for clients that went away",
-            ["status"],
-            registry=self.registry,
-        )
+        first = "From the last byte of a request to the first piece of its text"
+        between = "From a token to the next; tokens that come together share the time"
+        statuses = "Answers by status; 499 for clients that went away"
+        self.first = seconds("kvjax_time_to_first_token_seconds", first)
+        self.between = seconds("kvjax_time_between_tokens_seconds", between)
+        self.responses = Counter("kvjax_http_responses", statuses, ["status"], registry=self.registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's current metrics; prometheus_client calls this method."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,9 @@ CONFIG = ModelConfig(
 )
 TEXT = np.random.default_rng(3).integers(0, CONFIG.vocab_size, (len(LENGTHS), max(LENGTHS) + STEPS))
 
+ROOM = [max(LENGTHS) + STEPS] * CONFIG.layers
+"""Budget with a slot for each token of the texts."""
+
 Steps = tuple[Float[np.ndarray, "steps b vocab"], list[list[np.ndarray]]]
 """Logits of each step, and after each the positions [b h c] that each layer holds."""
 
@@ -87,14 +90,6 @@ class Texts:
         np.testing.assert_allclose(
             np.asarray(actual), np.asarray(expected), rtol=TOLERANCE, atol=TOLERANCE, err_msg=what, verbose=False
         )
-
-
-class Check(Protocol):
-    """A check; it raises an AssertionError that says where a policy breaks the rule of its docstring."""
-
-    def __call__(self, policy: Policy, texts: Texts = ...) -> None:
-        """Check a policy on some texts."""
-        ...
 
 
 def check_policy(policy: Policy | Score | str, *checks: str) -> None:
@@ -137,11 +132,6 @@ TEXTS = Texts()
 """Those of `check_policy`."""
 
 
-def _with_room() -> list[int]:
-    """Return a budget with a slot for each token of the texts."""
-    return [max(LENGTHS) + STEPS] * CONFIG.layers
-
-
 def _ranks_prompts_only(state: State) -> bool:
     """Return whether generated tokens leave scores as they are: then the end of a text may rank its tokens."""
     return any(
@@ -168,7 +158,7 @@ def _check_room(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits equal those of the full cache if there is a slot for each token."""
     if policy.selection is not None or policy.plan.sizing.mode != "budget":
         return
-    state, logits = texts.read(policy, _with_room(), plan="uniform")
+    state, logits = texts.read(policy, ROOM, plan="uniform")
     full, expected = texts.read(policy_by_name("full"))
     texts.close(logits, expected, "after the prompts")
     texts.close(texts.follow(state)[0], texts.follow(full)[0], "after later tokens")
@@ -179,25 +169,22 @@ def _check_blocks(policy: Policy, texts: Texts = TEXTS) -> None:
     requires, sizing = policy.score.requires, policy.plan.sizing
     if requires.whole_prompt or requires.replay is not None or sizing.per_head or sizing.mode != "budget":
         return
-    room = _with_room()
-    state, stepped = (texts.read(policy, room, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
+    state, stepped = (texts.read(policy, ROOM, plan="uniform", prefill_chunk=chunk)[0] for chunk in (None, 1))
     if _ranks_prompts_only(state):
         return
+    rule = "`update_slot` of a block must return what it returns for one token after another"
     for layer, pair in enumerate(zip(_scores_by_position(state), _scores_by_position(stepped), strict=True)):
-        texts.close(
-            *pair,
-            f"layer {layer}: `update_slot` of a block must return what it returns for one token after another",
-        )
+        texts.close(*pair, f"layer {layer}: {rule}")
 
 
 def _check_turns(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits are the same for a prompt and for two turns if there is a slot for each token."""
     if policy.selection is not None or policy.plan.sizing.mode != "budget" or policy.score.requires.min_prompt > 12:
         return
-    room, tokens = _with_room(), TEXT[:, : min(LENGTHS)]
+    tokens = TEXT[:, : min(LENGTHS)]
     settings: dict[str, Any] = dict(plan=None if policy.plan.sizing.per_head else "uniform", max_new_tokens=STEPS + 1)
-    _, expected = prefill(_small_model(), policy, tokens, room, **settings)
-    state, _ = prefill(_small_model(), policy, tokens[:, :12], room, **settings)
+    _, expected = prefill(_small_model(), policy, tokens, ROOM, **settings)
+    state, _ = prefill(_small_model(), policy, tokens[:, :12], ROOM, **settings)
     texts.close(extend(state, tokens[:, 12:])[1], expected, "after the second turn")
 
 
@@ -240,13 +227,15 @@ def _check_compiled(policy: Policy, texts: Texts = TEXTS) -> None:
 
 def _check_int8(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits are finite over 8-bit slots."""
-    state, logits = texts.read(policy_by_name(policy, codec="int8"))
-    assert np.isfinite(logits).all() and np.isfinite(texts.follow(state)[0]).all(), "logits are not finite"
+    _check_finite(texts, *texts.read(policy_by_name(policy, codec="int8")))
 
 
 def _check_bfloat16(policy: Policy, texts: Texts = TEXTS) -> None:
     """Check that logits are finite with a model in bfloat16."""
-    state, logits = texts.read(policy, model=_small_model("bfloat16"))
+    _check_finite(texts, *texts.read(policy, model=_small_model("bfloat16")))
+
+
+def _check_finite(texts: Texts, state: State, logits: Float[Array, "b vocab"]) -> None:
     assert np.isfinite(logits).all() and np.isfinite(texts.follow(state)[0]).all(), "logits are not finite"
 
 
@@ -256,15 +245,13 @@ def _check_mesh(policy: Policy, texts: Texts = TEXTS) -> None:
         return
     mesh = mesh_of(jax.devices(), (1, 2))
     weights = jax.device_put(_small_model().weights, weight_shardings(CONFIG, mesh))
-    (state, logits), (sharded, expected) = (
-        texts.read(policy),
-        texts.read(policy, model=Model(weights, CONFIG, mesh=mesh)),
-    )
+    state, logits = texts.read(policy)
+    sharded, expected = texts.read(policy, model=Model(weights, CONFIG, mesh=mesh))
     texts.close(logits, expected, "after the prompts")
     texts.close(texts.follow(state)[0], texts.follow(sharded)[0], "after later tokens")
 
 
-CHECKS: Mapping[str, Check] = {
+CHECKS: Mapping[str, Callable[..., None]] = {
     "room": _check_room,
     "blocks": _check_blocks,
     "turns": _check_turns,
@@ -276,4 +263,4 @@ CHECKS: Mapping[str, Check] = {
     "bfloat16": _check_bfloat16,
     "mesh": _check_mesh,
 }
-"""Checks by name; each takes a policy and raises an AssertionError."""
+"""Checks by name; each takes a policy and raises an AssertionError that says where it breaks the docstring's rule."""

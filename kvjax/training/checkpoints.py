@@ -85,12 +85,12 @@ def restore(directory: Path, like: T) -> T | None:
     damage = f"{step} is damaged ({{reason}}); delete it, and the run goes on from the step before or the beginning."
     with damage_named(damage), ocp.StandardCheckpointer() as checkpointer:
         leaves, structure = jax.tree.flatten(like)
-        leaves = checkpointer.restore(step.absolute(), [_restore_template(x) for x in leaves])
+        # Uncommitted arrays are restored into host memory, because Orbax would choose devices for them.
+        templates = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            if getattr(x, "committed", False)
+            else np.empty(x.shape, x.dtype)
+            for x in leaves
+        ]
+        leaves = checkpointer.restore(step.absolute(), templates)
         return jax.tree.unflatten(structure, [jnp.asarray(x) for x in leaves])
-
-
-def _restore_template(leaf: Any) -> Any:
-    # Uncommitted arrays are restored into host memory, because Orbax would choose devices for them.
-    if getattr(leaf, "committed", False):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    return np.empty(leaf.shape, leaf.dtype)

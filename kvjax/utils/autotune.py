@@ -25,9 +25,6 @@ VARIABLE = "KVJAX_TUNE"
 
 FILE = "kernels.json"
 
-Verdicts = dict[str, dict[str, TuningResult]]
-"""Benchmark results by kind of device and bucket of tasks."""
-
 
 class Autotuner(Tuned):
     """An `implementation` that benchmarks operations before programs are traced; `auto` with the winners."""
@@ -114,8 +111,8 @@ def verdicts_file() -> Path | None:
     return None if directory is None else directory / FILE
 
 
-def read(file: Path) -> Verdicts:
-    """Read the results in a file; return none if the file does not exist.
+def read(file: Path) -> dict[str, dict[str, TuningResult]]:
+    """Read the results in a file, by kind of device and bucket of tasks; return none if the file does not exist.
 
     A broken file, or one written by other versions, is reported on standard error and ignored.
     """

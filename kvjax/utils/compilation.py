@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib.metadata
 import math
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -89,9 +91,6 @@ def cache_directory() -> Path | None:
 
 def version() -> str:
     """Return the installed version of kvjax, or that of the checkout."""
-    import importlib.metadata  # slow to import
-    import tomllib
-
     try:
         return importlib.metadata.version("kvjax")
     except importlib.metadata.PackageNotFoundError:

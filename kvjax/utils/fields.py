@@ -69,8 +69,8 @@ def derived(default: Any) -> Any:
 
 def setting_names(part: Any) -> list[str]:
     """Return the names of the hyperparameters of a part or of its class."""
-    described = ((field.name, field.metadata) for field in dataclasses.fields(part))
-    return [name for name, how in described if how.get("setting", not how.get("pytree_node", True))]
+    fields = dataclasses.fields(part)
+    return [x.name for x in fields if x.metadata.get("setting", not x.metadata.get("pytree_node", True))]
 
 
 def directories(part: Any) -> list[str]:
@@ -141,11 +141,10 @@ def check_kind(name: str, value: object, annotation: object) -> None:
 def _check_kind(name: str, value: object, _: type, annotation: object) -> None:
     limit = 2**32 if name == "seed" else 2**31
     check(not isinstance(value, int) or abs(value) < limit, name, value, f"a number below {limit}")
-    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    kinds = [_KINDS.get(kind) for kind in text.split(" | ")]
-    if all(kind is not None for kind in kinds):
-        rules = [kind for kind in kinds if kind is not None]
-        check(any(fits(value) for fits, _ in rules), name, value, " or ".join(what for _, what in rules))
+    kinds = (annotation.__name__ if isinstance(annotation, type) else str(annotation)).split(" | ")
+    if all(kind in _KINDS for kind in kinds):
+        fits, expected = zip(*(_KINDS[kind] for kind in kinds), strict=True)
+        check(any(test(value) for test in fits), name, value, " or ".join(expected))
 
 
 # Programs rebuild their policies many times, with the same settings.

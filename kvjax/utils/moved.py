@@ -13,17 +13,11 @@ from types import ModuleType
 from typing import Any
 
 MOVED: Mapping[str, str] = {
+    **{f"kvjax.{name}": f"kvjax.cli.{name}" for name in ("bench", "chat", "convert", "env", "train_less", "tune")},
+    **{f"kvjax.engine{name}": f"kvjax.inference{name}" for name in ("", ".decode", ".extend", ".state")},
     "kvjax.asks": "kvjax.policies.stats",
-    "kvjax.bench": "kvjax.cli.bench",
     "kvjax.cache.codec": "kvjax.policies.codec",
-    "kvjax.chat": "kvjax.cli.chat",
     "kvjax.compilation": "kvjax.utils.compilation",
-    "kvjax.convert": "kvjax.cli.convert",
-    "kvjax.engine": "kvjax.inference",
-    "kvjax.engine.decode": "kvjax.inference.decode",
-    "kvjax.engine.extend": "kvjax.inference.extend",
-    "kvjax.engine.state": "kvjax.inference.state",
-    "kvjax.env": "kvjax.cli.env",
     "kvjax.evaluate": "kvjax.evaluation",
     "kvjax.pictures": "kvjax.evaluation",
     "kvjax.policies.plan": "kvjax.policies.allocation",
@@ -34,8 +28,6 @@ MOVED: Mapping[str, str] = {
     "kvjax.serve": "kvjax.serving",
     "kvjax.serve.command": "kvjax.cli.serve",
     "kvjax.serve.engine": "kvjax.serving.engine",
-    "kvjax.train_less": "kvjax.cli.train_less",
-    "kvjax.tune": "kvjax.cli.tune",
 }
 """Old names of modules that users import or run, and their new ones."""
 

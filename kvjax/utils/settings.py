@@ -8,7 +8,7 @@ import inspect
 import json
 import reprlib
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,23 @@ PART_KEYS = ("plan", "residual", "codec", "selection")
 CONFIG_KEYS = ("policy", *PART_KEYS, "budget", "budget_of", "prefill_chunk", "settings")
 
 
-def parse_settings(words: list[str]) -> dict[str, Any]:
-    """Parse `key=value` words into a dictionary; values are read by `parse_value`.
+def parse_pairs(option: str, words: Iterable[str]) -> dict[str, Any]:
+    """Parse the `key=value` words of an option into a dictionary; values are read by `parse_value`."""
+    pairs: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not (name.strip() and equals):
+            raise ValueError(f"{option} {word!r} is not of the form key=value.")
+        pairs[name.strip()] = parse_value(text.strip())
+    return pairs
+
+
+def parse_settings(words: Iterable[str]) -> dict[str, Any]:
+    """Parse the words of `--set`.
 
     Settings of a part are written as `residual.kernels=performer`; a part itself is refused.
     """
-    settings: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not (name and equals):
-            raise ValueError(f"--set {word!r} is not of the form key=value.")
-        settings[name.strip().replace("-", "_")] = parse_value(text.strip())
-    return _without_parts(settings)
+    return _without_parts({name.replace("-", "_"): value for name, value in parse_pairs("--set", words).items()})
 
 
 def _without_parts(settings: dict[str, Any]) -> dict[str, Any]:
@@ -174,28 +179,23 @@ def conversation(messages: Any, waits: bool = True) -> Messages:
                 f'message {number} is {message!r}; give {{"role": "user", "content": "..."}}, both texts, or a list of '
                 'parts {"type": "text", "text": "..."} as content.'
             )
-        if not isinstance(message["content"], str):
-            _check_parts(number, message["content"])
+        for part in () if isinstance(message["content"], str) else message["content"]:
+            what = f'message {number} has the part {part!r}; give {{"type": "text", "text": "..."}}'
+            if not isinstance(part, dict):
+                raise ValueError(f"{what}.")
+            if part.get("type") != "text":
+                raise ValueError(
+                    f"message {number} has a part of type {part.get('type')!r}; the model reads only text."
+                )
+            if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+                raise ValueError(f"{what} alone.")
     if not messages:
         raise ValueError("there is no message; give at least a user's turn.")
     if waits and messages[-1]["role"] == "assistant":
         raise ValueError("the last message is an answer already; end with a user's turn.")
-    return [message | {"content": _copied(message["content"])} for message in messages]
-
-
-def _check_parts(number: int, parts: Sequence[Any]) -> None:
-    """Refuse parts of a message that are no texts."""
-    for part in parts:
-        if not isinstance(part, dict):
-            raise ValueError(f'message {number} has the part {part!r}; give {{"type": "text", "text": "..."}}.')
-        if part.get("type") != "text":
-            raise ValueError(f"message {number} has a part of type {part.get('type')!r}; the model reads only text.")
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-            raise ValueError(f'message {number} has the part {part!r}; give {{"type": "text", "text": "..."}} alone.')
-
-
-def _copied(content: Any) -> str | list[dict[str, str]]:
-    return content if isinstance(content, str) else [dict(part) for part in content]
+    contents = (message["content"] for message in messages)
+    copies = (content if isinstance(content, str) else [dict(part) for part in content] for content in contents)
+    return [message | {"content": content} for message, content in zip(messages, copies, strict=True)]
 
 
 def text_of(content: str | list[dict[str, str]]) -> str:
@@ -208,7 +208,8 @@ def template_settings(chat: Any) -> dict[str, Any] | None:
     if isinstance(chat, (bool, np.bool_)):
         return {} if chat else None
     if not isinstance(chat, Mapping):
-        raise TypeError(f"chat={chat!r} is neither True, False nor settings of the chat template, such as {_EXAMPLE}.")
+        example = {"enable_thinking": False}
+        raise TypeError(f"chat={chat!r} is neither True, False nor settings of the chat template, such as {example}.")
     for name, value in chat.items():
         if not isinstance(name, str) or name in TEMPLATE_VARIABLES:
             raise ValueError(f"{name!r} is no setting of a chat template; leave it out.")
@@ -217,9 +218,6 @@ def template_settings(chat: Any) -> dict[str, Any] | None:
         except (TypeError, ValueError, RecursionError):
             raise ValueError(f"the template setting {name}={value!r} is no value of JSON.") from None
     return dict(chat)
-
-
-_EXAMPLE = {"enable_thinking": False}
 
 
 def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages | list[int]]:
@@ -234,37 +232,32 @@ def prompt_texts(prompts: Any, chat: Any = False) -> list[str | Messages | list[
         prompts = np.asarray(prompts).tolist()
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(f"prompts={prompts!r} is not a text, nor a list of texts or of token ids.")
-    if prompts and _is_id(prompts[0]):
-        return [_ids(prompts)]
-    if chat and prompts and isinstance(prompts[0], dict):
-        return [conversation(prompts)]
-    texts: list[str | Messages | list[int]] = []
-    for prompt in prompts:
-        if chat and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
-            texts.append(conversation(prompt))
-            continue
-        if isinstance(prompt, dict):
-            raise TypeError(
-                "prompts are texts, not messages; give the text of a user's turn, and chat=True, or with it messages."
-            )
-        if hasattr(prompt, "__array__"):
-            prompt = np.asarray(prompt).tolist()
-        if not isinstance(prompt, (str, list, tuple)):
-            raise TypeError(f"prompts are texts or token ids, not {prompt!r}.")
-        texts.append(prompt if isinstance(prompt, str) else _ids(prompt))
-    if not texts:
+    if not prompts:
         raise ValueError("there is no prompt; give at least one text.")
-    return texts
+    single = _is_id(prompts[0]) or (chat and isinstance(prompts[0], dict))
+    return [_prompt(prompt, chat) for prompt in ([prompts] if single else prompts)]
+
+
+def _prompt(prompt: Any, chat: bool) -> str | Messages | list[int]:
+    if chat and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+        return conversation(prompt)
+    if isinstance(prompt, dict):
+        raise TypeError(
+            "prompts are texts, not messages; give the text of a user's turn, and chat=True, or with it messages."
+        )
+    if hasattr(prompt, "__array__"):
+        prompt = np.asarray(prompt).tolist()
+    if not isinstance(prompt, (str, list, tuple)):
+        raise TypeError(f"prompts are texts or token ids, not {prompt!r}.")
+    if isinstance(prompt, str):
+        return prompt
+    if not all(map(_is_id, prompt)):
+        raise TypeError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}.")
+    return [int(token) for token in prompt]
 
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _ids(prompt: Sequence[Any]) -> list[int]:
-    if not all(map(_is_id, prompt)):
-        raise TypeError(f"a prompt is a text or a list of token ids, not {reprlib.repr(prompt)}.")
-    return [int(token) for token in prompt]
 
 
 def keywords(*functions: Callable[..., Any]) -> list[str]:

@@ -24,7 +24,12 @@ from kvjax.models.sharding import weight_shardings
 
 def in_shards(*fields: Any) -> Tensor:
     """A tensor that cannot be read whole."""
-    return dataclasses.replace(Tensor(*fields), read=lambda _: sys.exit("a tensor was read whole"))
+    tensor = Tensor(*fields)
+
+    def read(dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> Any:
+        return sys.exit("a tensor was read whole") if sharding is None else tensor.read(dtype, sharding)
+
+    return dataclasses.replace(tensor, read=read)
 
 
 def main(directory: str) -> None:

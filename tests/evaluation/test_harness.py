@@ -19,7 +19,7 @@ from kvjax.cli import evaluate
 from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.harness import adapter
 from kvjax.inference.padding import bucket_rows
-from kvjax.models.sampling_defaults import SamplingDefaults
+from kvjax.models.model import SamplingDefaults
 
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
 PAIRS = [

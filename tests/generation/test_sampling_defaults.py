@@ -16,7 +16,7 @@ from kvjax.cli.main import main
 from kvjax.generation.chat import Conversation
 from kvjax.generation.generate import begin, generate_ids
 from kvjax.generation.sampling import GREEDY, Sampling, defaults_in_force, sampling_of
-from kvjax.models.sampling_defaults import SamplingDefaults
+from kvjax.models.model import SamplingDefaults
 from kvjax.tiny import WEIGHTS
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}

@@ -28,7 +28,7 @@ from kvjax.models.families import FAMILIES, TEXT_HALVES, LoadError, read_model_c
 from kvjax.models.linear import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.serving.scheduler import Device
-from kvjax.training.less.collect import collect
+from kvjax.training.less.record import collect
 from pallas_kernels.op import platform_of
 from tests.cases import slow
 from tests.small_models import GQA, LEARNED, LLAMA4, MODELS, MQA, random_checkpoint, random_model, small_config

@@ -14,7 +14,7 @@ from kvjax.evaluation.perplexity import perplexity
 from kvjax.evaluation.replay import masked_perplexity
 from kvjax.models import Rope
 from kvjax.models.families import read_model_config
-from kvjax.training.less.collect import collect
+from kvjax.training.less.record import collect
 from kvjax.types import Kernels
 from pallas_kernels.attention import Partial, with_sink
 from tests.cases import slow

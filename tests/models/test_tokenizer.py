@@ -17,8 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
-from kvjax.models.tokenizer import is_punctuation, lazy_tokenizer, read_tokenizer, token_classes
-from kvjax.models.tokenizer_bound import TextBound, text_bound
+from kvjax.models.tokenizer import TextBound, is_punctuation, lazy_tokenizer, read_tokenizer, text_bound, token_classes
 from kvjax.models.tokenizer_files import MOST_GROWTH, growth_of
 from kvjax.tiny import WEIGHTS
 from tests.paths import ROOT

@@ -21,11 +21,11 @@ import kvjax
 from kvjax.cache.buffers import allocated_bytes
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import Sampling
-from kvjax.models.sampling_defaults import SamplingDefaults
+from kvjax.models.model import SamplingDefaults
 from kvjax.serving import batch as serving
-from kvjax.serving.engine import SNAPSHOT_BYTES, Engine
+from kvjax.serving.engine import Engine
 from kvjax.serving.prefix_cache import PrefixCache, prefix_keys
-from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError
+from kvjax.serving.requests import SNAPSHOT_BYTES, Finished, FullError, Held, Piece, Request, StoppingError
 from tests.cases import slow
 from tests.small_models import random_model, small_config
 

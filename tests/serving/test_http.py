@@ -26,10 +26,9 @@ from hypothesis import strategies as st
 
 from kvjax.cli import serve
 from kvjax.generation.sampling import Sampling
-from kvjax.models.sampling_defaults import SamplingDefaults
-from kvjax.serving.app import Service, is_loopback
+from kvjax.models.model import SamplingDefaults
+from kvjax.serving.app import Server, Service, is_loopback
 from kvjax.serving.engine import Engine
-from kvjax.serving.http import Server
 from kvjax.serving.openai.answer import Answer
 from kvjax.serving.openai.bodies import ParsedBody
 from kvjax.serving.openai.fields import CHAT, COMPLETION

@@ -25,7 +25,7 @@ from kvjax.model import load
 from kvjax.types import Kernels
 from kvjax.utils import autotune
 from kvjax.utils.autotune import Autotuner
-from pallas_kernels import benchmark, common
+from pallas_kernels import benchmark, common, op
 from pallas_kernels.benchmark import Runner, TuningResult
 from pallas_kernels.common import Survey, Tuned, TuningTask, bucket_name
 from pallas_kernels.decode_attention import decode_attention

@@ -15,8 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.methods.less.feature_maps import Params, init_kernels
 from kvjax.models.fingerprint import fingerprints
 from kvjax.models.model import LanguageModel
-from kvjax.utils.files import damage_named, expanded, read_json
-from kvjax.utils.restore import restore_arrays
+from kvjax.utils.files import damage_named, expanded, read_json, restore_arrays
 from kvjax.utils.settings import whole_number
 
 _SETTINGS, _KERNELS = "settings.json", "kernels"

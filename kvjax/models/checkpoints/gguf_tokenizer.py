@@ -14,9 +14,6 @@ _CONTROL, _UNKNOWN, _USER_DEFINED = 3, 2, 4
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
 """Names of special tokens in transformers, and in GGUF (including its misspelling)."""
 
-_AT_ENDS = ("bos_token_id", "eos_token_id")
-"""Tokens that texts begin and end with; an id of another role without a token means that there is none."""
-
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -55,31 +52,19 @@ class _Split(NamedTuple):
     begins: bool = False
 
 
-_GPT2, _GPT_NEOX = _Split((_WORDS,)), _Split((_WORDS,), composed=True)
 _GPT4 = _Split((_cased(r"\p{N}{1,3}"),))
 _LLAMA3 = _GPT4._replace(ignores_merges=True, begins=True)
-_QWEN2 = _Split((_cased(r"\p{N}"),), composed=True)
-_DIGITS = _Split((r"\p{N}", _WORDS))
 _SPLITS: Mapping[str, _Split] = {
     "default": _Split((r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": _GPT2,
-    "phi-2": _GPT2,
-    "mpt": _GPT_NEOX,
-    "olmo": _GPT_NEOX,
+    **dict.fromkeys(("gpt-2", "phi-2"), _Split((_WORDS,))),
+    **dict.fromkeys(("mpt", "olmo"), _Split((_WORDS,), composed=True)),
     "falcon": _Split((r"[\p{P}$+<=>^~|`]+", _WORDS, "[0-9][0-9][0-9]")),
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "dbrx": _GPT4,
-    "smaug-bpe": _GPT4,
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _GPT4),
     "gpt-4o": _Split((_by_case("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),)),
     "tekken": _Split((_by_case("", r"\p{N}"),), ignores_merges=True, begins=True),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Split((_cased(r"\p{N}"),), composed=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _Split((r"\p{N}", _WORDS))),
 }
 """Splits by their names in `tokenizer.ggml.pre`."""
 
@@ -117,7 +102,10 @@ def _token(metadata: Mapping[str, Any], tokens: list[str], key: str) -> str | No
     if token is None:
         return None
     if not 0 <= token < len(tokens):
-        if key not in _AT_ENDS:  # models with fewer tokens than their tokenizer's library expects
+        if key not in (
+            "bos_token_id",
+            "eos_token_id",
+        ):  # models with fewer tokens than their tokenizer's library expects
             return None
         raise ValueError(f"{_KEY}{key} is {token}, and there are {len(tokens)} tokens")
     return tokens[token]

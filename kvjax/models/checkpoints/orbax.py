@@ -41,24 +41,13 @@ def read_orbax(directory: Path) -> Stored:
     with damage_named(_DAMAGED.format(directory), LoadError):
         with ocp.PyTreeCheckpointer() as checkpointer:
             arrays: dict[str, Any] = dict(checkpointer.metadata(directory.absolute()).item_metadata.tree)
-        tensors = {
-            _current(name): Tensor(
-                directory,
-                tuple(array.shape),
-                int(np.prod(array.shape)) * array.dtype.itemsize,
-                functools.partial(_read, directory, name),
-                functools.partial(_read, directory, name),
-            )
-            for name, array in arrays.items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, array in arrays.items():
+            read, size = functools.partial(_read, directory, name), int(np.prod(array.shape)) * array.dtype.itemsize
+            for pattern, replacement in _FORMER:
+                name = pattern.sub(replacement, name)
+            tensors[name] = Tensor(directory, tuple(array.shape), size, read)
     return Stored(directory, "config.json", tensors, ours=True)
-
-
-def _current(name: str) -> str:
-    """Return today's name of a leaf."""
-    for pattern, replacement in _FORMER:
-        name = pattern.sub(replacement, name)
-    return name
 
 
 def _read(directory: Path, name: str, dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> Any:

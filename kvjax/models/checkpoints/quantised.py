@@ -1,6 +1,7 @@
 """Quantized tensors of checkpoints, decoded to floating point one tensor at a time as they are read.
 
 GPTQ, Frantar et al. 2022; AWQ, Lin et al. 2023: the layouts are those that AutoGPTQ and AutoAWQ write.
+Checkpoints whose files or settings are not where a Hugging Face directory has them are refused with a remedy.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Int, Shaped, UInt8
 
-from kvjax.models.checkpoints.tensors import Stored, Tensor
-from kvjax.models.families import LoadError
+from kvjax.models.checkpoints.tensors import INDEX, SINGLE, Stored, Tensor
+from kvjax.models.families import LoadError, Settings
 from kvjax.models.families.quantization import Packing, Quantization
 
 _PER_BLOCK = 32
@@ -76,7 +78,7 @@ def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
         raise LoadError(f"{blocks.file}: tensor {name} and its scales are stored as {blocks.kind} and {scales.kind}.")
     experts, out, count = scales.shape
 
-    def read(dtype: np.dtype) -> np.ndarray:
+    def read(dtype: np.dtype, _: object = None) -> np.ndarray:
         assert blocks.codes is not None and scales.codes is not None
         codes, exponents = blocks.codes(), scales.codes().view(np.uint8)
         weights = np.empty((experts, out, count * _PER_BLOCK), dtype)
@@ -107,7 +109,7 @@ def _of_codes(name: str, codes: Tensor, scales: Tensor, block: tuple[int, int] |
             f"{list(codes.shape)}{'' if block is None else f' in blocks of {list(block)}'}."
         )
 
-    def read(dtype: np.dtype) -> np.ndarray:
+    def read(dtype: np.dtype, _: object = None) -> np.ndarray:
         assert codes.codes is not None
         numbers = scales.codes() if scales.kind == "F8_E8M0" and scales.codes is not None else None
         of_blocks = (scales.read(np.dtype(np.float32)) if numbers is None else numbers).astype(np.float32)
@@ -161,13 +163,8 @@ def _of_words(module: str, parts: dict[str, Tensor], packing: Packing) -> Tensor
     size = into if packing.group_size == -1 else packing.group_size
     expected = {"qzeros": (groups, out // count), "g_idx": (into,)}
     fits = all(parts[part].shape == shape for part, shape in expected.items() if part in parts)
-    if (
-        not fits
-        or width != out
-        or out % count
-        or not groups
-        or (size is None and "g_idx" not in parts and into % groups)
-    ):
+    fits = fits and width == out and groups and not out % count
+    if not fits or (size is None and "g_idx" not in parts and into % groups):
         shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
         raise LoadError(f"{codes.file}: shapes of {module.removesuffix('.')} do not fit {packing.bits} bits: {shapes}.")
     if size is not None and groups != -(-into // size):
@@ -176,7 +173,7 @@ def _of_words(module: str, parts: dict[str, Tensor], packing: Packing) -> Tensor
             f"{-(-into // size)} of {into} inputs."
         )
 
-    def read(dtype: np.dtype) -> np.ndarray:
+    def read(dtype: np.dtype, _: object = None) -> np.ndarray:
         integers = {name: part.codes() for name, part in parts.items() if part.codes is not None}
         sequence = np.arange(into) // (size or -(-into // groups))
         group = sequence
@@ -247,3 +244,55 @@ def unpack(words: Int[np.ndarray, "n m"], packing: Packing, axis: int) -> UInt8[
     words = np.moveaxis(words.view(np.uint32), axis, -1)
     numbers = words[..., None] >> shifts & np.uint32(2**packing.bits - 1)
     return np.moveaxis(numbers.astype(np.uint8).reshape(len(words), -1), -1, axis)
+
+
+_FILES = ("quantize_config.json", "quant_config.json", "quantization_config.json")
+"""Files in which AutoGPTQ, AutoAWQ and AutoRound store their settings."""
+_MODELOPT = "hf_quant_config.json"
+_NAMES = re.compile(r"gptq|awq|\dbit", re.IGNORECASE)
+_TENSORS = re.compile(
+    r".*(\.(qweight|weight_packed|weight_scale|weight_scale_inv|weight_scale_2|SCB)|_blocks|\.absmax)"
+)
+"""Names of tensors that only quantized checkpoints have."""
+
+
+def check_weight_files(directory: Path, settings: Settings) -> None:
+    """Refuse a directory whose weights have the name that a program for quantization gave them."""
+    if (directory / SINGLE).exists() or (directory / INDEX).exists():
+        return
+    has_settings = bool(settings.get("quantization_config"))
+    for file in sorted(directory.glob("*.safetensors*")):
+        if _NAMES.search(file.name) or has_settings or _settings_file(directory) is not None:
+            name = INDEX if file.name.endswith(".index.json") else SINGLE
+            sharded = re.search(r"-\d+-of-\d+\.safetensors$", file.name)
+            rename = f"add the index of its shards as {INDEX}" if sharded else f"rename it to {name}"
+            missing = "" if has_settings else f", and {_remedy(directory)}"
+            raise LoadError(
+                f"{directory} has neither {SINGLE} nor {INDEX}, but {file.name}, which is quantised: {rename}{missing}."
+            )
+
+
+def check_tensors(stored: Stored, directory: Path) -> None:
+    """Refuse quantized tensors of a directory whose config declares no quantization."""
+    for name in sorted(stored.tensors):
+        if _TENSORS.fullmatch(name):
+            raise LoadError(
+                f"{directory} is quantised (tensor {name}), but its config.json has no quantization_config: "
+                f"{_remedy(directory)}."
+            )
+
+
+def _settings_file(directory: Path) -> str | None:
+    return next((name for name in (*_FILES, _MODELOPT) if (directory / name).exists()), None)
+
+
+def _remedy(directory: Path) -> str:
+    name = _settings_file(directory)
+    if name is None:
+        return "add the settings that it was quantised with to config.json as quantization_config"
+    if name == _MODELOPT:
+        return (
+            f'if quant_algo in {name} is FP8, add {{"quant_method": "fp8"}} to config.json as quantization_config; '
+            "other formats of ModelOpt are not supported"
+        )
+    return f"add what {name} has to config.json as quantization_config, with its quant_method (gptq or awq)"

@@ -6,9 +6,11 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
@@ -35,8 +37,6 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
     Args:
         weights: the model's weights; those of 8-bit integers are written in floating point.
     """
-    from safetensors.numpy import save_file
-
     rope = config.rope and Rope(config.head_width, config.rope.theta)
     if rope is None or config != ModelConfig(**{name: getattr(config, name) for name in _WRITTEN}, rope=rope):
         raise ValueError("only a Llama without biases and without scaled RoPE can be written; this model is another.")
@@ -59,11 +59,10 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
     }
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
 
-    floats = jax.tree.map(
-        lambda node: Linear(node.matrix) if isinstance(node, Linear) else node,
-        weights,
-        is_leaf=lambda node: isinstance(node, Linear),
-    )
-    tensors = {LLAMA.source(leaf_name(path)).name: leaf for path, leaf in jax.tree.leaves_with_path(floats)}
+    def floats(node: Any) -> Any:
+        return Linear(node.matrix) if isinstance(node, Linear) else node
+
+    weights = jax.tree.map(floats, weights, is_leaf=lambda node: isinstance(node, Linear))
+    tensors = {LLAMA.source(leaf_name(path)).name: leaf for path, leaf in jax.tree.leaves_with_path(weights)}
     cast = {name: np.asarray(leaf.astype(dtype)) for name, leaf in tensors.items()}
     save_file(cast, directory / "model.safetensors", {"format": "pt"})

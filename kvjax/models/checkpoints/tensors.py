@@ -1,12 +1,13 @@
-"""Tensors stored in files, and reading those of safetensors files."""
+"""Tensors stored in files, reading those of safetensors files, and the stored tensors of each leaf of the weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
 
-from kvjax.models.families import LoadError
+from kvjax.models.config import ModelConfig
+from kvjax.models.families import Family, LoadError
+from kvjax.models.families.family import Shape, Source
 from kvjax.utils import files
 from kvjax.utils.files import check_regular, damage_named
 
@@ -38,10 +41,9 @@ class Tensor:
         file: the file that contains it.
         shape: shape in a Hugging Face checkpoint.
         size: bytes in the file.
-        read: function from a dtype to the tensor: in its own dtype, or in the given one if it is quantized. It raises
-            LoadError if the type in the file is not supported.
-        place: function from a dtype and a sharding to the tensor on devices, reading only the shards needed here;
-            None for formats without such reads.
+        read: function from a dtype, and optionally a sharding, to the tensor: in its own dtype, or in the given one if
+            it is quantized. With a sharding, formats whose shards can be read apart return the tensor on devices, from
+            the shards needed here. It raises LoadError if the type in the file is not supported.
         kind: type in a safetensors file.
         codes: function that reads integers and numbers of 8 bits as they are; None for other types.
         blocks: function that reads some rows [rows, in] at a time, in float32 if they are quantized; None for formats
@@ -51,8 +53,7 @@ class Tensor:
     file: Path
     shape: tuple[int, ...]
     size: int
-    read: Callable[[np.dtype], np.ndarray]
-    place: Callable[[np.dtype, jax.sharding.Sharding], jax.Array] | None = None
+    read: Callable[..., Any]
     kind: str = ""
     codes: Callable[[], np.ndarray] | None = None
     blocks: Callable[[], Iterator[np.ndarray]] | None = None
@@ -130,30 +131,14 @@ def read_safetensors(directory: Path) -> Stored:
 def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
     """Return a tensor, which opens the file for each read: a mapped file keeps everything read from it in memory."""
 
-    def check_kind() -> None:
-        if kind not in _SIZES:
-            raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
-
-    def read(dtype: np.dtype) -> np.ndarray:
+    def read(dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> np.ndarray | jax.Array:
         with _open(file) as opened:
-            check_kind()
-            return opened.get_tensor(name)
-
-    def place(dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-        with _open(file) as opened:
-            check_kind()
+            if kind not in _SIZES:
+                raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
+            if sharding is None:
+                return opened.get_tensor(name)
             stored = opened.get_slice(name)
-            # Read each part once, also if several devices hold it.
-            parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
-
-            def part(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None
-                where = tuple((axis.start, axis.stop) for axis in index)
-                if where not in parts:
-                    parts[where] = stored[index].astype(dtype, copy=False)
-                return parts[where]
-
-            return jax.make_array_from_callback(shape, sharding, part).block_until_ready()
+            return on_devices(shape, sharding, lambda index: stored[index].astype(dtype, copy=False))
 
     def codes() -> np.ndarray:
         # The reader of safetensors for NumPy knows no floats of 8 bits, so read the bytes.
@@ -163,7 +148,21 @@ def _tensor(file: Path, name: str, shape: tuple[int, ...], kind: str) -> Tensor:
         return np.fromfile(file, _CODES[kind], math.prod(shape), offset=8 + length + start).reshape(shape)
 
     size = math.prod(shape) * (_CODES[kind].itemsize if kind in _CODES else _SIZES.get(kind, 1))
-    return Tensor(file, shape, size, read, place, kind, codes if kind in _CODES else None)
+    return Tensor(file, shape, size, read, kind, codes if kind in _CODES else None)
+
+
+def on_devices(
+    shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+    """Put an array on devices, and wait for the transfer; each part is read once, also if several devices have it."""
+    parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        where = tuple((axis.start, axis.stop) for axis in index)
+        return parts[where] if where in parts else parts.setdefault(where, part(index))
+
+    return jax.make_array_from_callback(shape, sharding, shard).block_until_ready()
 
 
 def _open(file: Path) -> Any:
@@ -191,3 +190,116 @@ def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
         if not os.path.isfile(directory / shard):  # False also for names that the system refuses
             raise LoadError(f"{index} names the shard {shard}, which is missing from {directory}.")
     return [directory / shard for shard in shards], names
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Stored tensors of a leaf of `Weights`: one, or one for each expert. `names` are those in the files."""
+
+    source: Source
+    names: tuple[str, ...]
+    shape: Shape
+
+    @property
+    def part(self) -> Shape:
+        """Shape of the leaf, or of one expert's part of it if each tensor is one."""
+        return self.shape[1:] if "{expert}" in self.source.name else self.shape
+
+    def expected(self, config: ModelConfig) -> Shape:
+        """Return the shape that each stored tensor must have."""
+        return self.part if self.source.shape is None else self.source.shape(self.part, config)
+
+    def tensor(self, tensors: Mapping[str, Tensor], config: ModelConfig, dtype: np.dtype) -> Tensor:
+        """Return the leaf, given the stored tensors; each of them is refused, as it is read, if it is damaged."""
+        parts = [_checked(name, self._converted(tensors[name], config), dtype) for name in self.names]
+        return parts[0] if self.part == self.shape else _stacked(parts)
+
+    def _converted(self, tensor: Tensor, config: ModelConfig) -> Tensor:
+        convert = self.source.read
+        if convert is None:
+            return tensor
+        return Tensor(tensor.file, self.part, tensor.size, lambda dtype, *_: convert(tensor.read(dtype), config))
+
+
+def _checked(name: str, tensor: Tensor, dtype: np.dtype) -> Tensor:
+    """Return a tensor in a dtype that raises an error as it is read if some of its numbers are not finite."""
+
+    def checked(numbers: Any) -> Any:
+        on_host = isinstance(numbers, np.ndarray)
+        numbers = numbers.astype(dtype, copy=False) if on_host else numbers
+        if not (check_finite(numbers) if on_host else jnp.isfinite(numbers).all()):
+            raise LoadError(f"{tensor.file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
+        return numbers
+
+    def read(_: np.dtype, *sharding: jax.sharding.Sharding) -> Any:
+        return checked(tensor.read(dtype, *sharding))
+
+    return dataclasses.replace(tensor, read=read, blocks=lambda: map(checked, tensor.rows(dtype)))
+
+
+def check_finite(tensor: np.ndarray) -> bool:
+    """Return whether all numbers are finite, from their bits: NumPy compares integers fast and without a copy."""
+    width = tensor.dtype.itemsize
+    infinity = np.array(np.inf, tensor.dtype).view(f"i{width}")
+    bits = tensor.reshape(-1).view(f"i{width}")
+    # Bits of positive numbers sort like the numbers, with NaN above infinity; those of negative ones as unsigned.
+    positive, negative = (np.max(view, initial=0) for view in (bits, bits.view(f"u{width}")))
+    sign = 1 << (8 * width - 1)
+    return bool(positive < infinity and int(negative) < sign + int(infinity))
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Return one tensor of those of experts, which are read one after the other, on a mesh by the devices of each."""
+    shape = (len(parts), *parts[0].shape)
+
+    def read(dtype: np.dtype, sharding: jax.sharding.Sharding | None = None) -> np.ndarray | jax.Array:
+        def of_experts(index: tuple[slice, ...]) -> np.ndarray:
+            experts = parts[index[0]]
+            stack = np.empty((len(experts), *shape[1:]), dtype)
+            for place, expert in enumerate(experts):
+                stack[place] = expert.read(dtype)
+            return stack
+
+        return of_experts((slice(None),)) if sharding is None else on_devices(shape, sharding, of_experts)
+
+    def blocks() -> Iterator[np.ndarray]:
+        for part in parts:
+            assert part.blocks is not None
+            yield from part.blocks()
+
+    return Tensor(parts[0].file, shape, sum(part.size for part in parts), read, blocks=blocks)
+
+
+def read_once(tensor: Tensor, uses: int) -> Tensor:
+    """Return a tensor that several leaves use: it is read once and kept until the last of them."""
+    cache: list[np.ndarray] = []
+    later = itertools.count(uses - 1, -1)
+
+    def read(dtype: np.dtype, _: object = None) -> np.ndarray:
+        array = cache.pop() if cache else tensor.read(dtype)
+        if next(later) > 0:
+            cache.append(array)
+        return array
+
+    return tensor if uses == 1 else dataclasses.replace(tensor, read=read)
+
+
+def spellings(name: str, base: str) -> tuple[str, ...]:
+    """Return a tensor's possible names: with and without the model's prefix, and inside a multimodal model."""
+    bare = name.removeprefix(base)
+    return (name, bare, f"language_model.{name}", f"{base}language_model.{bare}")
+
+
+def find_origins(stored: Stored, family: Family, shapes: Mapping[str, Shape]) -> dict[str, Origin]:
+    """Return the origin of each leaf, given the leaves' shapes; a missing tensor has the name of the usual layout."""
+
+    def stored_name(name: str) -> str:
+        name = stored.rename(name)
+        return next((x for x in spellings(name, family.base) if x in stored.tensors), name)
+
+    def origin(leaf: str, shape: Shape) -> Origin:
+        first = Source(leaf) if stored.ours else family.source(leaf)
+        layouts = [Origin(s, tuple(map(stored_name, s.names(shape))), shape) for s in (first, *first.alternatives)]
+        return next((layout for layout in layouts if layout.names[0] in stored.tensors), layouts[0])
+
+    return {leaf: origin(leaf, shape) for leaf, shape in shapes.items()}

@@ -76,14 +76,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
 """Why kvjax does not read some well-known architectures, with the `model_type` of each."""
 
 
-def _unknown(name: object) -> LoadError:
-    bare = name.removesuffix("_text") if isinstance(name, str) else name
-    for reason, names in _REASONS.items():
-        if bare in names:
-            return LoadError(f"Architecture (model_type) {name!r} is not supported: {reason}.")
-    return LoadError(f"Architecture (model_type) {name!r} is not supported; supported are {', '.join(FAMILIES)}.")
-
-
 def text_half(settings: Settings) -> Settings:
     """Return the settings of a multimodal model's text half, and those of any other model unchanged."""
     kind, inner = settings.get("model_type"), settings.get("text_config")
@@ -99,30 +91,21 @@ def text_half(settings: Settings) -> Settings:
     if name in (None, kind, f"{kind}_text") and name not in FAMILIES:
         text = FAMILIES[half.family].complete({**half.defaults, **text}, half.config or half.family)
         text |= {"model_type": half.family}
-    text["tie_word_embeddings"] = _tied(half, settings, inner)
+    key = "tie_word_embeddings"
+    flags = [flag(part, key) for part in (settings, inner) if part.get(key) is not None] or [half.tied]
+    text[key] = any(flags) if half.either_ties else flags[0]
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(text.get(key), dict):
-            text[key] = _rope_of_text(text[key])
+            # A text has one position per token; an image has three.
+            rope = {
+                name: value for name, value in text[key].items() if name not in ("mrope_section", "mrope_interleaved")
+            }
+            text[key] = rope | ({"rope_type": "default"} if rope.get("rope_type", rope.get("type")) == "mrope" else {})
     return text
 
 
 _OUTER = ("bos_token_id", "eos_token_id", "quantization_config")
 """Settings of a multimodal model that apply to its text half unless `text_config` has them."""
-
-
-def _tied(half: TextHalf, *parts: Settings) -> bool:
-    flags = [flag(part, "tie_word_embeddings") for part in parts if part.get("tie_word_embeddings") is not None]
-    if not flags:
-        return half.tied
-    return any(flags) if half.either_ties else flags[0]
-
-
-def _rope_of_text(rope: Settings) -> Settings:
-    """Return the RoPE of a text, which has one position per token; an image has three."""
-    plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
-    if plain.get("rope_type", plain.get("type")) != "mrope":
-        return plain
-    return {**plain, "rope_type": "default"}
 
 
 LAYERS, MOST_LAYERS = ("num_hidden_layers", "n_layer", "n_layers"), 10_000
@@ -134,7 +117,10 @@ def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
     settings = text_half(settings)
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise _unknown(name)
+        bare = name.removesuffix("_text") if isinstance(name, str) else name
+        reasons = (f": {reason}" for reason, names in _REASONS.items() if bare in names)
+        reason = next(reasons, f"; supported are {', '.join(FAMILIES)}")
+        raise LoadError(f"Architecture (model_type) {name!r} is not supported{reason}.")
     read_quantization(settings)
     family = FAMILIES[name]
     settings = family.complete(settings, name)

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.family import Family, LoadError, Settings, Source, fused_by_head, module_sources
 from kvjax.models.families.gpt import gpt_config
 from kvjax.models.families.llama import LLAMA_NAMES
 from kvjax.models.families.settings import flag, head_width, integer, optional_integer, read_rope
-from kvjax.models.families.sources import fused_by_head, module_sources
 from pallas_kernels.attention import alibi_slopes
 
 _NAMES = {
@@ -39,6 +38,9 @@ def _config(settings: Settings) -> ModelConfig:
         kv_heads = optional_integer(settings, "num_kv_heads") or heads
     elif flag(settings, "multi_query"):
         kv_heads = 1
+    # Falcon scales the sum of products and biases, and keeps slopes in bfloat16. transformers also rounds the bias of
+    # each position to bfloat16, which makes it depend on more than the distance; kvjax does not.
+    slopes = tuple((np.asarray(alibi_slopes(heads), jnp.bfloat16).astype(float) * width**-0.5).tolist())
     return gpt_config(
         settings,
         _NAMES,
@@ -46,18 +48,12 @@ def _config(settings: Settings) -> ModelConfig:
         parallel=parallel,
         position="alibi" if alibi else "rope",
         rope=None if alibi else read_rope(settings, width),
-        slopes=_slopes(heads, width) if alibi else None,
+        slopes=slopes if alibi else None,
         shared_norm=parallel and not (grouped and norms != 1),
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bias,
     )
-
-
-def _slopes(heads: int, width: int) -> tuple[float, ...]:
-    # Falcon scales the sum of products and biases, and keeps slopes in bfloat16. transformers also rounds the bias of
-    # each position to bfloat16, which makes it depend on more than the distance; kvjax does not.
-    return tuple((np.asarray(alibi_slopes(heads), jnp.bfloat16).astype(float) * width**-0.5).tolist())
 
 
 def _variant(config: ModelConfig) -> Mapping[str, Source]:

@@ -1,8 +1,9 @@
-"""Description of a model family: how its config.json is read, and where its weights come from."""
+"""Description of a model family: how its config.json is read, and the sources of its weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -104,3 +105,118 @@ class Family:
         match = re.match(r"layers\.(\d+)\.", leaf)
         source = self.sources[leaf if match is None else "layers." + leaf[match.end() :]]
         return source.in_layer(match and match[1])
+
+
+def module_sources(layers: str, modules: Mapping[str, str]) -> dict[str, Source]:
+    """Return the sources of tables, norms and linear maps, for weights and biases.
+
+    Args:
+        layers: the checkpoint's name of the list of layers, such as `transformer.h`.
+        modules: from kvjax's name of each module to the checkpoint's; those of a layer begin with `layers.` here, and
+            are named within the layer there.
+    """
+    sources: dict[str, Source] = {}
+    for name, stored_name in modules.items():
+        module = f"{layers}.{{layer}}.{stored_name}" if name.startswith("layers.") else stored_name
+        if name in ("embedding", "positions"):
+            sources[name] = Source(f"{module}.weight")
+            continue
+        sources[f"{name}.{'scale' if name.endswith('norm') else 'weight'}"] = Source(f"{module}.weight")
+        sources[f"{name}.bias"] = Source(f"{module}.bias")
+    return sources
+
+
+def fused_by_head(name: str) -> dict[str, Source]:
+    """Return the sources of queries, keys and values in one linear map: for each KV head its queries, key and value."""
+    slices = {"query": slice(None, -2), "key": slice(-2, -1), "value": slice(-1, None)}
+
+    def read(rows: slice, tensor: Tensor, config: ModelConfig) -> Tensor:
+        by_head = tensor.reshape(config.kv_heads, config.groups + 2, config.head_width, *tensor.shape[1:])
+        return by_head[:, rows].reshape(-1, *tensor.shape[1:]).copy()  # a view would keep the whole tensor in memory
+
+    return _fused(name, {leaf: functools.partial(read, rows) for leaf, rows in slices.items()})
+
+
+def fused_in_turn(name: str) -> dict[str, Source]:
+    """Return the sources of queries, keys and values in one linear map: all queries, then all keys, then all values."""
+
+    def read(index: int, tensor: Tensor, config: ModelConfig) -> Tensor:
+        heads = np.cumsum([config.heads, config.kv_heads])
+        return np.split(tensor, heads * config.head_width)[index].copy()
+
+    return _fused(name, {leaf: functools.partial(read, i) for i, leaf in enumerate(("query", "key", "value"))})
+
+
+def _fused(name: str, reads: Mapping[str, Callable[[Tensor, ModelConfig], Tensor]]) -> dict[str, Source]:
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        return ((config.heads + 2 * config.kv_heads) * config.head_width, *leaf[1:])
+
+    return {
+        f"layers.mixer.{leaf}.{part}": Source(f"{name}.{part}", shape, read)
+        for leaf, read in reads.items()
+        for part in ("weight", "bias")
+    }
+
+
+def gates_and_ups(name: str, *, axis: int, alternating: bool = False) -> dict[str, Source]:
+    """Return the sources of gates and up projections in one tensor: all gates first, or gates and ups in turn.
+
+    Args:
+        axis: axis of their outputs; an axis 0 before it is that of experts.
+        alternating: True if outputs 0, 2, ... are those of gates.
+    """
+
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        return (*leaf[:axis], 2 * leaf[axis], *leaf[axis + 1 :])
+
+    def read(half: int, tensor: Tensor, config: ModelConfig) -> Tensor:
+        pairs = (-1, 2) if alternating else (2, -1)
+        parted = tensor.reshape(*tensor.shape[:axis], *pairs, *tensor.shape[axis + 1 :])
+        return parted.take(half, axis + alternating)  # a copy: a view would keep the whole tensor in memory
+
+    return {leaf: Source(name, shape, functools.partial(read, half)) for half, leaf in enumerate(("gate", "up"))}
+
+
+def transposed(source: Source) -> Source:
+    """Return the source of maps stored as [in, out], or [expert, in, out]; biases stay as they are."""
+
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        sizes = leaf if source.shape is None else source.shape(leaf, config)
+        return (*sizes[:-2], *sizes[-2:][::-1])
+
+    def read(tensor: Tensor, config: ModelConfig) -> Tensor:
+        swapped = tensor.swapaxes(-1, -2) if tensor.ndim > 1 else tensor
+        return swapped.copy() if source.read is None else source.read(swapped, config)
+
+    return dataclasses.replace(source, shape=shape, read=read)
+
+
+def expert_sources(block: str, maps: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> dict[str, Source]:
+    """Return the sources of the router and of all experts.
+
+    Three layouts are known: one tensor for each map of each expert, all experts' gates and up projections in one
+    tensor (transformers 5 in memory), and one tensor for each map (GGUF).
+
+    Args:
+        maps: names of an expert's gate, up and down projection.
+    """
+    fused = fused_experts(block)
+    sources = {
+        f"layers.mlp.experts.{leaf}.weight": Source(
+            f"{block}.experts.{{expert}}.{stored_name}.weight",
+            alternatives=(fused[leaf], Source(f"{block}.experts.{stored_name}.weight")),
+        )
+        for leaf, stored_name in zip(fused, maps, strict=True)
+    }
+    return {"layers.mlp.router": Source(f"{block}.gate.weight"), **sources}
+
+
+def fused_experts(block: str, end: str = "", *, alternating: bool = False) -> dict[str, Source]:
+    """Return the sources of gate, up and down of all experts, of which gate and up are in one tensor.
+
+    Args:
+        end: end of the tensors' names.
+        alternating: as in `gates_and_ups`.
+    """
+    fused = gates_and_ups(f"{block}.experts.gate_up_proj{end}", axis=1, alternating=alternating)
+    return {**fused, "down": Source(f"{block}.experts.down_proj{end}")}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import SIZES, Family, LoadError, Settings, Source
+from kvjax.models.families.family import SIZES, Family, LoadError, Settings, Source, module_sources
 from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
 from kvjax.models.families.settings import (
     LAYER_TYPES,
@@ -22,7 +22,6 @@ from kvjax.models.families.settings import (
     rope_parts,
     ropes_of_layers,
 )
-from kvjax.models.families.sources import module_sources
 
 _DEFAULTS: Settings = {"tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1}
 _ONLY: Settings = {"mlp_bias": (False,), "use_bidirectional_attention": (None, False)}

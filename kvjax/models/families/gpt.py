@@ -11,10 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import SIZES, Family, Settings
+from kvjax.models.families.family import (
+    SIZES,
+    Family,
+    Settings,
+    fused_by_head,
+    fused_in_turn,
+    module_sources,
+    transposed,
+)
 from kvjax.models.families.llama import LLAMA_NAMES, common_fields
 from kvjax.models.families.settings import flag, head_width, integer, read_rope
-from kvjax.models.families.sources import fused_by_head, fused_in_turn, module_sources, transposed
 from kvjax.rope import Rope
 
 

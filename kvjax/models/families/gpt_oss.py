@@ -6,10 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import EXPERTS, SIZES, Family, Settings, Source
+from kvjax.models.families.family import (
+    EXPERTS,
+    SIZES,
+    Family,
+    Settings,
+    Source,
+    fused_experts,
+    gates_and_ups,
+    transposed,
+)
 from kvjax.models.families.llama import LLAMA_SOURCES, llama_config
 from kvjax.models.families.settings import periodic_windows, positive_number, read_mixture, with_default_rope
-from kvjax.models.families.sources import fused_experts, gates_and_ups, transposed
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import SIZES, Family, LoadError, Settings, Source
+from kvjax.models.families.family import (
+    SIZES,
+    Family,
+    LoadError,
+    Settings,
+    Source,
+    fused_in_turn,
+    gates_and_ups,
+    module_sources,
+)
 from kvjax.models.families.settings import (
     ACTIVATIONS,
     LAYER_TYPES,
@@ -21,7 +30,6 @@ from kvjax.models.families.settings import (
     read_windows,
     special_token_ids,
 )
-from kvjax.models.families.sources import fused_in_turn, gates_and_ups, module_sources
 
 LLAMA_NAMES: Mapping[str, str] = {
     "width": "hidden_size",

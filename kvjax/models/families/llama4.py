@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
-from kvjax.models.families.family import EXPERTS, SIZES, Family, LoadError, Settings, Source
+from kvjax.models.families.family import EXPERTS, SIZES, Family, LoadError, Settings, Source, fused_experts, transposed
 from kvjax.models.families.llama import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config, rotated_layers
 from kvjax.models.families.settings import flag, integer, layer_numbers, positive_number, read_layer_types, read_mixture
-from kvjax.models.families.sources import fused_experts, transposed
 
 _LAYER_TYPES = ("full_attention", "chunked_attention")
 """By default, layers with RoPE attend within chunks."""

@@ -10,10 +10,9 @@ import functools
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig, QueryGrowth
-from kvjax.models.families.family import EXPERTS, SIZES, Family, Settings
+from kvjax.models.families.family import EXPERTS, SIZES, Family, Settings, expert_sources
 from kvjax.models.families.llama import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.settings import given_rope, integer, positive_number, read_mixture, with_default_rope
-from kvjax.models.families.sources import expert_sources
 
 _ONLY = {"attention_bias": (False,), "mlp_bias": (False,)}
 _LOOKED_UP = (*SIZES, "num_key_value_heads")
@@ -39,10 +38,6 @@ def _ministral3(settings: Settings) -> ModelConfig:
     return dataclasses.replace(shape, query_growth=QueryGrowth(slope, length))
 
 
-def _mixtral(settings: Settings) -> ModelConfig:
-    return llama_config(settings, windowed=True, mixture=read_mixture(settings))
-
-
 FAMILIES: Mapping[str, Family] = {
     "mistral": Family(
         functools.partial(llama_config, windowed=True),
@@ -59,7 +54,7 @@ FAMILIES: Mapping[str, Family] = {
         looked_up=(*_LOOKED_UP, "head_dim"),
     ),
     "mixtral": Family(
-        _mixtral,
+        lambda settings: llama_config(settings, windowed=True, mixture=read_mixture(settings)),
         {**LLAMA_SOURCES, **expert_sources("model.layers.{layer}.block_sparse_moe", ("w1", "w3", "w2"))},
         {**LLAMA_DEFAULTS, "rope_theta": 1_000_000.0},
         _ONLY,

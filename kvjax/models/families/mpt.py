@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import Family, LoadError, Settings
+from kvjax.models.families.family import Family, LoadError, Settings, fused_in_turn, module_sources
 from kvjax.models.families.gpt import gpt_config
 from kvjax.models.families.llama import LLAMA_NAMES
 from kvjax.models.families.settings import check_only, integer, optional_number, positive_number
-from kvjax.models.families.sources import fused_in_turn, module_sources
 from pallas_kernels.attention import alibi_slopes
 
 _ONLY = {"attn_type": ("multihead_attention",), "prefix_lm": (False,), "qk_ln": (False,), "alibi": (True,)}

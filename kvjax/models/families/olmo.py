@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import SIZES, Family, Settings, Source
+from kvjax.models.families.family import SIZES, Family, Settings, Source, expert_sources
 from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
 from kvjax.models.families.settings import flag, optional_number, periodic_windows, read_mixture, ropes_of_layers
-from kvjax.models.families.sources import expert_sources
 
 _SOURCES: Mapping[str, Source] = {
     **LLAMA_SOURCES,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import SIZES, Family, LoadError, Settings
+from kvjax.models.families.family import SIZES, Family, LoadError, Settings, expert_sources
 from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
 from kvjax.models.families.settings import LAYER_TYPES, flag, integer, layer_numbers, read_mixture, read_windows
-from kvjax.models.families.sources import expert_sources
 
 _DEFAULTS: Settings = {"hidden_act": "silu", "sliding_window": 4096, "max_window_layers": 28}
 _ONLY = {"mlp_bias": (False,)}
@@ -27,14 +26,8 @@ def _windows(settings: Settings) -> tuple[int | None, ...] | None:
 
 def _qwen2(settings: Settings) -> ModelConfig:
     # Its configs contain a window even if `use_sliding_window` is off.
-    return llama_config(
-        {"output_bias": False, **settings, "attention_bias": True},
-        windows=_windows(settings),
-    )
-
-
-def _qwen3(settings: Settings) -> ModelConfig:
-    return llama_config(settings, windows=_windows(settings), query_key_norms=True)
+    biases = {"output_bias": False, **settings, "attention_bias": True}
+    return llama_config(biases, windows=_windows(settings))
 
 
 def _qwen3_moe(settings: Settings) -> ModelConfig:
@@ -56,7 +49,7 @@ def _qwen3_moe(settings: Settings) -> ModelConfig:
 FAMILIES: Mapping[str, Family] = {
     "qwen2": Family(_qwen2, LLAMA_SOURCES, _DEFAULTS, _ONLY, looked_up=_LOOKED_UP),
     "qwen3": Family(
-        _qwen3,
+        lambda settings: llama_config(settings, windows=_windows(settings), query_key_norms=True),
         {**LLAMA_SOURCES, **QUERY_KEY_NORMS},
         _DEFAULTS,
         _ONLY,

@@ -14,12 +14,9 @@ from kvjax.models.families.family import LoadError, Settings
 from kvjax.rope import Rope
 
 ACTIVATIONS: Mapping[str, str] = {
-    "silu": "silu",
-    "swish": "silu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
     "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
     "relu": "relu",
 }
 _ORIGINAL = "original_max_position_embeddings"
@@ -204,7 +201,11 @@ def ropes_of_layers(settings: Settings, shape: ModelConfig, theta: float) -> tup
 def _extras(kind: str, settings: Settings) -> dict[str, Any]:
     """Return the settings of `yarn` and `longrope` that are not numbers, or are made of others."""
     if kind == "longrope":
-        return {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
+        for key in ("short_factor", "long_factor"):
+            value = settings.get(key)
+            if not isinstance(value, list) or not all(isinstance(x, int | float) and x > 0 for x in value):
+                raise LoadError(f"{key} must be a list of numbers above 0, not {value!r}.")
+        return {f"{which}_factors": tuple(map(float, settings[f"{which}_factor"])) for which in ("short", "long")}
     if kind != "yarn":
         return {}
     extras: dict[str, Any] = {"truncate": flag({"truncate": True, **settings}, "truncate")}
@@ -213,13 +214,6 @@ def _extras(kind: str, settings: Settings) -> dict[str, Any]:
         above, below = (1 + 0.1 * positive_number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
         extras["attention_factor"] = above / below
     return extras
-
-
-def _numbers(settings: Settings, key: str) -> tuple[float, ...]:
-    value = settings.get(key)
-    if not isinstance(value, list) or not all(isinstance(x, int | float) and x > 0 for x in value):
-        raise LoadError(f"{key} must be a list of numbers above 0, not {value!r}.")
-    return tuple(map(float, value))
 
 
 def read_layer_types(settings: Settings, default: Sequence[str], kinds: Sequence[str] = LAYER_TYPES) -> Sequence[str]:

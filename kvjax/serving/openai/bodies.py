@@ -17,6 +17,9 @@ from kvjax.utils.settings import conversation
 
 TEMPERATURE = 1.0
 """OpenAI's temperature, where neither a request nor the model has one."""
+_OPTIONAL = {name: name for name in ("presence_penalty", "frequency_penalty", "stop", "ignore_eos", "logprobs")}
+_OPTIONAL |= {"stop_token_ids": "stop_ids", "kv_budget": "budget"}
+"""Fields of bodies that a request takes as they are, and their names there."""
 Value = TypeVar("Value")
 
 
@@ -174,18 +177,9 @@ def _requests(
         raise APIError(f"kv_budget={fields['kv_budget']} is more than the server's {serving.budget}.", "kv_budget")
     if any(not 0 <= token < serving.model.config.vocab_size for token in fields.get("stop_token_ids", ())):
         raise APIError("stop_token_ids has ids that the model does not have.", "stop_token_ids")
-    first = Request(
-        prompt=ids,
-        max_tokens=fields.get("max_tokens", min(default_tokens, room)),
-        sampling=sampling_of(serving.model.sampling_defaults, fields, TEMPERATURE),
-        presence_penalty=fields.get("presence_penalty", 0.0),
-        frequency_penalty=fields.get("frequency_penalty", 0.0),
-        stop=fields.get("stop", ()),
-        stop_ids=fields.get("stop_token_ids", ()),
-        ignore_eos=fields.get("ignore_eos", False),
-        chat=chat,
-        budget=fields.get("kv_budget"),
-        logprobs=fields.get("logprobs"),
-    )
+    tokens = fields.get("max_tokens", min(default_tokens, room))
+    sampling = sampling_of(serving.model.sampling_defaults, fields, TEMPERATURE)
+    optional = {attribute: fields[name] for name, attribute in _OPTIONAL.items() if name in fields}
+    first = Request(ids, tokens, sampling, chat=chat, **optional)
     seed = fields.get("seed", secrets.randbits(32))
     return [dataclasses.replace(first, seed=(seed + i) % 2**32) for i in range(n)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import reprlib
@@ -19,6 +20,7 @@ Check = Callable[[str, Any], Any]
 """Function of a field's name and value; it returns the parsed value, or raises `APIError` if it is invalid."""
 
 
+@dataclasses.dataclass(eq=False)
 class APIError(Exception):
     """Error that a client gets instead of an answer.
 
@@ -27,16 +29,11 @@ class APIError(Exception):
         code: OpenAI's error code, if there is one.
     """
 
-    def __init__(
-        self,
-        message: str,
-        param: str | None = None,
-        status: int = 400,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.status, self.code, self.headers = message, param, status, code, headers
+    message: str
+    param: str | None = None
+    status: int = 400
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format."""
@@ -135,45 +132,28 @@ def _template_settings(name: str, value: Any) -> dict[str, Any]:
 
 
 COMMON: Mapping[str, Check] = {
-    "model": _text,
-    "max_tokens": _integer(1, 2**31 - 1),
+    **dict.fromkeys(("model", "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"), _text),
+    **dict.fromkeys(("stream", "store", "ignore_eos"), _flag),
+    **dict.fromkeys(("metadata", "prompt_cache_options"), _object),
+    **dict.fromkeys(("max_tokens", "kv_budget"), _integer(1, 2**31 - 1)),
+    **dict.fromkeys(("top_p", "min_p"), _real(0, 1)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _real(-2, 2)),
     "temperature": _real(0, 2),
-    "top_p": _real(0, 1),
     "n": _integer(1, MOST_CHOICES),
     "stop": _stops,
     "seed": _integer(-(2**63), 2**64 - 1),
-    "stream": _flag,
     "stream_options": _stream_options,
-    "presence_penalty": _real(-2, 2),
-    "frequency_penalty": _real(-2, 2),
     "logit_bias": _no_bias,
-    "user": _text,
-    "safety_identifier": _text,
-    "prompt_cache_key": _text,
-    "prompt_cache_retention": _text,
-    "prompt_cache_options": _object,
-    "metadata": _object,
-    "store": _flag,
     "service_tier": _only("auto", "default", "flex", "scale", "priority", "fast"),
     "top_k": _integer(-1, 2**31 - 1),
-    "min_p": _real(0, 1),
     "repetition_penalty": _real(0, 1000, above=True),
-    "ignore_eos": _flag,
     "stop_token_ids": _ids,
-    "kv_budget": _integer(1, 2**31 - 1),
-    "moderation": _only(),
-    "echo": _only(False),
-    "use_beam_search": _only(False),
     "length_penalty": _only(1, 1.0),
-    "min_tokens": _only(0),
     "bad_words": _only([]),
-    "allowed_token_ids": _only(),
-    "prompt_logprobs": _only(),
-    "truncate_prompt_tokens": _only(),
-    "include_stop_str_in_output": _only(False),
-    "skip_special_tokens": _only(True),
-    "spaces_between_special_tokens": _only(True),
-    "priority": _only(0),
+    **dict.fromkeys(("min_tokens", "priority"), _only(0)),
+    **dict.fromkeys(("echo", "use_beam_search", "include_stop_str_in_output"), _only(False)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), _only(True)),
+    **dict.fromkeys(("moderation", "allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens"), _only()),
 }
 """Checks of the fields of both kinds of bodies: OpenAI's, vLLM's and kvjax's own."""
 
@@ -189,24 +169,18 @@ CHAT: Mapping[str, Check] = COMMON | {
     "max_completion_tokens": COMMON["max_tokens"],
     "logprobs": _flag,
     "top_logprobs": _integer(0, 20),
-    "tools": _of(list, "a list of tools"),
-    "functions": _of(list, "a list of functions"),
-    "tool_choice": _only("none", "auto"),
-    "function_call": _only("none", "auto"),
+    **{name: _of(list, f"a list of {name}") for name in ("tools", "functions")},
+    **dict.fromkeys(("tool_choice", "function_call"), _only("none", "auto")),
     "parallel_tool_calls": _flag,
     "response_format": _only({"type": "text"}),
     "modalities": _only(["text"]),
     "reasoning_effort": _only("none", "medium"),
     "verbosity": _only("medium"),
-    "audio": _only(),
-    "prediction": _only(),
-    "web_search_options": _only(),
     "add_generation_prompt": _only(True),
-    "continue_final_message": _only(False),
-    "add_special_tokens": _only(False),
-    "chat_template": _only(),
+    **dict.fromkeys(("continue_final_message", "add_special_tokens"), _only(False)),
     "chat_template_kwargs": _template_settings,
     "documents": _only([]),
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "chat_template"), _only()),
 }
 
 

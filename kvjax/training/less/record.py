@@ -1,29 +1,37 @@
-"""Training features of LESS kernels: queries, their attention after eviction, and the evicted pairs."""
+"""Training features of LESS kernels: queries, their attention after eviction, and the evicted pairs, kept on disk."""
 
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.attention import with_evicted
+from kvjax.cache.attention import with_evicted, with_replayed, without_replayed
 from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.pending import Pending, sum_over_layers
-from kvjax.cache.recompute import with_replayed, without_replayed
 from kvjax.cache.slots import Slots
 from kvjax.cache.stats import stats_from_probs
+from kvjax.inference.prepare import bind_policy
+from kvjax.inference.shapes import empty_state
 from kvjax.inference.state import State
 from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
+from kvjax.model import Model
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, layers_of
-from kvjax.policies.policy import Policy
+from kvjax.policies import Plan, Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, LayerTokens, TokenBatch, wide
+from kvjax.utils.files import read_json, read_text, written_aside
 from pallas_kernels.attention import Partial, with_sink
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.operands import values
@@ -122,17 +130,10 @@ def record(state: State, tokens: Int[Array, "b n"], *, mask: str = "decode") -> 
     for text, full, replayed in zip(texts, attended, steps, strict=True):
         position = jnp.moveaxis(replayed.evicted_position, 0, -1)
         k, v = (jnp.where(position[..., None] >= 0, join_steps(x, 2), 0) for x in (replayed.k, replayed.v))
-        features.append(
-            Features(
-                q=rotate(text.config.rope, text.q, jnp.arange(n), n),
-                k=k,
-                v=v,
-                leaving=(position >= 0).astype(replayed.partial.lse.dtype),
-                sparse=join_steps(replayed.partial.out, 3),
-                lse=join_steps(replayed.partial.lse, 3),
-                full=with_sink(full, text.sink_logits).out,
-            )
-        )
+        q, leaving = rotate(text.config.rope, text.q, jnp.arange(n), n), position >= 0
+        sparse, lse = (join_steps(x, 3) for x in (replayed.partial.out, replayed.partial.lse))
+        out = with_sink(full, text.sink_logits).out
+        features.append(Features(q, k, v, leaving.astype(lse.dtype), sparse, lse, out))
         evicted.append(position)
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers).astype(wide(layers[0].dtype)), *features)
     return stacked, jnp.stack(evicted)
@@ -223,3 +224,102 @@ def attend_fully(
     slot_positions = jnp.broadcast_to(positions[:, None], k.shape[:3])
     attended = prefill_attention(q, k, v, positions, slot_positions, shape.spec, scores=False)
     return Partial(attended.out, attended.lse)
+
+
+ROWS = 8
+"""Most texts that are read together."""
+
+
+def check_trainable(policy: Policy, mask: str) -> None:
+    """Refuse a policy that kernels cannot be trained for."""
+    name = name_of(policy)
+    check_mask(policy, mask)
+    if policy.plan.sizing.mode == "unbounded":
+        raise ValueError(f"policy {name!r} evicts nothing, so kernels cannot learn anything; choose one that evicts.")
+    if policy.may_shrink:
+        raise ValueError(f"policy {name!r} may evict several tokens in one step; use a plan with constant slots.")
+    if policy.residual is not None:
+        raise ValueError(f"policy {name!r} already uses kernels; give the policy that it wraps, such as h2o.")
+    if policy.selection is not None:
+        raise ValueError(f"policy {name!r} reads only some of the tokens that it holds; leave the selection out.")
+
+
+def collect(
+    model: Model,
+    policy: Policy,
+    budget: int,
+    tokens: Int[np.ndarray, "s n"],
+    directory: Path,
+    *,
+    plan: Plan | str | None = None,
+    mask: str = "decode",
+    seed: int = 0,
+    show: Callable[[int], None] = lambda done: None,
+) -> Features:
+    """Collect features of texts in memory-mapped arrays [L, s, ...]; a new call resumes an interrupted one.
+
+    Args:
+        directory: directory of the arrays, about 6 n (heads + KV heads) d floats per text and layer.
+        seed: seed of random policies; each text gets its own seed from it.
+    """
+    check_trainable(policy, mask)
+    bound_policy, layers = bind_policy(model, policy, budget, plan), model.config.layer_configs
+    if bound_policy.plan.sizing.per_head:
+        raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
+    total, n = tokens.shape
+    rows = next(size for size in range(min(ROWS, total), 0, -1) if total % size == 0)
+    state = empty_state(model, bound_policy, rows, n, budget)
+    layer_heads = zip(layers, state.cache.attending, strict=True)
+    if min(int(heads.limit.min()) for layer, heads in layer_heads if not layer.bounded_by_window(n)) >= n:
+        raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
+    seeds = jax.random.bits(jax.random.key(seed), (total,), jnp.uint32)
+
+    def of(first: int) -> Features:
+        chosen = slice(first, first + rows)
+        return record(state.replace(seed=seeds[chosen]), jnp.asarray(tokens[chosen], jnp.int32), mask=mask)[0]
+
+    shapes = jax.eval_shape(lambda: of(0))
+    directory.mkdir(parents=True, exist_ok=True)
+    progress = directory / "collected.json"
+    done = read_json(progress).get("texts") if progress.exists() else 0
+    if type(done) is not int or done < 0:
+        raise ValueError(f"{progress} must have a number of texts, not {done!r}; delete its directory to begin again.")
+
+    def open_array(path: Any, leaf: Any) -> np.ndarray:
+        file = directory / f"{jax.tree_util.keystr(path, simple=True)}.npy"
+        if done and file.exists():
+            return np.lib.format.open_memmap(file, mode="r+")
+        shape = (leaf.shape[0], total, *leaf.shape[2:])
+        return np.lib.format.open_memmap(file, mode="w+", dtype=leaf.dtype, shape=shape)
+
+    arrays = jax.tree_util.tree_map_with_path(open_array, shapes)
+    for first in range(done, total, rows):
+        features = of(first)
+        for array, leaf in zip(jax.tree.leaves(arrays), jax.tree.leaves(features), strict=True):
+            array[:, first : first + rows] = np.asarray(leaf)
+        with written_aside(progress) as aside:
+            aside.write_text(json.dumps({"texts": first + rows}))
+        show(first + rows)
+    return arrays
+
+
+def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed: int = 0) -> Int[np.ndarray, "s n"]:
+    """Sample passages of `length` tokens from random places of text files, as token ids; the files take turns."""
+    contents = [read_text(file) for file in files]
+    rng = np.random.default_rng(seed)
+    passages = np.zeros((texts, length), np.int32)
+    for i in range(texts):
+        file, content = files[i % len(files)], contents[i % len(files)]
+        characters = 8 * length
+        place = rng.random()
+        while True:
+            # If the passage is too short in tokens, double its characters.
+            start = int(place * max(0, len(content) - characters))
+            ids = model.tokenizer(content[start : start + characters], verbose=False)["input_ids"]
+            if len(ids) >= length:
+                passages[i] = ids[:length]
+                break
+            if characters >= len(content):
+                raise ValueError(f"{file} has {len(ids)} tokens, fewer than the {length} of one text; use --length.")
+            characters *= 2
+    return passages

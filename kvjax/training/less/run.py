@@ -24,10 +24,9 @@ from kvjax.model import Model
 from kvjax.models.fingerprint import fingerprint, fingerprints
 from kvjax.policies.policy import Policy
 from kvjax.training import checkpoints
-from kvjax.training.less.collect import check_trainable, collect, sample_texts
 from kvjax.training.less.loss import output_projections
 from kvjax.training.less.recipe import Recipe
-from kvjax.training.less.record import Features
+from kvjax.training.less.record import Features, check_trainable, collect, sample_texts
 from kvjax.training.less.train import OF_LAYERS, Training, check_batch, mean_error, split_texts, train, training_mesh
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.progress import Bar
@@ -110,16 +109,14 @@ def train_kernels(
     stored = jnp.dtype(save_dtype)
     errors = held_out_errors(model, features, training, recipe, stored, mesh=mesh)
     record: dict[str, Any] = {k: v for k, v in run_settings.items() if k not in ("model", "policy", "policy_settings")}
+    shared: dict[str, Any] = {key: run_settings[key] for key in ("policy_settings", "features", "hidden", "literal")}
     settings = checkpoint.Settings(
         model=model.name,
         fingerprint=fingerprints(model)[0],
         policy=name,
-        policy_settings=run_settings["policy_settings"],
         budget=slots,
-        features=recipe.features,
-        hidden=recipe.hidden,
-        literal=recipe.literal,
         training=record | {"errors": errors},
+        **shared,
     )
     checkpoint.save(out, training.best, settings, dtype=stored)
     write_losses(out, np.asarray(training.losses))
@@ -144,8 +141,7 @@ def held_out_errors(
     mesh = training_mesh(model.config, mesh)
     projection = jax.device_put(output_projections(model), NamedSharding(mesh, OF_LAYERS))
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), training.best)
-    before = mean_error(None, features, held_out, projection, recipe, mesh)
-    after = mean_error(rounded, features, held_out, projection, recipe, mesh)
+    before, after = (mean_error(x, features, held_out, projection, recipe, mesh) for x in (None, rounded))
     best = np.argmin(np.asarray(training.losses)[:, :, 1], axis=1) + 1
     return [
         {"layer": layer, "before": float(before[layer]), "after": float(after[layer]), "best_epoch": int(best[layer])}

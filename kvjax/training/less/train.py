@@ -97,11 +97,6 @@ def _step(
     recipe: Recipe,
     mesh: Mesh,
 ) -> tuple[Params, Any, Float[Array, " L"]]:
-    def loss(
-        params: Params, features: Features, projection: Projection, key: Key[Array, ""]
-    ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-        return squared_error(memory_attention(params, recipe, features, key), features, projection)
-
     def layer(
         params: Params,
         optimiser: Any,
@@ -110,13 +105,14 @@ def _step(
         rate: Float[Array, ""],
         keys: Key[Array, " b"],
     ) -> tuple[Params, Any, Float[Array, ""]]:
-        def of_text(text: tuple[Features, Key[Array, ""]]) -> Any:
-            features, key = jax.tree.map(lambda leaf: leaf[None], text[0]), text[1]
-            return jax.value_and_grad(loss, has_aux=True)(params, features, projection, key)
+        def loss(params: Params, text: Features, key: Key[Array, ""]) -> tuple[Float[Array, ""], Int[Array, ""]]:
+            text = jax.tree.map(lambda leaf: leaf[None], text)
+            return squared_error(memory_attention(params, recipe, text, key), text, projection)
 
         # Texts run in turn, so the dropout of a text does not depend on the other texts of its device.
-        of_texts = jax.tree.map(lambda leaf: leaf.sum(0), jax.lax.map(of_text, (features, keys)))
-        (total, numbers), gradients = jax.lax.psum(of_texts, DATA)
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        of_texts = jax.lax.map(lambda text: gradient(params, *text), (features, keys))
+        (total, numbers), gradients = jax.lax.psum(jax.tree.map(lambda leaf: leaf.sum(0), of_texts), DATA)
         error, gradients = jax.tree.map(lambda leaf: leaf / jnp.maximum(numbers, 1), (total, gradients))
         updates, optimiser = optax.scale_by_adam().update(gradients, optimiser)
         return optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, updates)), optimiser, error
@@ -203,13 +199,8 @@ def train(
     check_batch(recipe.batch, mesh)
     mesh = training_mesh(model.config, mesh)
     sharding = NamedSharding(mesh, OF_LAYERS)
-    params = init_kernels(
-        jax.random.key(recipe.seed),
-        model.config,
-        features=recipe.features,
-        hidden=recipe.hidden,
-        literal=recipe.literal,
-    )
+    shape: dict[str, Any] = {name: getattr(recipe, name) for name in ("features", "hidden", "literal")}
+    params = init_kernels(jax.random.key(recipe.seed), model.config, **shape)
     training = Training(
         params=params,
         optimiser=jax.vmap(optax.scale_by_adam().init)(params),

@@ -22,14 +22,14 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.model import Model, load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
-from kvjax.models.checkpoints.origins import check_finite
 from kvjax.models.checkpoints.saving import write_checkpoint
+from kvjax.models.checkpoints.tensors import check_finite
 from kvjax.models.families import read_model_config
 from kvjax.models.fingerprint import fingerprint, fingerprints
 from kvjax.models.integers import code_dtype
 from kvjax.models.linear import Linear
 from kvjax.models.mlp import DenseMlp
-from kvjax.models.sampling_defaults import SamplingDefaults
+from kvjax.models.model import SamplingDefaults
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
 SETTINGS = {
