@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.attention import with_evicted
+from kvjax.cache.attention import with_evicted, with_replayed, without_replayed
 from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.pending import Pending, sum_over_layers
-from kvjax.cache.recompute import with_replayed, without_replayed
 from kvjax.cache.slots import Slots
 from kvjax.cache.stats import stats_from_probs
 from kvjax.inference.state import State
