@@ -60,7 +60,7 @@ class Part(struct.PyTreeNode, abc.ABC):
         check_class(cls)
         in_order, fields = _hyperparameters(cls)
         for name, value in (dict(zip(in_order, values, strict=False)) | keywords).items():
-            if name not in fields or isinstance(value, Part):
+            if name not in fields:
                 continue
             if type(value) in SIMPLE:
                 _check_once(cls, name, type(value), value)
@@ -136,10 +136,11 @@ def label_of(part: Part) -> str:
 
 @functools.cache
 def _hyperparameters(kind: type[Part]) -> tuple[list[str], dict[str, dataclasses.Field[Any]]]:
-    """Return the names of a class's fields in the order of its arguments, and the fields of its hyperparameters."""
+    """Return the names of a class's fields in the order of its arguments, and the fields of its settings, no parts."""
     fields: dict[str, dataclasses.Field[Any]] = getattr(kind, "__dataclass_fields__", {})
     in_order = [name for name, field in fields.items() if field.init and not field.kw_only]
-    return in_order, {name: fields[name] for name in setting_names(kind)}
+    settings = [name for name in setting_names(kind) if not isinstance(fields[name].default, Part)]
+    return in_order, {name: fields[name] for name in settings}
 
 
 def _check_setting(kind: type[Part], name: str, _: object, value: Any) -> None:
