@@ -111,7 +111,12 @@ def add_lossless_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--lossless", action="store_true", help="write the full cache's text: the policy drafts it on its small cache"
     )
-    options.add_argument("--draft-tokens", type=int, help="tokens to draft before they are verified (default: 4)")
+    options.add_argument(
+        "--draft-tokens",
+        type=lambda text: text if text == "auto" else int(text),
+        metavar="N",
+        help="tokens to draft before they are verified, or auto for as many as pay (default: 4)",
+    )
 
 
 def lossless_settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -21,14 +21,13 @@ from kvjax.generation.keywords import BeginKeywords, TextKeywords, TextsKeywords
 from kvjax.generation.loop import Drawn, PrefilledBatch
 from kvjax.generation.prompts import encode, end_ids, has_turns
 from kvjax.generation.sampling import GREEDY, sampling_of
-from kvjax.generation.speculative import SpeculativeBatch
+from kvjax.generation.speculative import drafting
 from kvjax.inference.cache import policy_seeds
 from kvjax.inference.decoder import decoder
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prefill import draws
 from kvjax.inference.prepare import bind_policy, check_vocabulary, instead, longest_text, prepare
-from kvjax.inference.speculation import speculation
 from kvjax.inference.state import State, held_positions, take_rows
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.policies.allocation import Plan
@@ -131,7 +130,7 @@ def begin(
     logprobs: int | None = None,
     rope_length: int | None = None,
     lossless: bool = False,
-    draft_tokens: int = 4,
+    draft_tokens: int | str = 4,
 ) -> PrefilledBatch:
     """Prefill prompts for generation; see `generate_texts` for the settings and errors.
 
@@ -157,21 +156,17 @@ def begin(
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
     chosen = bind_policy(model, chosen, budget, plan)
     if lossless:
-        reader = speculation(model, chosen, budget, draft_tokens=draft_tokens)
+        reader, batch_kind = drafting(model, chosen, budget, draft_tokens)
         check_room(max(map(len, prompts)), max_new_tokens, reader.policy, model)
     else:
-        reader = decoder(model, chosen, budget)
+        reader, batch_kind = decoder(model, chosen, budget), PrefilledBatch
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, budget_of=budget_of)
     first = [list(prompt) for prompt in prompts[:1]]
     with Compiling() as compiling:
-        if (
-            num_samples > 1
-            and not lossless
-            and draws(
-                model,
-                prepare(model, chosen, first, budget, None, key=None, plan=None, chunk=prefill_chunk, **arguments),
-            )
-        ):
+        reading: dict[str, Any] = dict(key=None, plan=None, chunk=prefill_chunk, **arguments)
+        # Without loss, samples start from the full cache, which is the same for all.
+        draws_cache = not lossless and num_samples > 1
+        if draws_cache and draws(model, prepare(model, chosen, first, budget, None, **reading)):
             # The policy also draws the cache's contents, so each sample reads the prompt with its own seed.
             prompts = [prompt for prompt in prompts for _ in range(num_samples)]
             seeds = [(number + i) % 2**32 for number in seeds for i in range(num_samples)]
@@ -193,7 +188,7 @@ def begin(
         keys = _keys(np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64))
         state, logits = take_rows(state, copied).replace(key=keys, seed=policy_seeds(keys)), logits[copied]
     state = state.replace(active=jnp.asarray(np.arange(len(state.position)) < rows))
-    return (SpeculativeBatch if lossless else PrefilledBatch)(
+    return batch_kind(
         model=model,
         prompts=[list(prompt) for prompt in prompts for _ in range(num_samples)],
         state=state,
@@ -274,10 +269,10 @@ def decode_batch(
         state = batch.state
         seconds, timed, last, compiled = 0.0, 0, time.perf_counter(), compiling.seconds
         rounds = np.zeros(len(tokens), int)
-        for index, (block, belongs, after, samples, taken) in enumerate(batch.blocks()):
+        for index, (block, belongs, after, samples, counts, taken) in enumerate(batch.blocks()):
             now, state = time.perf_counter(), after
             if index and compiling.seconds == compiled:  # the first token took no step
-                seconds, timed = seconds + now - last, timed + int(belongs.sum())
+                seconds, timed = seconds + now - last, timed + int(counts.sum())
             rounds += taken
             for row, ids, keep in zip(tokens, block, belongs, strict=True):
                 row += ids[keep].tolist()
@@ -355,7 +350,7 @@ def generate_texts(
             `num_samples` (1): texts per prompt, returned one after the other; the i-th one uses seed + i. All samples
             share one prefill, unless the policy uses the seed in it;
             `lossless` (False): return the text of the full cache, which verifies the tokens that the policy drafts on
-            its small cache, `draft_tokens` (4) at a time; see `kvjax.speculation`;
+            its small cache, `draft_tokens` (4) at a time, "auto" for as many as pay; see `kvjax.speculation`;
             `beams` (1), `length_penalty` (1.0): return the likeliest text of a beam search, see `beam_search`;
             `logprobs`, `on_tokens`: see `generate_ids`.
 

@@ -34,7 +34,7 @@ class TextKeywords(TypedDict, total=False):
     stop_at_eos: bool
     logprobs: int | None
     lossless: bool
-    draft_tokens: int
+    draft_tokens: int | str
 
 
 class BeginKeywords(TextKeywords, total=False):

@@ -38,6 +38,19 @@ class Drawn(NamedTuple):
     likeliest_logprob: Float[Array, "b k"] | None
 
 
+class Running(NamedTuple):
+    """Texts that a dispatch continues."""
+
+    token: Int[Array, " b"]
+    """Newest token of each row, which no cache has read."""
+    in_text: Bool[Array, "b vocab"]
+    """True for tokens in each row's text."""
+    ends: Bool[Array, " vocab"]
+    """True for tokens that end a text."""
+    room: Int[np.ndarray, " b"]
+    """Tokens that may follow in each row; 0 for rows that have ended."""
+
+
 class Dispatch(NamedTuple):
     """Tokens that one program has drawn."""
 
@@ -61,6 +74,8 @@ class Block(NamedTuple):
     """State after the block; it has not read the last token of a running row yet."""
     samples: Drawn
     """Tokens of the block with their log-probabilities, [b n] and [b n k] on the host."""
+    counts: Int[np.ndarray, " b"]
+    """Tokens that were drawn for each row; the others are padding."""
     rounds: Int[np.ndarray, " b"]
     """Verifications that each row took part in; 0 without a draft."""
 
@@ -184,33 +199,21 @@ class PrefilledBatch:
                 ended[row] |= detokenizer.stopped
             surplus = np.where(is_end.any(1) | ~ended, 0, counts - belongs.sum(1))
             after, of_rows = self.cut(dispatch.state, surplus), jax.tree.map(lambda leaf: leaf[:rows], block)
-            yield Block(tokens[:rows], belongs[:rows], after, of_rows, dispatch.rounds[:rows])
+            yield Block(tokens[:rows], belongs[:rows], after, of_rows, counts[:rows], dispatch.rounds[:rows])
             room = np.where(ended, 0, limit - length)
             if not room.any():
                 return
             newest = np.take_along_axis(tokens, np.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
             token = np.where(counts > 0, newest, token)
-            arguments = jnp.asarray(token), dispatch.in_text, jnp.asarray(ends), room, min(steps, STEPS_PER_DISPATCH)
-            dispatch = self.dispatch(after, *arguments)
+            texts = Running(jnp.asarray(token), dispatch.in_text, jnp.asarray(ends), room)
+            dispatch = self.dispatch(after, texts, min(steps, STEPS_PER_DISPATCH))
 
-    def dispatch(
-        self,
-        state: State,
-        token: Int[Array, " b"],
-        in_text: Bool[Array, "b vocab"],
-        ends: Bool[Array, " vocab"],
-        room: Int[np.ndarray, " b"],
-        steps: int,
-    ) -> Dispatch:
-        """Draw up to `steps` tokens of each row after its newest `token`, in one program.
-
-        `room` is how many tokens may follow in each row, 0 for rows that have ended. Caches and `in_text` are consumed.
-        """
-        steps, ended = min(steps, int(room.max())), jnp.asarray(room == 0)
-        settings = in_text, ended, ends, self.sampling, steps, self.logprobs
-        done, cache, in_text, samples = draw_many(
-            state.decoder, state.cache.replace(key=None), state.key, token, *settings
-        )
+    def dispatch(self, state: State, texts: Running, steps: int) -> Dispatch:
+        """Draw up to `steps` tokens of each row in one program; caches and `in_text` are consumed."""
+        token, in_text, ends, room = texts
+        settings = ends, self.sampling, min(steps, int(room.max())), self.logprobs
+        rows = state.key, token, in_text, jnp.asarray(room == 0)
+        done, cache, in_text, samples = draw_many(state.decoder, state.cache.replace(key=None), *rows, *settings)
         none = np.zeros(len(room), int)
         return Dispatch(State(state.decoder, cache.replace(key=state.key)), in_text, samples, none + int(done), none)
 

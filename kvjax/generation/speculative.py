@@ -6,6 +6,7 @@ distribution: texts are those of the full cache alone with the same seed, under 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -14,13 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
-from kvjax.generation.loop import STEPS_PER_DISPATCH, Dispatch, Drawn, PrefilledBatch, draw, token_buffers
+from kvjax.cache.buffers import allocated_bytes
+from kvjax.generation.loop import STEPS_PER_DISPATCH, Dispatch, Drawn, PrefilledBatch, Running, draw, token_buffers
 from kvjax.generation.sampling import GREEDY, Sampling
-from kvjax.inference.speculation import Speculation, SpeculativeCache
+from kvjax.inference.budget import Budget
+from kvjax.inference.speculation import Speculation, SpeculativeCache, speculation
 from kvjax.inference.state import State
 from kvjax.inference.verify import truncate, verify
+from kvjax.models.model import LanguageModel
+from kvjax.policies.policy import Policy
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
+
+CHOICES = 1, 2, 4, 8
+"""Numbers of draft tokens that `auto` chooses from, beside none."""
+
+TRIAL, TRIAL_TOKENS = 8, 4
+"""Verifications after which `auto` chooses, and draft tokens until then."""
 
 
 class Round(NamedTuple):
@@ -90,7 +101,8 @@ def draft_and_verify(
     goes_on = (samples.token[:, :-1] == guesses) & ~ends[samples.token[:, :-1]]
     counts = jnp.where(active, jnp.minimum(1 + jnp.cumprod(goes_on, axis=1).sum(1, dtype=jnp.int32), room), 0)
     kept = truncate(opened, cache.position + counts).replace(active=cache.active)
-    behind = jnp.where(active[:, None], samples.token[:, :-1], cache.behind)
+    fewer = ((0, 0), (0, cache.behind.shape[1] - guesses_each))
+    behind = jnp.where(active[:, None], jnp.pad(samples.token[:, :-1], fewer), cache.behind)
     in_text = in_text.at[rows[:, None], samples.token].max(place < counts[:, None])
     return Round(SpeculativeCache.of(kept, base, behind), in_text, samples, counts)
 
@@ -120,6 +132,7 @@ def speculate(
         of them follow in each row: at least one, unless the row is not active or its planned length is reached.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> model = kvjax.load("tiny")
         >>> speculation = kvjax.speculation(model, "streaming", budget=8, draft_tokens=3)
         >>> cache, logits = speculation.prefill([[5, 17, 42], [8]], max_new_tokens=20)
@@ -202,31 +215,85 @@ def draw_rounds(
 class SpeculativeBatch(PrefilledBatch):
     """Prefilled prompts, with two caches, and the settings for their continuation."""
 
-    def dispatch(
-        self,
-        state: State,
-        token: Int[Array, " b"],
-        in_text: Bool[Array, "b vocab"],
-        ends: Bool[Array, " vocab"],
-        room: Int[np.ndarray, " b"],
-        steps: int,
-    ) -> Dispatch:
-        speculation, cache = _parts(state)
-        rounds = max(steps // (speculation.draft_tokens + 1), 1)
-        texts = state.key, token, in_text, ends, self.sampling, jnp.asarray(room, jnp.int32)
+    def dispatch(self, state: State, texts: Running, steps: int) -> Dispatch:
+        decoder, cache = _parts(state)
+        rounds = max(steps // (decoder.draft_tokens + 1), 1)
+        of_rows = state.key, *texts[:3], self.sampling, jnp.asarray(texts.room, jnp.int32)
         cache, in_text, samples, *numbers = draw_rounds(
-            speculation, cache.replace(key=None), *texts, rounds, self.logprobs
+            decoder, cache.replace(key=None), *of_rows, rounds, self.logprobs
         )
         counts, taken = map(on_host, numbers)
-        return Dispatch(State(speculation, cache.replace(key=state.key)), in_text, samples, counts, taken)
+        return Dispatch(State(decoder, cache.replace(key=state.key)), in_text, samples, counts, taken)
 
     def cut(self, state: State, surplus: Int[np.ndarray, " b"]) -> State:
-        speculation, cache = _parts(state)
+        if not isinstance(state.cache, SpeculativeCache):
+            return super().cut(state, surplus)
+        decoder, cache = _parts(state)
         # Tokens that the draft has read, too, stay, as those of several steps of a cache that evicts.
         length = on_host(cache.position) - surplus
         if not surplus.any() or (length < on_host(cache.draft.position)).any():
             return state
-        return State(speculation, _truncated(cache.replace(key=None), jnp.asarray(length)).replace(key=cache.key))
+        return State(decoder, _truncated(cache.replace(key=None), jnp.asarray(length)).replace(key=cache.key))
+
+
+@dataclasses.dataclass
+class AdaptiveBatch(SpeculativeBatch):
+    """Prefilled prompts whose draft tokens are chosen by how many of them the full cache accepts."""
+
+    rounds: int = 0
+    """Verifications so far, of all rows."""
+    tokens: int = 0
+    """Tokens that they added."""
+
+    def dispatch(self, state: State, texts: Running, steps: int) -> Dispatch:
+        if not isinstance(state.decoder, Speculation):
+            return PrefilledBatch.dispatch(self, state, texts, steps)
+        if self.rounds >= TRIAL:
+            return super().dispatch(state, texts, steps)
+        trial = state.decoder.replace(draft_tokens=TRIAL_TOKENS)
+        dispatch = super().dispatch(State(trial, state.cache), texts, steps)
+        self.rounds, self.tokens = self.rounds + dispatch.rounds.sum(), self.tokens + dispatch.counts.sum()
+        if self.rounds < TRIAL:
+            return dispatch
+        decoder, cache = _parts(dispatch.state)
+        sizes = map(allocated_bytes, (decoder.weights, cache.draft.memory, cache.full.memory))
+        count = best_draft_tokens(self.tokens / self.rounds, TRIAL_TOKENS, *sizes)
+        if count == 0:
+            return dispatch._replace(state=State(decoder.full, cache.full))
+        return dispatch._replace(state=State(decoder.replace(draft_tokens=count), cache))
+
+
+def drafting(
+    model: LanguageModel, policy: Policy, budget: Budget, draft_tokens: int | str
+) -> tuple[Speculation, type[SpeculativeBatch]]:
+    """Return a decoder with a draft, and the kind of batch that continues its prompts.
+
+    `draft_tokens` are as for `kvjax.speculation`, or "auto" for as many as pay.
+    """
+    adapts = draft_tokens == "auto"
+    count: Any = max(CHOICES) if adapts else draft_tokens
+    return speculation(model, policy, budget, draft_tokens=count), AdaptiveBatch if adapts else SpeculativeBatch
+
+
+def best_draft_tokens(tokens_per_round: float, draft_tokens: int, weights: int, draft: int, full: int) -> int:
+    """Return the number of draft tokens that reads the fewest bytes for each token of the text, 0 for no draft.
+
+    A round of g draft tokens reads weights and draft g times, and weights and the full cache once.
+
+    Args:
+        tokens_per_round: mean that was measured with `draft_tokens`.
+        weights: bytes of the model's weights.
+        draft: bytes of the draft's cache.
+        full: bytes of the full cache.
+    """
+    grid = np.linspace(0, 1, 1001)[:, None]  # shares of right guesses
+    expected = np.cumsum(grid ** np.arange(max(CHOICES) + 1), axis=1)  # tokens of a round, by share and draft tokens
+    nearest = int(np.abs(expected[:, draft_tokens] - tokens_per_round).argmin())
+
+    def bytes_per_token(count: int) -> float:
+        return (count * (weights + draft) + weights + full) / expected[nearest, count]
+
+    return min((0, *CHOICES), key=bytes_per_token)
 
 
 _truncated = jax.jit(SpeculativeCache.truncate)

@@ -17,7 +17,7 @@ from kvjax import generate
 from kvjax.generation.chat import Conversation
 from kvjax.generation.generate import begin, generate_ids
 from kvjax.generation.sampling import Sampling
-from kvjax.generation.speculative import draft_and_verify
+from kvjax.generation.speculative import best_draft_tokens, draft_and_verify
 from kvjax.inference.speculation import SpeculativeCache
 from kvjax.models import ModelConfig, Rope
 from tests.cases import FIRST, POLICIES, slow
@@ -76,6 +76,7 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 1.0, "logprobs": 2},
     "in 8 drafts": {"temperature": 1.0, "draft_tokens": 8},
     "in single drafts": {"temperature": 1.0, "draft_tokens": 1},
+    "in as many drafts as pay": {"temperature": 1.0, "draft_tokens": "auto"},
 }
 
 
@@ -205,6 +206,28 @@ def test_a_round_works_in_place() -> None:
     assert long.alias_size_in_bytes >= keys
     # Logits of attention, one number for each key of each query and head, are all that grows.
     assert long.temp_size_in_bytes - short.temp_size_in_bytes <= 3 * 2048 * 4 * 5 * 8
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_round", "sizes", "expected"),
+    [
+        (4.9, (1, 0, 100), 8),  # the full cache is all that counts, and nearly all guesses are right
+        (3.0, (100, 6, 300), 2),
+        (3.0, (100, 1, 5), 0),  # weights are all that counts
+        (1.0, (1, 0, 100), 0),
+    ],
+)
+def test_as_many_tokens_are_drafted_as_pay(tokens_per_round: float, sizes: tuple[int, int, int], expected: int) -> None:
+    assert best_draft_tokens(tokens_per_round, 4, *sizes) == expected
+
+
+def test_drafts_that_do_not_pay_are_switched_off() -> None:
+    generation = generate_ids(
+        *(kvjax.load("tiny"), PROMPTS[:1]),
+        **{"policy": "streaming", "budget": 8, "lossless": True, "draft_tokens": "auto", "max_new_tokens": 60},
+    )
+    assert generation.state.decoder.policies == (generation.state.policy,), "weights outweigh a cache of 100 tokens"
+    assert 8 <= generation.rounds[0] < 12
 
 
 @pytest.mark.parametrize(
