@@ -214,6 +214,13 @@ def speculation(
     Raises:
         ValueError: both policies are the same, the verifier evicts, or a policy does not fit the model or the budget.
         TypeError: the model or a policy is of another type.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> speculation = kvjax.speculation(model, "h2o", budget=16)
+        >>> cache, logits = speculation.prefill([[5, 17, 42]], max_new_tokens=8)
+        >>> cache.position.tolist(), cache.draft.position.tolist(), logits.shape
+        ([3], [3], (1, 2048))
     """
     draft_tokens = whole_number("draft_tokens", draft_tokens, 1, MOST_DRAFT_TOKENS)
     if policy_by_name(policy) == policy_by_name(verifier):
