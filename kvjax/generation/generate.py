@@ -75,6 +75,8 @@ class Generation:
     """Rows of the state per text."""
     rounds: list[int] = dataclasses.field(default_factory=list)
     """Verifications of drafted tokens in each text, all 0 without a draft."""
+    verified_tokens: int = 0
+    """Tokens that they added to all texts."""
 
     @functools.cached_property
     def state(self) -> State:
@@ -90,9 +92,7 @@ class Generation:
     @property
     def tokens_per_round(self) -> float | None:
         """Tokens that a verification adds to a text on average; None without a draft."""
-        rounds = sum(self.rounds)
-        # The first token comes from the prompt.
-        return sum(max(len(ids) - 1, 0) for ids in self.tokens) / rounds if rounds else None
+        return self.verified_tokens / sum(self.rounds) if any(self.rounds) else None
 
 
 def check_room(longest: int, max_new_tokens: int, policy: Policy, model: LanguageModel) -> None:
@@ -268,12 +268,12 @@ def decode_batch(
         logprobs: list[list[Logprob]] = [[] for _ in batch.prompts]
         state = batch.state
         seconds, timed, last, compiled = 0.0, 0, time.perf_counter(), compiling.seconds
-        rounds = np.zeros(len(tokens), int)
+        rounds, verified = np.zeros(len(tokens), int), 0
         for index, (block, belongs, after, samples, counts, taken) in enumerate(batch.blocks()):
             now, state = time.perf_counter(), after
             if index and compiling.seconds == compiled:  # the first token took no step
                 seconds, timed = seconds + now - last, timed + int(counts.sum())
-            rounds += taken
+            rounds, verified = rounds + taken, verified + int(counts[taken > 0].sum())
             for row, ids, keep in zip(tokens, block, belongs, strict=True):
                 row += ids[keep].tolist()
             if samples.logprob is not None:
@@ -284,7 +284,8 @@ def decode_batch(
             last, compiled = time.perf_counter(), compiling.seconds
     outputs = batch.prompts, tokens, state, batch.cache_positions
     times = batch.compile_seconds + compiling.seconds, batch.seconds, seconds, timed
-    return Generation(*outputs, *times, logprobs if batch.logprobs is not None else None, rounds=rounds.tolist())
+    rates = dict[str, Any](rounds=rounds.tolist(), verified_tokens=verified)
+    return Generation(*outputs, *times, logprobs if batch.logprobs is not None else None, **rates)
 
 
 def logprob_at(samples: Drawn, row: int, place: int) -> Logprob:

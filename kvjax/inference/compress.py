@@ -88,6 +88,10 @@ def compress(
     """
     check_state(state)
     check_on_host("compress", state.position, budget, text)
+    if len(state.decoder.policies) > 1:
+        raise ValueError(
+            "a state with a draft has a full cache, which has to stay; compress its draft, state.evicting."
+        )
     budget, before = checked_budget(budget), state.decoder
     origin = before.origin or ModelOrigin("of this state", None, None, None)
     model = origin.model(before.weights, before.config, before.mesh)

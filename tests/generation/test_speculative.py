@@ -16,6 +16,7 @@ import kvjax
 from kvjax import generate
 from kvjax.generation.chat import Conversation
 from kvjax.generation.generate import begin, generate_ids
+from kvjax.generation.questions import answer
 from kvjax.generation.sampling import Sampling
 from kvjax.generation.speculative import best_draft_tokens, draft_and_verify
 from kvjax.inference.speculation import SpeculativeCache
@@ -302,3 +303,20 @@ def test_a_prompt_is_read_once_into_both_caches(x64: None) -> None:
                 np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9)
         programs = jax.tree.leaves(both)
         assert len({id(array) for array in programs}) == len(programs)
+
+
+def test_compressing_a_full_cache_that_verifies_is_refused() -> None:
+    speculation = kvjax.speculation(kvjax.load("tiny"), "streaming", 16)
+    cache, _ = speculation.prefill(PROMPTS, max_new_tokens=8)
+    state = kvjax.State(speculation.for_steps(), cache)
+    with pytest.raises(ValueError, match="a state with a draft has a full cache, which has to stay"):
+        kvjax.compress(state, "keydiff", 16)
+    assert kvjax.cache_bytes(kvjax.compress(state.evicting, budget=8)) < kvjax.cache_bytes(state.evicting)
+
+
+def test_questions_about_a_prompt_are_answered_without_loss() -> None:
+    model, questions = kvjax.load("tiny"), [[5, 17], [8, 15, 42], [7]]
+    settings: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0, "batch_size": 2}
+    full = list(answer(model, PROMPTS[1], questions, **settings))
+    drafted = list(answer(model, PROMPTS[1], questions, policy="tova", budget=16, lossless=True, **settings))
+    assert [generation.tokens for generation in drafted] == [generation.tokens for generation in full]
