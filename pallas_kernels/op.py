@@ -60,8 +60,9 @@ class Options(NamedTuple):
 
     @property
     def runs_kernels(self) -> bool:
-        """True if kernels can run: on a GPU or TPU, or in an interpreter."""
-        return self.platform in ("gpu", "tpu") or self.interpret is not False
+        """True if kernels can run, on a GPU or TPU or in an interpreter, or if a survey records which ones could."""
+        can_run = self.platform in ("gpu", "tpu") or self.interpret is not False
+        return can_run or isinstance(self.implementation, Survey)
 
 
 class Kernels(NamedTuple):

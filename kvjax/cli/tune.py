@@ -22,10 +22,9 @@ from kvjax.types import Kernels
 from kvjax.utils import autotune
 from kvjax.utils.autotune import Autotuner
 from kvjax.utils.settings import whole_number
-from pallas_kernels import common
+from pallas_kernels import common, op
 from pallas_kernels.benchmark import TuningResult
 from pallas_kernels.common import Survey
-from pallas_kernels.op import kind_of_device, platform_of
 
 NAMES = common.IMPLEMENTATIONS[1:]
 
@@ -104,13 +103,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _why_not() -> str:
-    platform = platform_of(None)
+    platform = op.platform_of(None)
     if platform not in ("gpu", "tpu"):
         return (
             f"there is nothing to benchmark on {platform}, where each operation has one implementation; run it on "
             "a machine with a GPU, or add --show."
         )
-    kind = kind_of_device(platform)
+    kind = op.kind_of_device(platform)
     if kind in common.LISTED:
         return (
             f"kernels on {kind} are chosen by its compiler's schedules, without benchmarks; kvjax bench kernels "

@@ -71,10 +71,10 @@ def decode_step_in_place(
 
 def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, " b"]:
     """Check one token for each row of a state, with the errors of `decode_step`, and return them as an array."""
-    if isinstance(token, State):
-        raise TypeError("the second argument is a token for each row, not a State; the state comes first.")
     if not isinstance(state, State):
         raise TypeError(f"the first argument is a state, from kvjax.prefill, not {type(state).__name__}.")
+    if isinstance(token, State):
+        raise TypeError("the second argument is a token for each row, not a State; the state comes first.")
     rows = len(state.cache.active)
     if not isinstance(token, jax.Array):
         try:

@@ -15,10 +15,9 @@ from jax.core import Tracer
 
 from kvjax.utils.compilation import cache_directory, version
 from kvjax.utils.files import write_text
-from pallas_kernels import benchmark, common
+from pallas_kernels import benchmark, common, op
 from pallas_kernels.benchmark import TuningResult
 from pallas_kernels.common import Survey, Tuned, TuningTask
-from pallas_kernels.op import kind_of_device, platform_of
 
 VARIABLE = "KVJAX_TUNE"
 """Environment variable: `off` disables benchmarks and cached results, so that `auto` uses a fixed order."""
@@ -85,10 +84,10 @@ def tuned_device() -> str | None:
     switch = os.environ.get(VARIABLE) or "on"
     if switch not in ("on", "off"):
         raise ValueError(f"{VARIABLE}={switch} is neither on nor off.")
-    platform = platform_of(None)
+    platform = op.platform_of(None)
     if switch == "off" or platform not in ("gpu", "tpu") or jax.process_count() > 1:
         return None
-    kind = kind_of_device(platform)
+    kind = op.kind_of_device(platform)
     return None if kind in common.LISTED else kind
 
 

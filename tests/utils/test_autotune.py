@@ -258,7 +258,7 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     slots = asked.call.slots
     fits = functools.partial(one_pass, asked.call.query, slots.k, slots.v, platform="tpu")
     lost = Tuned(DEVICE, {asked.bucket: ("xla",)})
-    monkeypatch.setattr(common, "kind_of_device", lambda _: DEVICE)
+    monkeypatch.setattr(op, "kind_of_device", lambda _: DEVICE)
     assert fits()
     assert not fits(implementation=lost)
     assert list(benchmark.program_of(asked).in_place) == ["slots"]  # slots hold nothing else but scores
@@ -326,8 +326,8 @@ def test_buckets_round_what_grows_and_tell_the_rest_exactly():
 def test_races_decide_on_gpu_and_on_unlisted_tpus(platform, kind, said, decided, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv(autotune.VARIABLE, said)
-    monkeypatch.setattr(common, "platform_of", lambda _: platform)
-    monkeypatch.setattr(common, "kind_of_device", lambda _: kind)
+    monkeypatch.setattr(op, "platform_of", lambda _: platform)
+    monkeypatch.setattr(op, "kind_of_device", lambda _: kind)
     assert autotune.tuned_device() == (kind if decided else None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert autotune.tuned_device() is None
@@ -351,8 +351,8 @@ def test_the_command_says_why_there_is_nothing_to_race(monkeypatch, capsys):
         ("tpu", "TPU v4", "kernels on TPU v4 are chosen by its compiler's schedules, without benchmarks"),
         ("gpu", "NVIDIA A100", "KVJAX_TUNE=off disables benchmarks; unset it."),
     ):
-        monkeypatch.setattr(common, "platform_of", lambda _, platform=platform: platform)
-        monkeypatch.setattr(common, "kind_of_device", lambda _, kind=kind: kind)
+        monkeypatch.setattr(op, "platform_of", lambda _, platform=platform: platform)
+        monkeypatch.setattr(op, "kind_of_device", lambda _, kind=kind: kind)
         assert main.main(["tune"]) == 2
         assert said in capsys.readouterr().err
 
