@@ -114,7 +114,7 @@ def speculate(
     token: Int[Array, " b"],
     sampling: Sampling | None = None,
     in_text: Bool[Array, "b vocab"] | None = None,
-) -> tuple[SpeculativeCache, Int[Array, "b g+1"], Int[Array, " b"]]:
+) -> tuple[SpeculativeCache, Int[Array, "b n"], Int[Array, " b"]]:
     """Draft tokens on the small cache, verify them on the full one, and return those that the full one draws.
 
     The function is pure and compiled, and it works under `jit` and `scan`. The tokens are those that steps of the full
@@ -162,7 +162,7 @@ def _compiled_round(
     token: Int[Array, " b"],
     sampling: Sampling,
     in_text: Bool[Array, "b vocab"],
-) -> tuple[SpeculativeCache, Int[Array, "b g+1"], Int[Array, " b"]]:
+) -> tuple[SpeculativeCache, Int[Array, "b n"], Int[Array, " b"]]:
     ends, room = jnp.zeros(in_text.shape[1], bool), cache.end - cache.position
     after, _, samples, counts = draft_and_verify(speculation, cache, key, token, in_text, ends, sampling, room)
     return after, samples.token, counts
