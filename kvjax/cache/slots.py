@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -25,6 +24,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.score import takes_attention
 from kvjax.policies.stats import flatten_requests, of_own_heads, sums_over
 from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, Heads, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
+from kvjax.utils.fields import values_of
 from pallas_kernels.attention import LowRank, Partial, attend, with_sink
 from pallas_kernels.op import options_of
 
@@ -272,10 +272,10 @@ class Slots(View, SlotCache, kw_only=True):
 
     def grow(self, slots: int | None = None) -> GrowingSlots:
         size = self.capacity if slots is None else slots
-        return GrowingSlots(**_fields(self), size=size, is_prompt=slots is not None)
+        return GrowingSlots(**values_of(View, self), size=size, is_prompt=slots is not None)
 
     def open(self) -> OpenSlots:
-        return OpenSlots(**_fields(self))
+        return OpenSlots(**values_of(View, self))
 
 
 class GrowingSlots(Slots, kw_only=True):
@@ -316,7 +316,7 @@ class GrowingSlots(Slots, kw_only=True):
         """Update the score, allocate slots to heads after a prompt, and evict the lowest-ranked tokens."""
         assert self.pending is not None
         requests, stats, new = self.pending
-        slots = Slots(**_fields(self.updated(policy, Pending(requests["score"], stats["score"], new))))
+        slots = Slots(**values_of(View, self.updated(policy, Pending(requests["score"], stats["score"], new))))
         if self.is_prompt:
             slots = allocated(policy, slots, stats["plan"], new)
         select_heads = self.is_prompt and policy.plan.sizing.per_head
@@ -360,11 +360,7 @@ class OpenSlots(Slots, kw_only=True):
     def truncate(self, length: Int[Array, " b"]) -> Slots:
         """Return the slots without the tokens at `length` and later ones."""
         earlier = self.position < length[:, None, None]
-        return Slots(**_fields(self.replace(position=jnp.where(earlier, self.position, -1))))
-
-
-def _fields(view: View) -> dict[str, Any]:
-    return {field.name: getattr(view, field.name) for field in dataclasses.fields(View)}
+        return Slots(**values_of(View, self.replace(position=jnp.where(earlier, self.position, -1))))
 
 
 def empty_slots(

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.inference.decoder import compiled_step, compiled_step_in_place
 from kvjax.inference.prepare import check_vocabulary
-from kvjax.inference.state import State
+from kvjax.inference.state import State, check_state
 
 
 def decode_step(
@@ -71,8 +71,7 @@ def decode_step_in_place(
 
 def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, " b"]:
     """Check one token for each row of a state, with the errors of `decode_step`, and return them as an array."""
-    if not isinstance(state, State):
-        raise TypeError(f"the first argument is a state, from kvjax.prefill, not {type(state).__name__}.")
+    check_state(state)
     if isinstance(token, State):
         raise TypeError("the second argument is a token for each row, not a State; the state comes first.")
     rows = len(state.cache.active)

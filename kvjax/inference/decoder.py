@@ -315,7 +315,7 @@ def _steps_on_device(
     logits = unembed(decoder.weights, decoder.config, hidden)
     if decoder.policy.plan.sizing.fixed_length:
         logits = jnp.where((place < cache.end[:, None])[..., None], logits, jnp.nan)
-    if decoder.weights.positions is not None or decoder.config.chunked:
+    if decoder.config.bounded:
         logits = jnp.where((place < decoder.config.max_positions)[..., None], logits, jnp.nan)
     return cache.replace(position=after), logits
 

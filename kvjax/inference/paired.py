@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from kvjax.inference.press import reads_all_first
 from kvjax.models.decoder import Layer
 from kvjax.policies.policy import Policy
 from kvjax.types import setting
+from kvjax.utils.fields import values_of
 
 
 class PairedSlots(LayerCache, kw_only=True):
@@ -89,7 +89,7 @@ class PairedReader(Bound, kw_only=True):
         planned = zip(super().layers, self.full_limits, self.full_slots, strict=True)
         return [
             PairedLayer(
-                **{field.name: getattr(layer, field.name) for field in dataclasses.fields(Layer)},
+                **values_of(Layer, layer),
                 **{"verifier": self.verifier.layer(index), "full_limit": limit, "full_slots": slots},
             )
             for index, (layer, limit, slots) in enumerate(planned)
@@ -111,8 +111,9 @@ def paired_reader(reader: Bound, draft: Prompts, full: Prompts) -> PairedReader 
     apart = requires.shared_slots == "layers" or requires.host_memory or reader.mesh is not None
     if not (attends_alike and whole) or apart or not _all_slots(reader):
         return None
-    fields = {field.name: getattr(reader, field.name) for field in dataclasses.fields(Bound)}
-    return PairedReader(**fields, verifier=full.policy, full_limits=full.limits, full_slots=full.capacities)
+    return PairedReader(
+        **values_of(Bound, reader), verifier=full.policy, full_limits=full.limits, full_slots=full.capacities
+    )
 
 
 def _all_slots(reader: Bound) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -18,12 +17,13 @@ from kvjax.inference.decoder import Decoder, decoder
 from kvjax.inference.paired import PairedSlots, paired_reader
 from kvjax.inference.prefill import bound_prompts
 from kvjax.inference.prepare import Tokens
-from kvjax.inference.verify import check_verifier
+from kvjax.inference.verify import check_verifier, truncate
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, setting
+from kvjax.utils.fields import values_of
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.settings import whole_number
 
@@ -42,13 +42,12 @@ class SpeculativeCache(Cache, kw_only=True):
     @staticmethod
     def of(full: Cache, draft: Cache, behind: Int[Array, "b g"]) -> SpeculativeCache:
         """Return both caches as one; random keys are those of the full one."""
-        fields = {field.name: getattr(full, field.name) for field in dataclasses.fields(Cache)}
-        return SpeculativeCache(**fields, draft=draft.replace(key=None), behind=behind)
+        return SpeculativeCache(**values_of(Cache, full), draft=draft.replace(key=None), behind=behind)
 
     @property
     def full(self) -> Cache:
         """The full cache alone."""
-        return Cache(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Cache)})
+        return Cache(**values_of(Cache, self))
 
     @property
     def lag(self) -> Int[Array, " b"]:
@@ -66,8 +65,7 @@ class SpeculativeCache(Cache, kw_only=True):
 
     def truncate(self, length: Int[Array, " b"]) -> Self:
         """Return the caches without the tokens at `length` and later ones, none of which the draft has read."""
-        layers = tuple(layer.open().truncate(length) for layer in self.layers)
-        return self.replace(layers=layers, position=length)
+        return truncate(self.replace(layers=tuple(layer.open() for layer in self.layers)), length)
 
     @property
     def memory(self) -> Any:
@@ -109,7 +107,7 @@ class Speculation(Decoder, kw_only=True):
     @property
     def full(self) -> Decoder:
         """The decoder that verifies, alone."""
-        return Decoder(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Decoder)})
+        return Decoder(**values_of(Decoder, self))
 
     @property
     def draft(self) -> Decoder:
@@ -231,5 +229,5 @@ def speculation(
     draft = decoder(model, policy, budget, plan=plan, implementation=implementation)
     full = decoder(model, verifier, implementation=implementation).replace(beyond_window=draft_tokens + 1)
     check_verifier(full, draft_tokens + 1)
-    fields = {field.name: getattr(full, field.name) for field in dataclasses.fields(Decoder)}
-    return Speculation(**fields, draft_without_weights=draft.replace(weights=None), draft_tokens=draft_tokens)
+    draft = draft.replace(weights=None)
+    return Speculation(**values_of(Decoder, full), draft_without_weights=draft, draft_tokens=draft_tokens)

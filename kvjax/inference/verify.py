@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -13,6 +13,8 @@ from kvjax.inference.layers import read
 from kvjax.inference.sharding import cache_specs, gather_slots, logits_spec, run_on_mesh, scatter_slots
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import embed, unembed
+
+C = TypeVar("C", bound=Cache)
 
 
 def verify(
@@ -76,6 +78,6 @@ def check_verifier(decoder: Bound, count: int) -> None:
             )
 
 
-def truncate(cache: Cache, length: Int[Array, " b"]) -> Cache:
+def truncate(cache: C, length: Int[Array, " b"]) -> C:
     """Return an open cache from `verify` without the tokens at `length` and later ones, as if they were not read."""
     return cache.replace(layers=tuple(layer.truncate(length) for layer in cache.layers), position=length)

@@ -184,7 +184,7 @@ class ModelConfig:
         """Number of query heads that share one key and value head."""
         return self.heads // self.kv_heads
 
-    @property
+    @functools.cached_property
     def bounded(self) -> bool:
         """True if no text may have more than `max_positions` tokens, whatever the policy."""
         return self.chunked or self.position == "learned"

@@ -16,6 +16,11 @@ from flax import struct
 from jax.core import Tracer
 
 
+def values_of(kind: Any, value: Any) -> dict[str, Any]:
+    """Return the values that an object has for the fields of a dataclass, such as a base class of its own."""
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(kind)}
+
+
 class Limit(NamedTuple):
     """Values that a hyperparameter may have: a test, and their description in messages. None passes every limit."""
 
