@@ -73,7 +73,7 @@ class Kernels(NamedTuple):
     platform: str | None = None
 
 
-_CHOICE: contextvars.ContextVar[Options | None] = contextvars.ContextVar("kernels", default=None)
+_CHOICE = contextvars.ContextVar("kernels", default=Kernels())
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ def using(kernels: Kernels) -> Generator[None]:
 
     A function that is compiled inside must take `kernels` as a static argument: `jit` knows no other difference.
     """
-    token = _CHOICE.set(options_of(**kernels._asdict()))
+    token = _CHOICE.set(kernels)
     try:
         yield
     finally:
@@ -92,10 +92,9 @@ def using(kernels: Kernels) -> Generator[None]:
 def options_of(**how: Any) -> Options:
     """Return the options of a call, as `How` describes them; those of `using` where it names none."""
     choice = _CHOICE.get()
-    if choice is not None and how.get("platform") is None:
-        return choice._replace(**{name: value for name, value in how.items() if name != "platform"})
-    implementation, interpret, platform = (choice or Kernels())._replace(**how)
-    return Options(implementation, interpret, platform_of(platform))
+    implementation, interpret, platform = choice._replace(**how)
+    # Found for each call, because `jax.shard_map` sets the mesh of what it traces.
+    return Options(implementation, interpret, platform_of(platform or choice.platform))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
