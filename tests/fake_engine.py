@@ -121,7 +121,7 @@ class FakeEngine:
         else:
             count = request.max_tokens
         seen = len(request.prompt) + count
-        held = Held(seen, min(seen, request.budget or self.budget), 4096, self.policy_name)
+        held = Held(seen, min(seen, request.budget or self.budget), 4096, self.policy_name, 1.0)
         finished = Finished(reason, len(request.prompt), count, 0, held, error)
         tell(finished)
         with self.told:

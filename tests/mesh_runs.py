@@ -21,6 +21,7 @@ import pytest
 import kvjax
 from kvjax.cache import attention
 from kvjax.cli import evaluate
+from kvjax.generation.generate import generate_ids
 from kvjax.inference import decode, decoder
 from kvjax.model import Model
 from kvjax.models import ModelConfig
@@ -136,13 +137,14 @@ def reported(report: str, shape: tuple[int, ...]) -> None:
         print(json.dumps(kept["streaming"]["result"]), flush=True)
 
 
-def answers(model: Model, policy: str) -> tuple[list[Answer], dict[str, float]]:
+def answers(model: Model, policy: str, lossless: bool) -> tuple[list[Answer], dict[str, float]]:
     """What a crowd is told that joins a server and leaves it at different times, and what the server counts.
 
     Some prompts begin alike, the last one as an earlier one; a text that was cancelled is not among the answers.
     """
     model.tokenizer = Letters()
-    with Engine(model, policy_of(policy), budget=24, rows=4, context=128, chunk=24, steps=4) as engine:
+    settings = dict[str, Any](rows=4, context=128, chunk=24, steps=4, lossless=lossless)
+    with Engine(model, policy_of(policy), budget=24, **settings) as engine:
         engine.warm_up()
         warm = engine.numbers()
         told, taken = list[Piece | Finished](), threading.Event()
@@ -165,13 +167,17 @@ def answers(model: Model, policy: str) -> tuple[list[Answer], dict[str, float]]:
     return found, numbers | {"compiled": numbers["compilations"] - warm["compilations"]}
 
 
-def served(policy: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> None:
-    """Print for each mesh whether a server on it answers as one on one device, and what it counts."""
+def served(case: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> None:
+    """Print for each mesh whether a server on it answers as one on one device, and what it counts.
+
+    A case is a policy, or `NAME drafts` for a server that is lossless.
+    """
+    policy, _, drafts = case.partition(" ")
     model = small_models.sharp_model(config)
-    wanted, _ = answers(model, policy)
+    wanted, _ = answers(model, policy, bool(drafts))
     for shape in shapes:
         spread = placed(model, shape)
-        found, numbers = answers(spread, policy)
+        found, numbers = answers(spread, policy, bool(drafts))
         if shape[0] > 1:
             with pytest.raises(ValueError, match=f"3 rows cannot be sharded evenly over data={shape[0]} devices"):
                 Engine(spread, rows=3)
@@ -179,7 +185,20 @@ def served(policy: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> N
         after, before = ([of.logprob for each in some for of in each.logprobs] for some in (found, wanted))
         off = max(abs(x - y) for x, y in zip(after, before, strict=True))
         told = {"same": several == one, "off": off, "reused": found[-1].end.reused, **numbers}
-        print(json.dumps({"case": policy, "mesh": shape} | told), flush=True)
+        print(json.dumps({"case": case, "mesh": shape} | told), flush=True)
+
+
+def lossless(policy: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> None:
+    """Print for each mesh whether a policy that drafts there writes the full cache's texts of one device."""
+    model = small_models.sharp_model(config)
+    prompts = [row[:length].tolist() for row, length in zip(TEXT, LENGTHS, strict=True)]
+    settings = dict[str, Any](max_new_tokens=STEPS, temperature=0.8, seed=3, stop_at_eos=False)
+    whole = generate_ids(model, prompts, policy="full", **settings)
+    for shape in shapes:
+        drafts = dict[str, Any](policy=policy_of(policy), budget=24, lossless=True, draft_tokens=3)
+        texts = generate_ids(placed(model, shape), prompts, **drafts, **settings)
+        per_round = texts.tokens_per_round
+        print(json.dumps({"mesh": shape, "same": texts.tokens == whole.tokens, "per_round": per_round}), flush=True)
 
 
 def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], model: str | None = None) -> None:
@@ -191,6 +210,8 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
             compared(name, config, shapes, FOLLOWED[what])
         elif what == "served":
             served(name, config, shapes)
+        elif what == "lossless":
+            lossless(name, config, shapes)
         elif what == "reported":
             reported(name, shapes[0])
         else:
@@ -201,7 +222,7 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     several = json.loads(sys.argv[1])
-    jax.config.update("jax_enable_x64", all(told["what"] in (*FOLLOWED, "served") for told in several))
+    jax.config.update("jax_enable_x64", all(told["what"] in (*FOLLOWED, "served", "lossless") for told in several))
     compile_fast()
     for told in several:
         main(**told)

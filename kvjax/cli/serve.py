@@ -36,6 +36,14 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--name", help="name of the model in the API (default: that of --model)")
     shared.add_policy(options, POLICY)
     options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
+    options.add_argument(
+        "--lossless",
+        action="store_true",
+        help="write the full cache's texts: the policy drafts them on its budget, and rows keep the full cache, too",
+    )
+    options.add_argument(
+        "--draft-tokens", type=int, metavar="N", help="tokens to draft before they are verified, 1 to 16 (default: 4)"
+    )
     options.add_argument("--rows", type=int, default=8, help="texts that are generated in parallel")
     options.add_argument("--context", type=int, help="maximum tokens of a text (default: the model's positions)")
     options.add_argument("--chunk", type=int, help=f"prompt tokens per chunk of prefill (default: {CHUNK})")
@@ -90,6 +98,7 @@ def run(options: argparse.Namespace) -> None:
     if shared.print_policy_help(options, parser):
         return
     _check(options)
+    from kvjax.inference.speculation import MOST_DRAFT_TOKENS
     from kvjax.serving.app import Server, Service, is_loopback
     from kvjax.serving.engine import Engine
 
@@ -106,6 +115,8 @@ def run(options: argparse.Namespace) -> None:
     sizes = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     for name, size in sizes.items():
         whole_number(name, size, *SIZES[name])
+    lossless = shared.lossless_settings(options)
+    whole_number("draft_tokens", lossless.get("draft_tokens", 1), 1, MOST_DRAFT_TOKENS)
     sampling, file = shared.user_sampling(options), options.api_key_file
     keys = [] if file is None else [line.strip() for line in read_text(file).splitlines() if line.strip()]
     if file is not None and not keys:
@@ -125,7 +136,7 @@ def run(options: argparse.Namespace) -> None:
         shared.tell_sampling_defaults("serve", model, sampling)
         model.sampling_defaults = model.sampling_defaults.replaced(sampling)
         sizes |= {"rows": options.rows, "queue": options.queue}
-        with Compiling() as compiling, Engine(model, policy=policy, budget=budget, **sizes) as engine:
+        with Compiling() as compiling, Engine(model, policy=policy, budget=budget, **sizes, **lossless) as engine:
             if options.warmup:
                 getattr(model.tokenizer, "chat_template", None)  # imports transformers now, before the first chat
                 engine.warm_up(_progress(compiling))
@@ -133,7 +144,8 @@ def run(options: argparse.Namespace) -> None:
             service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             on = "" if model.mesh is None else f" on {model.mesh.size} devices"
-            what = f"{model.name} under {engine.policy_name} with {engine.budget} slots{on}"
+            drafts = ", which drafts for the full cache" if options.lossless else ""
+            what = f"{model.name} under {engine.policy_name} with {engine.budget} slots{on}{drafts}"
             server = Server(service, options.grace, options.write_timeout, lambda: _say(f"{what} is ready at {url}"))
             server.run([listener])
         if server.interrupted:

@@ -263,7 +263,7 @@ class Conversation:
         structure = (
             jax.tree.structure(state.cache),
             state.config,
-            *map(described, state.decoder.policies),
+            *(described(decoder.policy) for decoder in state.decoder.decoders),
             fingerprint(self.model),
         )
         digest = hashlib.sha256("\n".join(map(str, structure)).encode())

@@ -21,7 +21,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Layer, Weights, layers_of
 from kvjax.models.sharding import on_device, on_mesh
 from kvjax.policies.policy import Policy
-from kvjax.types import Heads, Kernels, PyTree, TokenBatch, View, setting
+from kvjax.types import OF_ROWS, Heads, Kernels, PyTree, TokenBatch, View, setting
 from kvjax.utils.processes import on_host
 from pallas_kernels.op import using
 
@@ -102,6 +102,22 @@ class Cache(struct.PyTreeNode):
         rows = len(self.active)
         slots = f"{rows} row{'' if rows == 1 else 's'}, {self.allocated_slots:.0f} slots per head"
         return f"{slots}, {allocated_bytes(self.memory):,} bytes"
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        """Caches of the same texts that decoders read one by one; see `Decoder.decoders`."""
+        return (self,)
+
+    def with_caches(self, caches: Sequence[Cache]) -> Cache:
+        """Return the same with other `caches`, which have read as many tokens as each other."""
+        return caches[0]
+
+    @property
+    def specs(self) -> Self:
+        """`PartitionSpec` of each array on a mesh, in place of the arrays."""
+        rows = {name: OF_ROWS for name in ROWS if getattr(self, name) is not None}
+        pool = None if self.pool is None else self.pool.specs
+        return self.replace(layers=tuple(type(layer).specs for layer in self.layers), pool=pool, **rows)
 
     @property
     def memory(self) -> tuple[tuple[LayerCache, ...], Pool | None]:

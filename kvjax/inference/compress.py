@@ -88,7 +88,7 @@ def compress(
     """
     check_state(state)
     check_on_host("compress", state.position, budget, text)
-    if len(state.decoder.policies) > 1:
+    if len(state.decoder.decoders) > 1:
         raise ValueError(
             "a state with a draft has a full cache, which has to stay; compress its draft, state.evicting."
         )

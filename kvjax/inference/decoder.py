@@ -34,7 +34,6 @@ from kvjax.inference.press import on_pages, press, reads_all_first, stored, unev
 from kvjax.inference.replay import read_again
 from kvjax.inference.sharding import (
     bound_specs,
-    cache_specs,
     gather_slots,
     logits_spec,
     placed_policy,
@@ -82,13 +81,13 @@ class Decoder(Bound):
         return self.replace(policy_and_budget=None)
 
     @property
-    def policies(self) -> tuple[Policy, ...]:
-        """Policies of all caches that it reads tokens into."""
-        return (self.policy,)
+    def decoders(self) -> tuple[Decoder, ...]:
+        """Decoders of one cache each, the last of which evicts: this one, or those of a full cache and a draft."""
+        return (self,)
 
-    def evicting(self, cache: Cache) -> tuple[Decoder, Cache]:
-        """Return the decoder and the cache that a policy with a budget has: these, or those of a draft."""
-        return self, cache
+    def joined(self, caches: Sequence[Cache]) -> Cache:
+        """Return one cache of `decoders`' caches, which have read the same tokens."""
+        return caches[0]
 
     @on_the_host
     def prefill(
@@ -186,7 +185,7 @@ class Decoder(Bound):
         decoder = self.for_steps()
 
         def specs() -> tuple[Any, Any]:
-            return (bound_specs(decoder), cache_specs(cache), OF_ROWS, OF_ROWS), _step_specs(decoder, cache, True)
+            return (bound_specs(decoder), cache.specs, OF_ROWS, OF_ROWS), _step_specs(decoder, cache, True)
 
         return decoder.run(_steps_on_device, cache, tokens, lengths, specs=specs)
 
@@ -292,7 +291,7 @@ _any_nan = jax.jit(lambda logits: jnp.isnan(logits).any())
 def _step_specs(decoder: Decoder, cache: Cache, all_logits: bool) -> tuple[Cache, PartitionSpec]:
     """Return the specs of a cache, and of logits [b vocab], or [b n vocab] with `all_logits`."""
     logits = logits_spec(decoder.config, decoder.mesh)
-    return cache_specs(cache), PartitionSpec(logits[0], None, *logits[1:]) if all_logits else logits
+    return cache.specs, PartitionSpec(logits[0], None, *logits[1:]) if all_logits else logits
 
 
 compiled_step = jax.jit(Decoder.step)

@@ -16,7 +16,7 @@ from kvjax.cache.slots import Slots
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import longest_text
-from kvjax.inference.sharding import gather_slots, layer_cache_specs, run_on_mesh, scatter_slots
+from kvjax.inference.sharding import gather_slots, run_on_mesh, scatter_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import block, embed
 from kvjax.policies.policy import Policy
@@ -78,7 +78,7 @@ def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[
         updated = (view.updated(layer.policy, pending) for layer, view, pending in totals)
         return scatter_slots(tuple(updated), decoder.mesh)
 
-    return run_on_mesh(read_layers, decoder, cache, tokens, lengths, out_specs=lambda: layer_cache_specs(cache.layers))
+    return run_on_mesh(read_layers, decoder, cache, tokens, lengths, out_specs=lambda: cache.specs.layers)
 
 
 @jax.jit

@@ -14,7 +14,7 @@ from kvjax.inference.decoder import Decoder
 from kvjax.inference.padding import among_devices
 from kvjax.inference.prefill import bound_prompts, prompt_shapes
 from kvjax.inference.prepare import prepare
-from kvjax.inference.sharding import bound_specs, cache_specs, placed_shapes
+from kvjax.inference.sharding import bound_specs, placed_shapes
 from kvjax.inference.state import State
 from kvjax.methods.registry import name_of
 from kvjax.models.model import LanguageModel
@@ -73,7 +73,7 @@ def state_shapes(
     cache = Cache(layers=layers, **lengths, key=prompts.keys, seed=seed, active=active)
     if model.mesh is None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), State(decoder, cache))
-    return State(*placed_shapes((bound_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))
+    return State(*placed_shapes((bound_specs(decoder), cache.specs), (decoder, cache), model.mesh))
 
 
 @on_the_host

@@ -46,7 +46,7 @@ def run_on_mesh(
         return function(decoder, cache, *arguments)
 
     def specs() -> tuple[PyTree, PyTree]:
-        return (bound_specs(decoder), cache_specs(cache), argument_specs), out_specs()
+        return (bound_specs(decoder), cache.specs, argument_specs), out_specs()
 
     return decoder.run(of_arguments, cache, arguments, specs=specs)
 
@@ -110,11 +110,6 @@ def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:
     return PartitionSpec(ROWS, (HEADS, SLOTS)) if on_device(config, mesh).spread.vocab else OF_ROWS
 
 
-def layer_cache_specs(caches: Caches) -> Any:
-    """Return the specs of the arrays of each layer's cache."""
-    return tuple(type(cache).specs for cache in caches)
-
-
 def prompt_specs(layers: Sequence[Layer]) -> Any:
     """Return the specs of layers after prompts, which leave selected slots under plans with slots for each head."""
 
@@ -158,13 +153,6 @@ def layer_specs(layer: Layer, mesh: Mesh | None) -> Any:
     """Return the specs of a layer whose number is an array."""
     weights = weight_specs(layer.weights, layer.config, mesh)
     return layer.replace(weights=weights, policy=policy_specs(layer.policy), number=REPLICATED)
-
-
-def cache_specs(cache: Cache) -> Cache:
-    """Return the `PartitionSpec` of each array of a cache on a mesh."""
-    rows = {name: OF_ROWS for name in OF_EACH_ROW if getattr(cache, name) is not None}
-    pool = None if cache.pool is None else cache.pool.specs
-    return cache.replace(layers=layer_cache_specs(cache.layers), pool=pool, **rows)
 
 
 def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:

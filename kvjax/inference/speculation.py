@@ -22,7 +22,7 @@ from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.types import Kernels, setting
+from kvjax.types import OF_ROWS, Kernels, setting
 from kvjax.utils.fields import values_of
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.settings import whole_number
@@ -48,6 +48,17 @@ class SpeculativeCache(Cache, kw_only=True):
     def full(self) -> Cache:
         """The full cache alone."""
         return Cache(**values_of(Cache, self))
+
+    @property
+    def caches(self) -> tuple[Cache, ...]:
+        return self.full, self.draft.replace(key=self.key)
+
+    def with_caches(self, caches: Sequence[Cache]) -> SpeculativeCache:
+        return SpeculativeCache.of(caches[0], caches[1], self.behind)
+
+    @property
+    def specs(self) -> Self:
+        return super().specs.replace(draft=self.draft.specs, behind=OF_ROWS)
 
     @property
     def lag(self) -> Int[Array, " b"]:
@@ -100,7 +111,7 @@ class Speculation(Decoder, kw_only=True):
     """
 
     draft_without_weights: Any
-    """The decoder that drafts, a `Decoder` whose weights are those of this one."""
+    """The decoder that drafts, a `Decoder` whose weights, devices and kernels are those of this one."""
     draft_tokens: int = setting(4)
     """Tokens that the draft guesses before they are verified."""
 
@@ -112,18 +123,18 @@ class Speculation(Decoder, kw_only=True):
     @property
     def draft(self) -> Decoder:
         """The decoder that drafts."""
-        return self.draft_without_weights.replace(weights=self.weights)
+        return self.draft_without_weights.replace(weights=self.weights, kernels=self.kernels, mesh=self.mesh)
 
     def for_steps(self) -> Self:
         return super().for_steps().replace(draft_without_weights=self.draft_without_weights.for_steps())
 
     @property
-    def policies(self) -> tuple[Policy, ...]:
-        return self.policy, self.draft_without_weights.policy
+    def decoders(self) -> tuple[Decoder, ...]:
+        return self.full, self.draft
 
-    def evicting(self, cache: Cache) -> tuple[Decoder, Cache]:
-        assert isinstance(cache, SpeculativeCache)
-        return self.draft, cache.draft.replace(key=cache.key)
+    def joined(self, caches: Sequence[Cache]) -> SpeculativeCache:
+        full, draft = caches
+        return SpeculativeCache.of(full, draft, jnp.zeros((len(full.position), self.draft_tokens), jnp.int32))
 
     @on_the_host
     def prefill(
@@ -153,8 +164,7 @@ class Speculation(Decoder, kw_only=True):
             # The caches may be updated in place, so they share no arrays.
             draft, _ = self.draft.fill(prompts, (of_draft, jnp.copy(position), jnp.copy(seed), logits))
             full, logits = self.full.fill(of_full, (of_verifier, position, seed, logits))
-        behind = jnp.zeros((len(full.position), self.draft_tokens), jnp.int32)
-        return SpeculativeCache.of(full, draft, behind), logits
+        return self.joined((full, draft)), logits
 
     @on_the_host
     def steps(

@@ -50,7 +50,7 @@ class State:
     @property
     def evicting(self) -> State:
         """State of the policy that evicts: of the draft, if the state has one, and otherwise the state itself."""
-        return State(*self.decoder.evicting(self.cache))
+        return State(self.decoder.decoders[-1], self.cache.caches[-1])
 
     @property
     def weights(self) -> Weights:
@@ -172,7 +172,7 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
         raise ValueError(f"index={where.tolist()} does not name a row of its own for each of {count} rows.")
     if state.config != rows.config:
         raise ValueError("rows of another model's state do not fit; read them with the model of the state.")
-    form, form_of_rows = ([described(policy) for policy in part.decoder.policies] for part in (state, rows))
+    form, form_of_rows = ([described(each.policy) for each in part.decoder.decoders] for part in (state, rows))
     if form != form_of_rows or (state.cache.pool is None) != (rows.cache.pool is None):
         raise ValueError(
             f"rows under policy {rows.policy.name!r} do not fit a state under {state.policy.name!r} or with other "

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.layers import read
-from kvjax.inference.sharding import cache_specs, gather_slots, logits_spec, run_on_mesh, scatter_slots
+from kvjax.inference.sharding import gather_slots, logits_spec, run_on_mesh, scatter_slots
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import embed, unembed
 
@@ -61,7 +61,7 @@ def verify(
     def specs() -> tuple[Cache, Any]:
         opened = tuple(type(layer.open()).specs for layer in cache.layers)
         logits = logits_spec(decoder.config, decoder.mesh)
-        return cache_specs(cache).replace(layers=opened), PartitionSpec(logits[0], None, *logits[1:])
+        return cache.specs.replace(layers=opened), PartitionSpec(logits[0], None, *logits[1:])
 
     return run_on_mesh(read_on_device, decoder, cache, tokens, lengths, out_specs=specs)
 

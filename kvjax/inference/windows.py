@@ -18,7 +18,7 @@ from kvjax.inference.budget import lines_of
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.padding import among_devices, round_slots
 from kvjax.inference.press import on_pages
-from kvjax.inference.sharding import cache_specs, gather_slots, on_mesh, placed_rows, scatter_slots
+from kvjax.inference.sharding import gather_slots, on_mesh, placed_rows, scatter_slots
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.types import OF_HEADS, PyTree
@@ -74,6 +74,6 @@ def _grown(
 
     def specs() -> tuple[PyTree, PyTree]:
         layers = (Selected.specs if paged else Slots.specs,) * len(limits)
-        return (cache_specs(cache), (OF_HEADS,) * len(limits)), layers
+        return (cache.specs, (OF_HEADS,) * len(limits)), layers
 
     return on_mesh(grow, mesh, specs)(cache, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from kvjax.generation.loop import Drawn, token_buffers, token_logprobs
 from kvjax.generation.sampling import Sampling, penalised, sample
 from kvjax.inference.cache import Cache, policy_seeds
 from kvjax.inference.decoder import Decoder, read_more
-from kvjax.inference.sharding import cache_specs, constrain, copying, logits_spec, on_mesh, whole_rows
+from kvjax.inference.sharding import constrain, copying, logits_spec, on_mesh, whole_rows
 from kvjax.models.config import ModelConfig
 from kvjax.types import OF_ROWS, REPLICATED, ROWS, PyTree, wide
 
@@ -28,10 +29,10 @@ class Sizes(NamedTuple):
     """Static sizes of an engine's rows, for which programs are compiled."""
 
     config: ModelConfig
-    capacities: tuple[int, ...]
-    """Buffer slots of each layer."""
-    lines: tuple[int, ...]
-    """Maximal slots per head in each layer, rounded like buffers."""
+    capacities: tuple[tuple[int, ...], ...]
+    """Buffer slots of each layer, for each of `Decoder.decoders`."""
+    lines: tuple[tuple[int, ...], ...]
+    """Maximal slots per head in each layer, rounded like buffers, for each of `Decoder.decoders`."""
     dtype: DTypeLike
     mesh: Mesh | None
     """Mesh that shards the rows, from `kvjax.models.sharding.program_mesh`; None for one device."""
@@ -40,8 +41,8 @@ class Sizes(NamedTuple):
 class Planned(NamedTuple):
     """Limits of texts, planned before they are read; see `Cache`."""
 
-    limits: tuple[Int[Array, "b h"], ...]
-    """Slots that each head may use, for each layer."""
+    limits: tuple[tuple[Int[Array, "b h"], ...], ...]
+    """Slots that each head may use, for each layer, for each of `Decoder.decoders`."""
     seed: UInt32[Array, " b"]
     horizon: Int[Array, " b"]
     end: Int[Array, " b"]
@@ -89,6 +90,8 @@ class Written(NamedTuple):
     tokens: Int[Array, "b n"]
     counts: Int[Array, " b"]
     """Number of leading tokens that belong to the row's text; an end id does not."""
+    rounds: Int[Array, " b"]
+    """Number of passes of the model that added tokens to the row's text."""
     active: Bool[Array, " b"]
     """True for rows that continue."""
     remaining: Int[Array, " b"]
@@ -96,7 +99,17 @@ class Written(NamedTuple):
     position: Int[Array, " b"]
     """Tokens that the row's cache has read."""
     live_slots: Float[Array, " b"]
-    """Occupied slots, averaged over layers and heads."""
+    """Occupied slots, averaged over layers and heads; those of the draft if there is one."""
+
+
+class Advance(NamedTuple):
+    """What one pass of the model adds to the rows."""
+
+    rows: Rows
+    drawn: Drawn
+    """Tokens [b n]."""
+    counts: Int[Array, " b"]
+    """Number of leading tokens that belong to the row's text."""
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
@@ -112,12 +125,12 @@ def reading_mesh(mesh: Mesh | None) -> Mesh | None:
 
 
 def _empty_text(decoder: Decoder, planned: Planned, sizes: Sizes) -> Text:
-    rows, policy = len(planned.seed), decoder.policy.sized(sizes.lines)
-    layers = decoder.replace(policy=policy).init_caches(planned.limits, sizes.capacities)
     key = jax.vmap(jax.random.key)(planned.seed)
-    lengths = planned.horizon, planned.end
-    cache = Cache.empty(layers, 0, *lengths, policy_seeds(key), key, planned.rope_length)
-    return Text(cache, jnp.zeros((rows, sizes.config.vocab_size), bool))
+    lengths, caches = (planned.horizon, planned.end), list[Cache]()
+    for each, lines, limits, slots in zip(decoder.decoders, sizes.lines, planned.limits, sizes.capacities, strict=True):
+        layers = each.replace(policy=each.policy.sized(lines)).init_caches(limits, slots)
+        caches.append(Cache.empty(layers, 0, *lengths, policy_seeds(key), key, planned.rope_length))
+    return Text(decoder.joined(caches), jnp.zeros((len(key), sizes.config.vocab_size), bool))
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
@@ -135,12 +148,12 @@ def empty_rows(decoder: Decoder, planned: Planned, wishes: Wishes, *, sizes: Siz
 
 
 def _text_specs(text: Text) -> Any:
-    return Text(cache_specs(text.cache), OF_ROWS)
+    return Text(text.cache.specs, OF_ROWS)
 
 
 def _rows_specs(rows: Rows, config: ModelConfig, mesh: Mesh | None) -> Any:
     logits: Any = logits_spec(config, mesh)
-    return Rows(cache_specs(rows.cache), logits, OF_ROWS, OF_ROWS, OF_ROWS)
+    return Rows(rows.cache.specs, logits, OF_ROWS, OF_ROWS, OF_ROWS)
 
 
 @jax.jit
@@ -148,7 +161,11 @@ def read(
     decoder: Decoder, text: Text, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Text, Float[Array, "b vocab"]]:
     """Read the next chunk of texts, padded on the right, and return the logits for the token after it."""
-    cache, logits = read_more(decoder, text.cache, tokens, lengths, all_logits=False)
+    read = [
+        read_more(part, cache, tokens, lengths, all_logits=False)
+        for part, cache in zip(decoder.decoders, text.cache.caches, strict=True)
+    ]
+    cache, logits = text.cache.with_caches([cache for cache, _ in read]), read[0][1]
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     token_mask = text.token_mask.at[jnp.arange(len(tokens))[:, None], tokens].max(valid)
     after = Text(cache, token_mask)
@@ -183,7 +200,58 @@ def insert(
     return on_mesh(put, mesh, specs)(rows, one, jnp.asarray(row))
 
 
-@functools.partial(jax.jit, static_argnames=("buffer_size", "logprobs"), donate_argnums=1)
+def draw_and_read(decoder: Decoder, rows: Rows, logprobs: int) -> Advance:
+    """Draw one token per active row, which rows that continue read."""
+    layers = rows.cache.layers
+
+    def draw(rows: Rows) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
+        drawn = sample_tokens(rows, logprobs)
+        after, belongs = add_tokens(rows, drawn.token, rows.cache.active)
+        return after, jax.tree.map(lambda leaf: leaf[:, None], drawn), belongs
+
+    # Each device samples for its own rows, so no logits are transferred between devices.
+    draw_here = on_mesh(draw, decoder.mesh, lambda: ((OF_ROWS,), OF_ROWS))
+    rows, drawn, belongs = draw_here(rows.replace(cache=rows.cache.replace(layers=())))
+    cache, logits = decoder.step(rows.cache.replace(layers=layers), drawn.token[:, 0])
+    return Advance(rows.replace(cache=cache, logits=logits), drawn, belongs.astype(jnp.int32))
+
+
+def sample_tokens(rows: Rows, logprobs: int) -> Drawn:
+    """Sample the next token of each row from its logits."""
+    cache, wishes, counts = rows.cache, rows.wishes, rows.token_counts
+    penalty: Any = wishes.sampling.repetition_penalty
+    logits = penalised(rows.logits, rows.token_mask, penalty)
+    logits -= (wishes.presence_penalty[:, None] * (counts > 0)).astype(logits.dtype)
+    logits -= (wishes.frequency_penalty[:, None] * counts).astype(logits.dtype)
+    token = sample(logits, jax.vmap(jax.random.fold_in)(cache.key, cache.position), wishes.sampling)
+
+    # All requests share one program; otherwise, a row's numbers could depend on the requests of its neighbours.
+    return jax.lax.cond(
+        (wishes.tells & cache.active).any(),
+        lambda: token_logprobs(rows.logits, token, logprobs),
+        lambda: jax.tree.map(lambda leaf: leaf[:, 0], token_buffers((len(token), 1), rows.logits.dtype, logprobs)),
+    )._replace(token=token)
+
+
+def add_tokens(rows: Rows, token: Int[Array, " b"], among: Bool[Array, " b"]) -> tuple[Rows, Bool[Array, " b"]]:
+    """Add a token to the text of each row in `among`, whose caches do not read it; return those whose text it is in.
+
+    A row ends where the token is one of its end ids, which is in no text, and after its last token.
+    """
+    cache, wishes, index = rows.cache, rows.wishes, jnp.arange(len(token))
+    undefined = among & jnp.isnan(rows.logits.max(-1))
+    belongs = among & ~undefined & ~(token[:, None] == wishes.ends).any(-1)
+    remaining = jnp.where(undefined, UNDEFINED, wishes.remaining - belongs)
+    rows = rows.replace(
+        cache=cache.replace(active=jnp.where(among, belongs & (remaining > 0), cache.active)),
+        token_mask=rows.token_mask.at[index, token].max(belongs),
+        token_counts=rows.token_counts.at[index, token].add(belongs),
+        wishes=wishes._replace(remaining=remaining),
+    )
+    return rows, belongs
+
+
+@functools.partial(jax.jit, static_argnames=("buffer_size", "logprobs", "advance"), donate_argnums=1)
 def generate(
     decoder: Decoder,
     rows: Rows,
@@ -193,74 +261,40 @@ def generate(
     *,
     buffer_size: int,
     logprobs: int,
+    advance: Callable[[Any, Rows, int], Advance] = draw_and_read,
 ) -> tuple[Rows, Written, Drawn]:
     """Generate tokens for all active rows; a row ends at one of its end ids or at its maximal number of tokens.
 
     Args:
         rows: the batch; it is consumed.
         running: False for rows to free, which generate nothing more.
-        steps: maximal tokens per row, 1 to `buffer_size`.
+        steps: tokens after which no further pass begins, 1 to `buffer_size`.
         leave: True to stop as soon as a row has ended.
-        buffer_size: size of the token buffers.
+        buffer_size: size of the token buffers, with room for those of the last pass.
         logprobs: number of likeliest tokens to return; log-probabilities are valid only if a row requests them.
+        advance: what a pass of the model does: `draw_and_read`, or that of a draft in `kvjax.serving.speculative`.
     """
     active = constrain(rows.cache.active & running, lambda: OF_ROWS, decoder.mesh)
     rows = rows.replace(cache=rows.cache.replace(active=active))
     began, row_count = active.sum(), len(rows.logits)
 
     def more(carry: Any) -> Bool[Array, ""]:
-        i, rows, _, _ = carry
+        i, rows, *_ = carry
         active = rows.cache.active
         return (i < steps) & active.any() & ~(jnp.asarray(leave) & (active.sum() < began))
 
     def one(carry: Any) -> Any:
-        i, rows, count, tokens = carry
-        rows, sampled, belongs = _decode_tokens(decoder, rows, logprobs)
-        tokens = jax.tree.map(lambda all, new: all.at[:, i].set(new), tokens, sampled)
-        return i + 1, rows, count + belongs, tokens
+        _, rows, counts, rounds, tokens = carry
+        after, drawn, new = advance(decoder, rows, logprobs)
+        at = counts[:, None] + jnp.arange(drawn.token.shape[1])
+        tokens = jax.tree.map(lambda all, some: all.at[index, at].set(some, mode="drop"), tokens, drawn)
+        counts += new
+        return counts.max(), after, counts, rounds + (new > 0), tokens
 
     tokens = token_buffers((row_count, buffer_size), decoder.weights.dtype, logprobs)
-    start = jnp.int32(0), rows, jnp.zeros(row_count, jnp.int32), tokens
-    _, rows, count, tokens = jax.lax.while_loop(more, one, start)
-    cache, mesh = rows.cache, decoder.mesh
-    live_slots = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in cache.stored_positions()]).mean(0)
-    output = Written(tokens.token, count, cache.active, rows.wishes.remaining, cache.position, live_slots)
+    index, none = jnp.arange(row_count)[:, None], jnp.zeros(row_count, jnp.int32)
+    _, rows, counts, rounds, tokens = jax.lax.while_loop(more, one, (jnp.int32(0), rows, none, none, tokens))
+    cache, mesh, evicting = rows.cache, decoder.mesh, rows.cache.caches[-1]
+    live_slots = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in evicting.stored_positions()]).mean(0)
+    output = Written(tokens.token, counts, rounds, cache.active, rows.wishes.remaining, cache.position, live_slots)
     return constrain(rows, lambda: _rows_specs(rows, decoder.config, mesh), mesh), output, tokens
-
-
-def _decode_tokens(decoder: Decoder, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
-    """Generate one token per active row and a mask of those in their text; rows that continue read their token."""
-    layers = rows.cache.layers
-    # Each device samples for its own rows, so no logits are transferred between devices.
-    draw = on_mesh(functools.partial(_sample_tokens, logprobs=logprobs), decoder.mesh, lambda: ((OF_ROWS,), OF_ROWS))
-    rows, sampled, belongs = draw(rows.replace(cache=rows.cache.replace(layers=())))
-    cache, logits = decoder.step(rows.cache.replace(layers=layers), sampled.token)
-    return rows.replace(cache=cache, logits=logits), sampled, belongs
-
-
-def _sample_tokens(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
-    """Sample the next token of each row and update the rows, except their caches."""
-    cache, wishes, index = rows.cache, rows.wishes, jnp.arange(len(rows.logits))
-    counts, active = rows.token_counts, cache.active
-    penalty: Any = wishes.sampling.repetition_penalty
-    logits = penalised(rows.logits, rows.token_mask, penalty)
-    logits -= (wishes.presence_penalty[:, None] * (counts > 0)).astype(logits.dtype)
-    logits -= (wishes.frequency_penalty[:, None] * counts).astype(logits.dtype)
-    token = sample(logits, jax.vmap(jax.random.fold_in)(cache.key, cache.position), wishes.sampling)
-
-    # All requests share one program; otherwise, a row's numbers could depend on the requests of its neighbours.
-    sampled = jax.lax.cond(
-        (wishes.tells & active).any(),
-        lambda: token_logprobs(rows.logits, token, logprobs),
-        lambda: jax.tree.map(lambda leaf: leaf[:, 0], token_buffers((len(index), 1), rows.logits.dtype, logprobs)),
-    )._replace(token=token)
-    undefined = active & jnp.isnan(rows.logits.max(-1))
-    belongs = active & ~undefined & ~(token[:, None] == wishes.ends).any(-1)
-    remaining = jnp.where(undefined, UNDEFINED, wishes.remaining - belongs)
-    rows = rows.replace(
-        cache=cache.replace(active=belongs & (remaining > 0)),
-        token_mask=rows.token_mask.at[index, token].max(belongs),
-        token_counts=counts.at[index, token].add(belongs),
-        wishes=wishes._replace(remaining=remaining),
-    )
-    return rows, sampled, belongs

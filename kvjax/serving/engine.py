@@ -14,6 +14,7 @@ from typing import Any, Self
 from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.generate import logprob_at
 from kvjax.generation.loop import Drawn
+from kvjax.inference.speculation import MOST_DRAFT_TOKENS
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
@@ -49,6 +50,10 @@ class _Work:
     reused: int = 0
     tokens: int = 0
     """Tokens sent to the client."""
+    drawn: int = 0
+    """Tokens drawn, of which a stop string may cut the last ones."""
+    rounds: int = 0
+    """Passes of the model that drew them."""
     usage: requests.Held | None = None
     began: float = 0.0
 
@@ -75,6 +80,9 @@ class Engine:
             texts wait or are read.
         queue: maximal number of waiting texts.
         snapshot_bytes: maximal bytes of the prefix cache; 0 for no prefix cache.
+        lossless: generate the texts of the full cache, for which each row has slots for `context` tokens; the policy
+            drafts them on its `budget`.
+        draft_tokens: tokens to draft before they are verified, if `lossless`.
 
     Raises:
         ValueError: a setting is out of range, the policy's memory is not known before a text is read, the model has no
@@ -92,13 +100,16 @@ class Engine:
         steps: int = requests.STEPS,
         queue: int = 64,
         snapshot_bytes: int = requests.SNAPSHOT_BYTES,
+        lossless: bool = False,
+        draft_tokens: int = 4,
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
         self.prefix_cache = PrefixCache(
             whole_number("snapshot_bytes", snapshot_bytes, *requests.SIZES["snapshot_bytes"])
         )
-        self.device = Device(model, policy, budget, rows, context, chunk, steps)
+        count = whole_number("draft_tokens", draft_tokens, 1, MOST_DRAFT_TOKENS) if lossless else 0
+        self.device = Device(model, policy, budget, rows, context, chunk, steps, count)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.model, self.policy_name = model, name_of(self.device.policy)
         self.budget, self.context = self.device.budget, self.device.context
@@ -115,7 +126,7 @@ class Engine:
         """Time at the end of the last dispatch; 0 if no row continues."""
         self._pace = 0.0
         """Running average of the seconds per step; 0 before the first one."""
-        names = "requests", "prompt_tokens", "tokens", "reused_tokens", "dispatches", "failed_dispatches"
+        names = "requests", "prompt_tokens", "tokens", "rounds", "reused_tokens", "dispatches", "failed_dispatches"
         self._counts = dict.fromkeys((f"{name}_total" for name in names), 0)
         self._longest = 0.0
         self._listening = contextlib.ExitStack()
@@ -297,9 +308,13 @@ class Engine:
         work.tokens += len(tokens)
         length, bytes_ = min(int(output.position[row]), len(request.prompt) + work.tokens), self.device.bytes
         slots = min(float(output.live_slots[row]), length)
-        work.usage = requests.Held(length, slots, bytes_ // self.device.rows, self.policy_name)
+        work.drawn += int(output.counts[row])
+        work.rounds += int(output.rounds[row])
+        per_round = round(work.drawn / max(work.rounds, 1), 2)
+        work.usage = requests.Held(length, slots, bytes_ // self.device.rows, self.policy_name, per_round)
         with self.changed:
             self._counts["tokens_total"] += len(tokens)
+            self._counts["rounds_total"] += int(output.rounds[row])
         if text or tokens:
             self._tell(work, requests.Piece(text, tuple(tokens), logprobs))
         if output.remaining[row] == UNDEFINED:

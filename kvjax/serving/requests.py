@@ -69,10 +69,12 @@ class Held(NamedTuple):
     seen: int
     """Tokens read, without those after a stop string."""
     kept: float
-    """Occupied slots, averaged over layers and heads."""
+    """Occupied slots, averaged over layers and heads; those of the draft if the server is lossless."""
     bytes: int
     """Size of the row's buffers, including free slots."""
     policy: str
+    tokens_per_round: float
+    """Tokens that a pass of the model adds to the text: 1, or more where the full cache accepts those of a draft."""
 
 
 class Finished(NamedTuple):

@@ -6,8 +6,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ from kvjax.generation.loop import Drawn
 from kvjax.generation.prompts import end_ids
 from kvjax.generation.sampling import Sampling, sampling_of
 from kvjax.inference.budget import lines_of, plan_slots
-from kvjax.inference.decoder import Decoder, read_more, step_shapes
+from kvjax.inference.decoder import Decoder, decoder, read_more, step_shapes
 from kvjax.inference.padding import among_devices, bucket, check_rows
 from kvjax.inference.prepare import bind_policy, check_prompt, check_tokens, check_vocabulary, instead, longest_text
-from kvjax.inference.sharding import placed_policy
+from kvjax.inference.speculation import speculation
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
-from kvjax.serving import batch
+from kvjax.serving import batch, speculative
 from kvjax.serving.batch import Planned, Rows, Sizes, Text, Wishes, Written
 from kvjax.serving.prefix_cache import Key, dependencies, prefix_keys
 from kvjax.serving.requests import SIZES, Request
@@ -42,6 +42,15 @@ LOGPROBS = 20
 """Maximal number of likeliest tokens per request."""
 
 
+class PlannedSlots(NamedTuple):
+    """Slots of one text in one cache, from `plan_slots`."""
+
+    limits: list[Int[np.ndarray, "1 h"]]
+    """Slots that each head may use, by layer."""
+    buffers: tuple[int, ...]
+    """Slots of the buffers, by layer."""
+
+
 class Device:
     """Rows of one budget; see `kvjax.serving.engine.Engine` for the settings.
 
@@ -50,7 +59,15 @@ class Device:
 
     @on_the_host
     def __init__(
-        self, model: Model, policy: str | Policy, budget: int, rows: int, context: int | None, chunk: int, steps: int
+        self,
+        model: Model,
+        policy: str | Policy,
+        budget: int,
+        rows: int,
+        context: int | None,
+        chunk: int,
+        steps: int,
+        draft_tokens: int,
     ) -> None:
         self.model, config = model, model.config
         self._end_ids = functools.cache(functools.partial(end_ids, model))
@@ -61,26 +78,34 @@ class Device:
         self.steps = whole_number("steps", steps, *SIZES["steps"])
         self.logprobs = min(LOGPROBS, config.vocab_size)
         self.policy = _check_servable(bind_policy(model, policy, budget, None), model, self.chunk)
+        of_policy = model, self.policy, budget if self.policy.bounded else 1.0
+        bound = speculation(*of_policy, draft_tokens=draft_tokens) if draft_tokens else decoder(*of_policy)
+        self._policies = [_policy_of(each) for each in bound.decoders]
+        self.decoder = bound.for_steps()
+        self.writing: dict[str, Any] = dict(
+            buffer_size=self.steps + draft_tokens,
+            logprobs=self.logprobs,
+            advance=speculative.draft_and_verify if draft_tokens else batch.draw_and_read,
+        )
+        """Static arguments of `batch.generate`."""
         self.context = config.max_positions if context is None else whole_number("context", context, *SIZES["context"])
-        if self.context > longest_text(self.policy, config):
+        if self.context > min(longest_text(policy, config) for policy in self._policies):
             raise ValueError(
                 f"context={self.context} does not fit the model's {config.max_positions} positions; ask for fewer"
                 f"{instead(config)}."
             )
         self.budget = budget if self.policy.plan.sizing.mode != "unbounded" else self.context
-        slots = [self._slots(1, end, budget) for end in (2, self.context)]
-        limits, capacities = zip(*slots, strict=True)
+        shortest, longest = (self._slots(1, end, budget) for end in (2, self.context))
+        both = list(zip(shortest, longest, strict=True))
         self._sizes = Sizes(
             config=config,
-            capacities=among_devices(tuple(map(max, zip(*capacities, strict=True))), model.mesh),
-            lines=tuple(map(max, zip(*map(lines_of, limits), strict=True))),
+            capacities=tuple(among_devices(_largest(each.buffers for each in ends), model.mesh) for ends in both),
+            lines=tuple(_largest(lines_of(each.limits) for each in ends) for ends in both),
             dtype=model.weights.dtype,
             mesh=model.mesh,
         )
-        mesh_policy = placed_policy(self.policy, model.mesh)
-        self.decoder = Decoder(weights=model.weights, policy=mesh_policy, config=config, mesh=model.mesh)
         self.reader = self.decoder.replace(mesh=batch.reading_mesh(model.mesh))
-        self._one = _planned(limits[0], config.rope_length(np.asarray([2])))
+        self._one = _planned(shortest, config.rope_length(np.asarray([2])))
         state = self._empty_rows()
         self.state: Rows | None = state
         """Rows of the batch; None after a failure, until `put` creates new ones."""
@@ -119,17 +144,18 @@ class Device:
             raise ValueError(f"budget={budget} is more than the {self.budget} slots that there are; ask for fewer.")
         rope = config.rope_length(np.asarray([end]))
         # If the slots suffice only for the planned length, all texts are planned for the whole context.
-        end = self.context if self.policy.plan.sizing.fixed_length else end
-        limits, _ = self._slots(len(prompt), end, budget)
-        if any(limit.max() > room for limit, room in zip(limits, self._sizes.capacities, strict=True)):
-            raise ValueError(f"budget={budget} gives a layer more slots than there are; leave it out.")
-        return _planned(limits, rope, seed_number(request.seed), end - len(prompt), end)
+        end = self.context if any(policy.plan.sizing.fixed_length for policy in self._policies) else end
+        slots = self._slots(len(prompt), end, budget)
+        for each, rooms in zip(slots, self._sizes.capacities, strict=True):
+            if any(limit.max() > room for limit, room in zip(each.limits, rooms, strict=True)):
+                raise ValueError(f"budget={budget} gives a layer more slots than there are; leave it out.")
+        return _planned(slots, rope, seed_number(request.seed), end - len(prompt), end)
 
     @on_the_host
     def prefix_keys(self, request: Request, planned: Planned) -> list[Key]:
         """Return the keys of a request's prefixes in the prefix cache, see `prefix_cache.prefix_keys`."""
         inputs = [(name, getattr(planned, name).tolist()) for name in sorted(self._depends)]
-        depends = repr((inputs, [limit.tolist() for limit in planned.limits])).encode()
+        depends = repr((inputs, jax.tree.map(np.ndarray.tolist, planned.limits))).encode()
         return prefix_keys(depends, request.prompt, self.chunk)
 
     @on_the_host
@@ -138,8 +164,9 @@ class Device:
         text = batch.begin(self.decoder, planned, sizes=self._sizes)
         if prefix is None:
             return text
-        read = {name: getattr(prefix.cache, name) for name in ("layers", "position", "prompt_length")}
-        return Text(text.cache.replace(**read), prefix.token_mask)
+        names, pairs = ("layers", "position", "prompt_length"), zip(text.cache.caches, prefix.cache.caches, strict=True)
+        caches = [empty.replace(**{name: getattr(filled, name) for name in names}) for empty, filled in pairs]
+        return Text(text.cache.with_caches(caches), prefix.token_mask)
 
     @on_the_host
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
@@ -159,8 +186,8 @@ class Device:
         """Generate tokens for some rows, free the others, and return the tokens on the host; see `batch.generate`."""
         assert self.state is not None
         active = np.isin(np.arange(self.rows), list(rows))
-        numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(buffer_size=self.steps, logprobs=self.logprobs)
-        self.state, output, samples = batch.generate(self.decoder, self.state, active, *numbers, **sizes)
+        numbers = np.int32(steps), np.bool_(leave)
+        self.state, output, samples = batch.generate(self.decoder, self.state, active, *numbers, **self.writing)
         return jax.device_get((output, samples if logprobs else None))
 
     @on_the_host
@@ -195,12 +222,13 @@ class Device:
         """Autotune the kernels for chunks of these sizes and for decode steps, if they need it."""
 
         def trace(survey: Survey) -> None:
-            kernels = Kernels(survey)
-            text = jax.eval_shape(lambda: self.begin(self._one)).cache
-            length, reader = jax.ShapeDtypeStruct((1,), jnp.int32), self.reader.replace(kernels=kernels)
-            for size in sizes:
-                read_more.eval_shape(reader, text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, all_logits=False)
-            step_shapes(self.decoder.replace(kernels=kernels), jax.eval_shape(self._empty_rows).cache)
+            kernels, length = Kernels(survey), jax.ShapeDtypeStruct((1,), jnp.int32)
+            texts, rows = (jax.eval_shape(begin).cache for begin in (lambda: self.begin(self._one), self._empty_rows))
+            for reader, text in zip(self.reader.replace(kernels=kernels).decoders, texts.caches, strict=True):
+                for size in sizes:
+                    tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
+                    read_more.eval_shape(reader, text, tokens, length, all_logits=False)
+            step_shapes(self.decoder.replace(kernels=kernels), rows)
 
         settle_before(trace, self.decoder.kernels.implementation)
 
@@ -217,8 +245,13 @@ class Device:
     def _padded(self, length: int) -> int:
         return min(bucket(length), self.chunk)
 
-    def _slots(self, prompt: int, end: int, budget: int) -> tuple[list[Int[np.ndarray, "1 h"]], tuple[int, ...]]:
-        return plan_slots(self.policy, budget, np.asarray([prompt]), end - prompt, self.model.config, prompt)
+    def _slots(self, prompt: int, end: int, budget: int) -> list[PlannedSlots]:
+        """Return the slots of a text for each of the decoders."""
+        text = np.asarray([prompt]), end - prompt, self.model.config, prompt
+        return [
+            PlannedSlots(*plan_slots(policy, budget, *text, beyond_window=each.beyond_window))
+            for policy, each in zip(self._policies, self.decoder.decoders, strict=True)
+        ]
 
     def _ends(self, request: Request) -> tuple[int, ...]:
         return tuple({*request.stop_ids, *(() if request.ignore_eos else self._end_ids(request.chat))})
@@ -241,11 +274,20 @@ class Device:
         )
 
 
-def _planned(
-    limits: Sequence[Int[np.ndarray, "1 h"]], rope_length: Any, seed: int = 0, horizon: int = 1, end: int = 2
-) -> Planned:
-    slots: Any = tuple(limit.astype(np.int32) for limit in limits)
-    return Planned(slots, _row(seed, np.uint32), _row(horizon), _row(end), rope_length)
+def _policy_of(decoder: Decoder) -> Policy:
+    """Return the policy of a decoder with concrete numbers, from which slots are planned."""
+    assert decoder.policy_and_budget is not None
+    return decoder.policy_and_budget[0]
+
+
+def _largest(numbers: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the largest number of each layer."""
+    return tuple(map(max, zip(*numbers, strict=True)))
+
+
+def _planned(slots: Sequence[PlannedSlots], rope_length: Any, seed: int = 0, horizon: int = 1, end: int = 2) -> Planned:
+    limits: Any = tuple(tuple(limit.astype(np.int32) for limit in each.limits) for each in slots)
+    return Planned(limits, _row(seed, np.uint32), _row(horizon), _row(end), rope_length)
 
 
 def _row(value: Any, dtype: Any = None) -> Any:

@@ -152,7 +152,8 @@ SERVED = ("full", "streaming", "snapkv", "lightkv", "less", "keyformer", "tova",
 @pytest.mark.parametrize(
     "told",
     [
-        [served(["own"], 2, (1, 1), (2, 2)), served(["own"], 1, (1, 4))],
+        [served(["own"], 2, (1, 1), (2, 2)), served(["own"], 1, (1, 4)), served(["own drafts"], 2, (2, 2))],
+        slow([served(["streaming drafts"], 2, (1, 4)), served(["keyformer drafts"], 1, (2, 4))]),
         *(slow([served([name], 2, (2, 2), (1, 4)), served([name], 1, (2, 4))]) for name in ("h2o", *SERVED)),
     ],
 )
@@ -162,10 +163,18 @@ def test_a_server_on_a_mesh_answers_as_on_one_device(told: list[Told]) -> None:
     for row in found:
         assert row["same"] and row["off"] < 1e-9 and row["compiled"] == row["failed_dispatches_total"] == 0, row
         assert row["reused"] == 48, row
-        if row["case"] == "own":  # which remembers little of heads as wholes
+        if row["case"].startswith("own"):  # which remembers little of heads as wholes
             (data, model), seen = row["mesh"], row["snapshot_bytes"] / 100
             assert row["cache_device_bytes"] < 1.1 * row["cache_bytes"] / (data * model), row
             assert row["snapshot_device_bytes"] < row["snapshot_bytes"] / model + seen, row
+
+
+def test_drafts_on_a_mesh_write_the_full_caches_texts() -> None:
+    meshes = [2, 2], [1, 4], [2, 2, 2]
+    rows = run(dict(what="lossless", cases=["h2o"], kv_heads=2, meshes=meshes))
+    assert len(rows) == len(meshes)
+    for row in rows:
+        assert row["same"] and 1 < row["per_round"] <= 4, row
 
 
 def test_a_command_of_one_device_refuses_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def model():
 
 
 def engine(policy: Any = "h2o", **changes: Any) -> Engine:
-    return Engine(model(), policy, **(dict(budget=24, rows=3, chunk=16, steps=4, queue=32) | changes))
+    return Engine(model(), policy, **(dict[str, Any](budget=24, rows=3, chunk=16, steps=4, queue=32) | changes))
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +168,47 @@ def test_answers_are_the_same_alone_and_under_load(policy: str, request) -> None
                 assert (found.text, found.tokens, found.logprobs) == (before.text, before.tokens, before.logprobs)
                 assert found.end.reason == before.end.reason
         assert len({tuple(each.tokens) for each in alone}) > 8
+
+
+def without_budget(requests: list[Request]) -> list[Request]:
+    return [dataclasses.replace(each, budget=None) for each in requests]
+
+
+@pytest.fixture(scope="module")
+def of_full() -> list[Answer]:
+    """Answers of the full cache to the crowd."""
+    with engine("full") as full:
+        return [ask(full, each) for each in without_budget(crowd(True))]
+
+
+@pytest.mark.parametrize("policy", ["streaming", "keyformer", *map(slow, ("random", "lsh_e", "less", "keydiff"))])
+def test_lossless_answers_are_those_of_the_full_cache(policy: str, of_full: list[Answer]) -> None:
+    requests = crowd(True)  # their budgets are those of drafts
+    with engine(policy_of(policy), lossless=True, draft_tokens=3, rows=2) as served:
+        served.warm_up()
+        before = served.numbers()["compilations"]
+        for _ in range(2):
+            clients = [Client(served, each) for each in requests]
+            away = Client(served, GREEDY, max_tokens=80)
+            away.ticket.cancel()
+            for client, full in zip(clients, of_full, strict=True):
+                answer = client.answer()
+                assert (answer.text, answer.tokens) == (full.text, full.tokens)
+                assert answer.end.reason == full.end.reason and answer.held.seen == full.held.seen
+                assert answer.held.kept <= 24 and 1 <= answer.held.tokens_per_round <= 4
+                for new, old in zip(answer.logprobs, full.logprobs, strict=True):
+                    assert new.token == old.token and abs(new.logprob - old.logprob) < 1e-4
+            assert away.answer().end.reason == "cancelled"
+        numbers = served.numbers()
+        assert numbers["compilations"] == before and numbers["reused_tokens_total"] > 0
+        assert 0 < numbers["rounds_total"] < numbers["tokens_total"]
+
+
+def test_a_lossless_draft_of_the_whole_text_is_always_right() -> None:
+    with engine(lossless=True, budget=128) as served:
+        held = ask(served, GREEDY, max_tokens=20).held
+    # The last round has room for one of five tokens less.
+    assert held.tokens_per_round == 5.0 and held.bytes * served.device.rows == served.numbers()["cache_bytes"]
 
 
 @pytest.mark.parametrize("policy", ["own", "lsh_e", *map(slow, ("full", "streaming", "less", "keydiff"))])
@@ -488,12 +529,29 @@ def test_budget_means_nothing_where_nothing_leaves() -> None:
             Client(full, GREEDY, budget=10)
 
 
+def memory_of_a_dispatch(served: Engine) -> tuple[int, Any]:
+    rows, how = served.device.state, dict[str, Any](served.device.writing)
+    assert rows is not None
+    kept = np.ones(served.device.rows, bool)
+    program = serving.generate.lower(served.device.decoder, rows, kept, 4, False, **how)
+    return allocated_bytes(rows.cache.memory), program.compile().memory_analysis()
+
+
 @pytest.mark.compiled_well
 def test_a_dispatch_changes_the_caches_in_place() -> None:
     with engine(budget=1024, context=128) as large:
-        rows = large.device.state
-        assert rows is not None
-        kept = np.ones(large.device.rows, bool)
-        program = serving.generate.lower(large.device.decoder, rows, kept, 4, False, buffer_size=4, logprobs=20)
-        memory: Any = program.compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= allocated_bytes(rows.cache.memory) > 4 * memory.temp_size_in_bytes
+        cache_bytes, memory = memory_of_a_dispatch(large)
+    assert memory.alias_size_in_bytes >= cache_bytes > 4 * memory.temp_size_in_bytes
+
+
+@pytest.mark.compiled_well
+def test_a_lossless_dispatch_changes_the_full_cache_in_place() -> None:
+    deep = random_model(dataclasses.replace(CONFIG, max_positions=4096), seed=3)
+    deep.tokenizer = Letters()
+    settings = dict[str, Any](budget=24, rows=2, chunk=16, steps=4, lossless=True)
+    engines = [Engine(deep, context=context, **settings) for context in (2048, 4096)]
+    (small, of_small), (large, of_large) = map(memory_of_a_dispatch, engines)
+    assert of_large.alias_size_in_bytes >= large
+    # Products of five queries with all keys grow; a copy of the cache would grow as much as the cache.
+    growth = of_large.temp_size_in_bytes - of_small.temp_size_in_bytes
+    assert growth < 0.8 * (large - small)

@@ -38,7 +38,7 @@ from tests.fake_engine import FakeEngine, events, served
 from tests.paths import ROOT
 
 ENGINE = FakeEngine()
-KV = {"seen": 6, "kept": 6, "bytes": 4096, "policy": "h2o"}
+KV = {"seen": 6, "kept": 6, "bytes": 4096, "policy": "h2o", "tokens_per_round": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +347,7 @@ def test_what_clients_send_beside_the_question(client: openai.OpenAI, engine: Fa
 @pytest.mark.parametrize(("held", "shown"), [(64.0, "64"), (23.999998, "24"), (40.33333206, "40.33")])
 def test_kept_slots_are_as_a_reader_expects(held: float, shown: str) -> None:
     told = Answer(ENGINE, ParsedBody((Request((1,)),), 1, False, False, False)).finish(
-        0, Finished("stop", 1, 1, 0, Held(70, held, 4096, "h2o"))
+        0, Finished("stop", 1, 1, 0, Held(70, held, 4096, "h2o", 1.0))
     )
     assert json.dumps(told["kv"]["kept"]) == shown
 
@@ -740,6 +740,8 @@ def test_help_has_the_engines_numbers(capsys: pytest.CaptureFixture[str]) -> Non
         ("--steps 0", "steps=0 is not a whole number from 1"),
         ("--context 1", "context=1 is not a whole number from 2"),
         ("--snapshot-bytes -1", "snapshot_bytes=-1 is not a whole number from 0"),
+        ("--lossless --draft-tokens 0", "draft_tokens=0 is not a whole number from 1 to 16."),
+        ("--draft-tokens 3", "--draft-tokens is of --lossless; give that, too."),
         ("--grace nan", "grace=nan is not a number of seconds"),
         ("--policy nonsense", "there is no policy 'nonsense'"),
         ("--policy h20", "there is no policy 'h20'; did you mean h2o?"),

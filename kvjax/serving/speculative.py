@@ -1,0 +1,78 @@
+"""Rows whose texts a small cache drafts and the full cache verifies, of many texts at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.generation.loop import Drawn
+from kvjax.inference.speculation import Speculation, SpeculativeCache
+from kvjax.inference.verify import truncate, verify
+from kvjax.models.sharding import on_mesh
+from kvjax.serving.batch import Advance, Rows, add_tokens, sample_tokens
+from kvjax.types import OF_ROWS
+
+
+def draft_and_verify(decoder: Speculation, rows: Rows, logprobs: int) -> Advance:
+    """Draw one token per active row and those that the draft guesses after it, if the full cache draws them, too.
+
+    A guess is drawn with the settings, penalties and random numbers of its row and place, as the token itself. A row
+    whose guess is wrong draws the right token at the start of the next round.
+    """
+    cache, full, draft = rows.cache, decoder.full, decoder.draft
+    assert isinstance(cache, SpeculativeCache)
+    draw = on_mesh(lambda rows: sample_tokens(rows, logprobs), decoder.mesh, lambda: ((OF_ROWS,), OF_ROWS))
+    add = on_mesh(add_tokens, decoder.mesh, lambda: ((OF_ROWS, OF_ROWS, OF_ROWS), OF_ROWS))
+
+    # Texts and wishes alone, whose caches follow at the end.
+    texts = rows.replace(cache=cache.full.replace(layers=()))
+    first = draw(texts)
+    texts, belongs = add(texts, first.token, cache.active)
+    active = texts.cache.active
+    ids, unread = cache.replace(active=active).unread(first.token[:, None], active.astype(jnp.int32))
+    base, logits = draft.steps(cache.draft.replace(active=active), ids, unread)
+    newest = jnp.take_along_axis(logits, jnp.maximum(unread - 1, 0)[:, None, None], axis=1)[:, 0]
+
+    def guess(carry: Any, last: Bool[Array, ""]) -> tuple[Any, Int[Array, " b"]]:
+        of_guess, texts = carry
+        token = draw(texts).token
+        texts, _ = add(texts, token, texts.cache.active)
+        of_guess, logits = draft.step(of_guess.replace(active=texts.cache.active & ~last), token)
+        return (of_guess, _after(texts, texts.cache.active, logits)), token
+
+    count = decoder.draft_tokens
+    guessed = base, _after(texts, active, newest)
+    _, guesses = jax.lax.scan(guess, guessed, jnp.arange(count) == count - 1)
+
+    known = jnp.concatenate([first.token[:, None], guesses.T], axis=1)
+    opened, logits = verify(full, cache.full.replace(active=active), known, jnp.where(active, count + 1, 0))
+
+    def confirm(
+        carry: tuple[Rows, Bool[Array, " b"]], at: tuple[Float[Array, "b vocab"], Int[Array, " b"]]
+    ) -> tuple[tuple[Rows, Bool[Array, " b"]], tuple[Drawn, Bool[Array, " b"]]]:
+        (texts, goes_on), (logits, guess) = carry, at
+        texts = _after(texts, goes_on, logits)
+        drawn = draw(texts)
+        texts, belongs = add(texts, drawn.token, goes_on & (drawn.token == guess))
+        return (texts, belongs & texts.cache.active), (drawn, belongs)
+
+    places = jnp.moveaxis(logits[:, :count], 1, 0), guesses
+    (texts, goes_on), (others, right) = jax.lax.scan(confirm, (texts, active), places)
+    texts = _after(texts, goes_on, logits[:, count])
+    later: Drawn = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), others)
+    drawn: Drawn = jax.tree.map(lambda one, more: jnp.concatenate([one[:, None], more], axis=1), first, later)
+    of_texts = truncate(opened, texts.cache.position).replace(active=texts.cache.active)
+    behind = jnp.where(active[:, None], known[:, 1:], cache.behind)
+    after = SpeculativeCache.of(of_texts, base, behind)
+    return Advance(texts.replace(cache=after), drawn, belongs + right.sum(0, dtype=jnp.int32))
+
+
+def _after(texts: Rows, reads: Bool[Array, " b"], logits: Float[Array, "b vocab"]) -> Rows:
+    """Return texts of which some have read one more token, with the logits after it."""
+    position = texts.cache.position + reads
+    return texts.replace(
+        cache=texts.cache.replace(position=position), logits=jnp.where(reads[:, None], logits, texts.logits)
+    )
