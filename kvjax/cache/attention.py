@@ -44,7 +44,7 @@ from kvjax.policies.stats import (
     over_heads,
 )
 from kvjax.types import SLOTS, LayerTokens, PyTree, View, wide
-from pallas_kernels.attention import LowRank, Partial, merge, power_below, query_block, share_of_evicted
+from pallas_kernels.attention import LowRank, Partial, attend, merge, power_below, query_block, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, ScoreNoise, decode_attention
 from pallas_kernels.noise import layer_seed
 from pallas_kernels.prefill_attention import QueryTokens, prefill_attention
@@ -72,8 +72,8 @@ def attend_slots(
     operands = policy.codec.operands(view, new, block=block)
     if operands.k is not new.k:  # a whole text has no slots with a bias yet
         new, operands = operands.with_bias(new, policy.slot_bias(view))
-    attend = attend_block if block else attend_token
-    partial, stats = attend(operands, view, new, without_replayed(requests), evicted, policy.selection)
+    attend_new = attend_block if block else attend_token
+    partial, stats = attend_new(operands, view, new, without_replayed(requests), evicted, policy.selection)
     return Attended(partial, with_replayed(requests, stats, policy.codec, operands, view, new))
 
 
@@ -136,6 +136,20 @@ def attend_token(
     if low_rank is None:
         partial = with_evicted(partial, evicted)
     return partial, requested_stats(requests, attention, operands, view.position, new, summed=summed)
+
+
+def attend_known(policy: Policy, view: View, block: View, new: LayerTokens) -> Partial:
+    """Attend from known tokens, which have slots already and are those of `block`, to all slots of a layer."""
+    spec, (rows, heads, groups, tokens, width) = new.config.spec, new.q.shape
+    mask, bias = spec.mask(new.position, block.position), spec.bias(new.position[:, None], block.position)
+    own, _ = attend(new.q, block.keys(new), block.values(new), mask, spec, bias)
+    # All of a head's queries see the same earlier slots, like those of one token with more query heads.
+    together = new.part(0, 1).replace(q=new.q.reshape(rows, heads, groups * tokens, 1, width))
+    operands = policy.codec.operands(view, together)
+    at = view.position, together.position[:, 0] - 1
+    attention = decode_attention(operands.q[:, :, :, 0], *operands.stored, *at, spec)
+    of_earlier = (leaf.reshape(*own.lse.shape, *leaf.shape[3:]) for leaf in (attention.out, attention.lse))
+    return merge(own, Partial(*of_earlier))
 
 
 def kernel_scores(requests: PyTree, new: LayerTokens) -> tuple[str | ScoreNoise | None, bool]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.attention import attend_slots
+from kvjax.cache.attention import attend_known, attend_slots
 from kvjax.cache.buffers import in_memory
 from kvjax.cache.evict import Attended, Victim, entries, ranked, where_read, write_token
 from kvjax.cache.fused import FusedStep, may_fuse
@@ -336,10 +336,13 @@ class OpenSlots(Slots, kw_only=True):
         sink_logits: Float[Array, "h g"] | None,
     ) -> tuple[Float[Array, "b h g t e"], Self]:
         """Write the tokens into empty slots in place, and attend from them to all slots; see `SlotCache.attend`."""
-        new = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns)
-        slots, spec = self.written(tokens.policy, new), new.config.spec
-        mask, bias = spec.mask(new.position, slots.position), spec.bias(new.position[:, None], slots.position)
-        partial, _ = attend(new.q, slots.keys(new), slots.values(new), mask, spec, bias)
+        new, policy = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns), tokens.policy
+        slots, spec = self.written(policy, new), new.config.spec
+        if spec.window is None and spec.slopes is None and policy.codec.positions == "original":
+            partial = attend_known(policy, slots, self.with_block(policy, new, lambda _, block: block), new)
+        else:  # which tell the queries of a head apart
+            mask, bias = spec.mask(new.position, slots.position), spec.bias(new.position[:, None], slots.position)
+            partial, _ = attend(new.q, slots.keys(new), slots.values(new), mask, spec, bias)
         return with_sink(partial, sink_logits).out, slots
 
     def written(self, policy: Policy, new: LayerTokens) -> Self:

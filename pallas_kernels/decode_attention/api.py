@@ -18,6 +18,9 @@ from pallas_kernels.common import LANES, numbers_of
 from pallas_kernels.op import Limit, Op, Options, operation
 from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised, cut
 
+GROUP, MOST_QUERIES = 16, 64
+"""Most queries of a KV head that a kernel takes: of one token, and of several tokens without scores."""
+
 Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
 
@@ -80,7 +83,8 @@ class DecodeAttention(Op[Decoded]):
     """Compute softmax attention over slots in one pass over keys and values, with the scores that policies request.
 
     Args:
-        q: queries of one token per row; the g queries of a group share one KV head.
+        q: queries of one token per row, or of several that see the same slots; the g queries of a group share one KV
+            head.
         k: keys [b h c d], in any order: an array, codes, another stored form, or keys that are rotated when read.
         v: values [b h c e] of any width: an array, codes, or another stored form. Codes are never decoded, except for
             queries of float64. `xla` on CPU and TPU, and `pallas` on TPU, split queries and weights into two digits of
@@ -95,7 +99,7 @@ class DecodeAttention(Op[Decoded]):
         scores: probabilities to return: of `each` query head, their `sum` over the group, or a `ScoreNoise` (Keyformer,
             equation 9, summed over the group); None for none.
         how: see `pallas_kernels.op.How`. `xla` takes everything. The others take queries of float32 and bfloat16 and
-            arrays of the same dtype, g up to 16, c up to 65536 and R up to 128. They take no rotated keys, no stored
+            arrays of the same dtype, g up to 16 (64 without scores, low rank and sinks), c up to 65536 and R up to 128. They take no rotated keys, no stored
             form but codes, and no places together with slopes. They take up to 128 sinks on TPU; on GPU they take sinks
             only without scores. `pallas` on TPU takes d and e that are multiples of 8 up to 256 (of 16 with four bits).
             `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k
@@ -159,7 +163,9 @@ class DecodeAttention(Op[Decoded]):
         return Decoded(merged.out[:, :, :, 0], merged.lse[..., 0], None)
 
     def limits(self, backend: str) -> Iterator[Limit]:
-        yield from operand_limits(self.q, self.k, self.v, self.spec, self.places)
+        alone = self.scores is None and self.low_rank is None and self.sinks is None
+        most = MOST_QUERIES if alone else GROUP
+        yield from operand_limits(self.q, self.k, self.v, self.spec, self.places, most)
         c, features = self.k.shape[2], 1 if self.low_rank is None else self.low_rank.features.shape[-1]
         yield c <= 65536, f"c={c} slots are more than 65536"
         yield features <= 128, f"R={features} features are more than 128"
@@ -206,7 +212,9 @@ def kind_of(scores: str | ScoreNoise | None) -> str | None:
     return scores.kind if isinstance(scores, ScoreNoise) else scores
 
 
-def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Iterator[Limit]:
+def operand_limits(
+    q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any, most: int = GROUP
+) -> Iterator[Limit]:
     """Yield the limits that all kernels share, for slots or for pages."""
     forms = {type(x.decoder).__name__ for x in (k, v) if isinstance(x, Encoded)}
     yield not forms, f"keys and values are stored by {', '.join(sorted(forms))}, which xla alone decodes"
@@ -216,7 +224,7 @@ def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places
     same = q.dtype in (jnp.float32, jnp.bfloat16) and all(x.dtype == q.dtype for x in arrays)
     dtypes = ", ".join(str(x.codes.dtype if isinstance(x, Quantised) else x.dtype) for x in (q, *arrays[1:]))
     yield same, f"{'q, k, v'[: 3 * len(arrays) - 2]} of {dtypes} are not all float32 or all bfloat16"
-    yield q.shape[2] <= 16, f"g={q.shape[2]} query heads share a KV head, more than 16"
+    yield q.shape[2] <= most, f"g={q.shape[2]} query heads share a KV head, more than {most}"
 
 
 def width_limits(k: Operand, v: Operand, backend: str) -> Iterator[Limit]:

@@ -21,7 +21,7 @@ from pallas_kernels.attention import add_logits, log_sum, pad_to
 from pallas_kernels.blocks import input_block, output_block, run
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, array_and_scale, noisy_logits, visible_slots
-from pallas_kernels.decode_attention.splits import ROWS, SplitOutputs, channels, merge_splits, split_of, tile
+from pallas_kernels.decode_attention.splits import SplitOutputs, channels, merge_splits, rows_of, split_of, tile
 from pallas_kernels.quantised import halves
 
 PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=2)
@@ -69,7 +69,8 @@ def attend_parts(
         span: range of each head's slots, if they are in one pool; None if each head has its own.
         logits: where to write the logits of the slots; None for nowhere.
     """
-    (b, h, _, d), parts = x.q.shape, splits + (x.low_rank is not None)
+    (b, h, g, d), parts = x.q.shape, splits + (x.low_rank is not None)
+    rows = rows_of(g)
 
     def of_part(*tail: int) -> Any:
         spec = pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
@@ -83,17 +84,17 @@ def attend_parts(
 
     slopes, low_rank, noise = x.spec.slopes, x.low_rank, x.score_noise
     if slopes is not None:
-        of_group = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
-        slopes = input_block(pad_to(slopes.astype(jnp.float32), 1, ROWS), of_group)
+        of_group = pl.BlockSpec((None, rows), lambda s, h, b: (h, 0))
+        slopes = input_block(pad_to(slopes.astype(jnp.float32), 1, rows), of_group)
     if low_rank is not None:
         phi, memory, z = (y.astype(jnp.float32) for y in low_rank)
-        phi = jnp.moveaxis(pad_to(phi, 2, ROWS), -1, 2)
+        phi = jnp.moveaxis(pad_to(phi, 2, rows), -1, 2)
         low_rank = LowRank(*(input_block(y, of_head(*y.shape[2:])) for y in (phi, memory, z)))
     if noise is not None:
         seed, tau, first = map(of_row, (noise.seed, noise.tau.astype(jnp.float32), noise.first))
         noise = dataclasses.replace(noise, seed=seed, tau=tau, first=first)
     inputs = DecodeAttention(
-        q=input_block(pad_to(x.q, 2, ROWS), of_head(ROWS, d)),
+        q=input_block(pad_to(x.q, 2, rows), of_head(rows, d)),
         k=jax.tree.map(slots, x.k),
         v=jax.tree.map(slots, x.v),
         position=slots(x.position),
@@ -102,11 +103,11 @@ def attend_parts(
         low_rank=low_rank,
         scores=noise,
     )
-    lse = of_part(ROWS)
+    lse = of_part(rows)
     return run(
         functools.partial(_kernel, size=size, splits=splits, multiply=multiplication(interpret)),
         (inputs, span),
-        SplitOutputs(of_part(ROWS, x.v.shape[-1]), lse, logits, None if noise is None else lse),
+        SplitOutputs(of_part(rows, x.v.shape[-1]), lse, logits, None if noise is None else lse),
         grid=(parts, h, b),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -124,7 +125,7 @@ def _kernel(
     multiply: Callable[[Array, Array], Array],
 ) -> None:
     part, head = pl.program_id(0), pl.program_id(1)
-    (capacity,), e, dtype = x.position.shape, outputs.out.shape[-1], x.q.dtype
+    (capacity,), (rows, e), dtype = x.position.shape, outputs.out.shape, x.q.dtype
     (k, k_scale), (v, v_scale) = array_and_scale(x.k), array_and_scale(x.v)
     begin, end = (0, capacity) if span is None else (span.begin[0], span.end[0])
     split = split_of(end - begin, splits, size)
@@ -136,7 +137,7 @@ def _kernel(
         query = x.query_position[0]
         pieces = channels(x.q.shape[-1], dtype, in_halves(k))
         q = tuple(x.q[:, piece] for piece in pieces)
-        rows = jax.lax.broadcasted_iota(jnp.int32, (ROWS, size), 0)
+        row = jax.lax.broadcasted_iota(jnp.int32, (rows, size), 0)
 
         def step(i: Array, carry: Any) -> Any:
             acc, top, total, noisy_top, noisy_total = carry
@@ -159,7 +160,7 @@ def _kernel(
 
             at = read(x.position, -1)
             visible = visible_slots(at, query, x.spec.window)
-            visible = jax.lax.broadcast_in_dim(visible, (ROWS, size), (1,))
+            visible = jax.lax.broadcast_in_dim(visible, (rows, size), (1,))
             products = functools.reduce(jnp.add, map(multiply, q, (y.T for y in pieces_of(k, pieces))))
             logits = x.spec.capped(products if k_scale is None else products * read(k_scale)[None, :])
             if x.spec.slopes is not None:
@@ -175,20 +176,20 @@ def _kernel(
                 logits = noisy_logits(logits, visible, noise, noise.seed[0], noise.tau[0], number, at)
                 *_, noisy_top, noisy_total = add_logits(noisy_top, noisy_total, logits)
             if outputs.logits is not None:
-                columns = jax.lax.broadcast_in_dim(slot, (ROWS, size), (1,))
+                columns = jax.lax.broadcast_in_dim(slot, (rows, size), (1,))
                 groups = outputs.logits.shape[0 if span is None else 1]
-                real = (rows < groups) & (columns < last)
-                place = (rows, columns)
+                real = (row < groups) & (columns < last)
+                place = (row, columns)
                 if span is not None:
-                    page = jnp.full((ROWS, size), outputs.logits.shape[2], jnp.int32)
-                    place = (jax.lax.div(columns, page), rows, jax.lax.rem(columns, page))
+                    page = jnp.full((rows, size), outputs.logits.shape[2], jnp.int32)
+                    place = (jax.lax.div(columns, page), row, jax.lax.rem(columns, page))
                 plgpu.store(outputs.logits.at[place], logits, mask=real)
             return acc, top, total, noisy_top, noisy_total
 
-        lowest, nothing = jnp.full(ROWS, LOWEST / 2, jnp.float32), jnp.zeros(ROWS, jnp.float32)
+        lowest, nothing = jnp.full(rows, LOWEST / 2, jnp.float32), jnp.zeros(rows, jnp.float32)
         blocks = jnp.maximum(last - first + size - 1, 0) // size
         widths = (e // 2, e // 2) if in_halves(v) else (e,)
-        start = (tuple(jnp.zeros((ROWS, width), jnp.float32) for width in widths), lowest, nothing, lowest, nothing)
+        start = (tuple(jnp.zeros((rows, width), jnp.float32) for width in widths), lowest, nothing, lowest, nothing)
         acc, top, total, noisy_top, noisy_total = jax.lax.fori_loop(0, blocks, step, start)
         for i, part_out in enumerate(acc):
             columns = slice(i * widths[0], (i + 1) * widths[0])
@@ -207,12 +208,12 @@ def _kernel(
                 phi = share.features[r]
                 return acc + phi[:, None] * share.h[r][None, :], mass + phi * share.z[r]
 
-            start = (jnp.zeros((ROWS, e), jnp.float32), jnp.zeros(ROWS, jnp.float32))
+            start = (jnp.zeros((rows, e), jnp.float32), jnp.zeros(rows, jnp.float32))
             acc, mass = jax.lax.fori_loop(0, share.features.shape[0], add, start)
             outputs.out[...] = jnp.where(mass > 0, 1.0, 0.0)[:, None] * acc / jnp.where(mass > 0, mass, 1.0)[:, None]
             outputs.lse[...] = log_sum(jnp.zeros_like(mass), mass, LOWEST)
             if outputs.noisy_lse is not None:
-                outputs.noisy_lse[...] = jnp.full(ROWS, LOWEST, jnp.float32)
+                outputs.noisy_lse[...] = jnp.full(rows, LOWEST, jnp.float32)
 
 
 def in_halves(codes: Array) -> bool:

@@ -14,7 +14,7 @@ from pallas_kernels.decode_attention.api import Decoded, ScoreNoise
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
 
 ROWS = 16
-"""Rows of the smallest matrix product; the g queries of a group are the first of them."""
+"""Rows of the smallest matrix product."""
 PROGRAMS = 512
 """Programs that keep a large GPU busy: short batches get more splits."""
 
@@ -23,6 +23,11 @@ STEP = 16_384
 
 WIDEST = 512
 """Maximum bytes of a query's channels that are multiplied at a time, for the same reason."""
+
+
+def rows_of(groups: int) -> int:
+    """Return the rows of a program's matrix products; the queries of a group are the first of them."""
+    return max(ROWS, pl.next_power_of_2(groups))
 
 
 def slots_per_step(width: int) -> int:
@@ -53,9 +58,9 @@ class SplitOutputs(NamedTuple):
     """Attention to each part of a head's tokens; the first parts are splits of its slots."""
 
     out: Any
-    """[b h parts ROWS e]"""
+    """[b h parts rows e]"""
     lse: Any
-    """[b h parts ROWS]"""
+    """[b h parts rows]"""
     logits: Any = None
     """Logits of all splits [b h g c], if scores are requested; of pages [P g s]."""
     noisy_lse: Any = None

@@ -19,7 +19,7 @@ import triton.language as tl
 from pallas_kernels.common import capability
 from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, LowRank
 from pallas_kernels.decode_attention.kernel_parts import array_and_scale
-from pallas_kernels.decode_attention.splits import ROWS, SplitOutputs, channels, merge_splits, split_of, tile
+from pallas_kernels.decode_attention.splits import SplitOutputs, channels, merge_splits, rows_of, split_of, tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
         absent if noise is None else noise.tau.astype(jnp.float32),
         jnp.zeros(b, jnp.int32) if noise is None or noise.first is None else noise.first,
     ]
-    lse = (b, h, constants.parts, ROWS)
+    lse = (b, h, constants.parts, constants.rows)
     logits, noisy_lse = (b, h, g, constants.slots) if constants.scores else (1,), (1,) if noise is None else lse
     outputs = jax_triton.triton_call(
         *arrays,
@@ -123,7 +123,7 @@ def constants_of(x: DecodeAttention) -> Constants:
         tempered=noise is not None,
         noisy=noise is not None and noise.kind == "gumbel",
         block=block,
-        rows=ROWS,
+        rows=rows_of(g),
         k_width=pieces[0].stop,
         halved=len(pieces) > 1,
         v_width=max(16, triton.next_power_of_2(e)),

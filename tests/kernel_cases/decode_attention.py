@@ -264,4 +264,6 @@ CASES = (
     case(1, 2, 1, 16, 32, sinks=20, bits=(4, 4), alibi=True),
     case(2, 16, 1, 384, 128, scores="gumbel", dtype="bfloat16", alibi=True, first=2),
     case(2, 16, 1, 40, 64, bits=(8, 4), scores="each", features=3),
+    case(2, 2, 35, 130, 64, live="ragged"),
+    case(1, 2, 64, 512, 128, dtype="bfloat16", bits=(8, 8), soft_cap=5.0),
 )

@@ -277,7 +277,8 @@ def test_what_kernels_leave_to_xla_is_named(platform):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(g=17), "g=17 query heads share a KV head, more than 16"),
+        (dict(g=65), "g=65 query heads share a KV head, more than 64"),
+        (dict(g=17, scores="sum"), "g=17 query heads share a KV head, more than 16"),
         (dict(d=264), "d=264 is not a multiple of 8 up to 256"),
         (dict(d=60), "d=60 is not a multiple of 8 up to 256"),
         (dict(c=65537), "c=65537 slots are more than 65536"),
@@ -285,13 +286,13 @@ def test_what_kernels_leave_to_xla_is_named(platform):
     ],
 )
 def test_limits_are_named_before_compilation(change, reason):
-    g, c, d, dtype = ({"g": 1, "c": 16, "d": 64, "dtype": jnp.float32} | change).values()
+    usual = {"g": 1, "c": 16, "d": 64, "dtype": jnp.float32, "scores": None}
+    g, c, d, dtype, scores = (usual | change).values()
     q, k = (jax.ShapeDtypeStruct((1, 1, n, d), dtype) for n in (g, c))
     position, query = jax.ShapeDtypeStruct((1, 1, c), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    attend = functools.partial(decode_attention, scores=scores, **TPU_WAYS[0].options)
     with pytest.raises(Unsupported, match=f"decode_attention cannot run as 'pallas': {reason}"):
-        jax.eval_shape(
-            functools.partial(decode_attention, **TPU_WAYS[0].options), q, k, k, position, query, AttentionSpec(1.0)
-        )
+        jax.eval_shape(attend, q, k, k, position, query, AttentionSpec(1.0))
 
 
 def test_unknown_scores_are_refused():

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from benchmarks import aot
+from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
+from kvjax.inference.verify import truncate, verify
 from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.models import Rope
 from tests.small_models import random_model, small_config
@@ -53,10 +56,17 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
     }
 
 
-def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
-    """The step's kernels and bytes."""
+def verified(decoder: Decoder, cache: Cache, token: jax.Array) -> tuple[Cache, jax.Array]:
+    """The cache after five known tokens, of which the last is taken back, and logits."""
+    tokens = jnp.broadcast_to(token[:, None], (ROWS, 5))
+    opened, logits = verify(decoder, cache.replace(key=None), tokens, jnp.full(ROWS, 5))
+    return truncate(opened, cache.position + 4), logits
+
+
+def compiled(policy: kvjax.Policy, chip: str, run: Callable[..., Any] = Decoder.step) -> dict[str, Any]:
+    """The kernels and bytes of a step, or of another function of a decoder, a cache and tokens."""
     model = random_model(CONFIG, dtype=jnp.bfloat16)
-    budget = 1.0 if policy.plan.sizing.mode == "profiled" else SLOTS
+    budget = SLOTS if policy.plan.sizing.mode == "budget" else 1.0
     state, _ = kvjax.prefill(model, policy, np.ones((ROWS, 40), int), budget, max_new_tokens=SLOTS)
     mesh = aot.mesh_of(chip)
     place = NamedSharding(mesh, PartitionSpec())
@@ -65,7 +75,7 @@ def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
     )  # settings are numbers
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(Decoder.step, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
+        lowered = jax.jit(run, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
         memory = lowered.compile().memory_analysis()
     assert memory is not None
     return {
@@ -79,4 +89,5 @@ def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ.update(aot.ENVIRONMENT)
     found = {name: compiled(policy, sys.argv[1]) | {"expected": names} for name, (policy, names) in cases().items()}
+    found["verification"] = compiled(kvjax.policy("full"), sys.argv[1], verified) | {"expected": ["decode_attention"]}
     print(json.dumps(found, indent=1))
