@@ -73,7 +73,8 @@ class Kernels(NamedTuple):
     platform: str | None = None
 
 
-_CHOICE = contextvars.ContextVar("kernels", default=Kernels())
+_DEFAULT = Kernels()
+_CHOICE = contextvars.ContextVar("kernels", default=_DEFAULT)
 
 
 @contextlib.contextmanager

@@ -99,12 +99,12 @@ class DecodeAttention(Op[Decoded]):
         scores: probabilities to return: of `each` query head, their `sum` over the group, or a `ScoreNoise` (Keyformer,
             equation 9, summed over the group); None for none.
         how: see `pallas_kernels.op.How`. `xla` takes everything. The others take queries of float32 and bfloat16 and
-            arrays of the same dtype, g up to 16 (64 without scores, low rank and sinks), c up to 65536 and R up to 128. They take no rotated keys, no stored
-            form but codes, and no places together with slopes. They take up to 128 sinks on TPU; on GPU they take sinks
-            only without scores. `pallas` on TPU takes d and e that are multiples of 8 up to 256 (of 16 with four bits).
-            `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k
-            and in v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise
-            nor codes of four bits.
+            arrays of the same dtype, g up to 16 (64 without scores, low rank and sinks), c up to 65536 and R up to 128.
+            They take no rotated keys, no stored form but codes, and no places together with slopes. They take up to 128
+            sinks on TPU; on GPU they take sinks only without scores. `pallas` on TPU takes d and e that are multiples
+            of 8 up to 256 (of 16 with four bits). `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four
+            bits), and less than 2^31 numbers in k and in v. `triton` is for GPU, needs jax-triton, and takes any d and
+            e up to 256, but neither gaussian noise nor codes of four bits.
 
     Raises:
         ValueError: `scores` is unknown, or values are `LazyRope`.
