@@ -16,6 +16,7 @@ from kvjax.cli.output import print_written, report, samples, summary, text_field
 from kvjax.evaluation import cache_map, figures, trace
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
+from kvjax.generation.speculative import full_tokens_per_second
 from kvjax.inference.budget import BUDGET_BASES
 from kvjax.utils.files import JSON_LINES, check_writable, parse_json, read_text
 from kvjax.utils.settings import Chat, Messages, conversation, whole_number
@@ -172,6 +173,8 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: C
     generation = generate_ids(model, [ids], **settings, on_tokens=stream if streams else None)
     texts = text_fields(model, generation, stop)
     facts = report(generation, policy, options.seed, samples(texts))
+    if len(generation.padded.decoder.decoders) > 1:
+        facts["full_tokens_per_second"] = full_tokens_per_second(generation.padded)
     if options.json:
         print(json.dumps(facts))
     else:

@@ -111,8 +111,10 @@ def summary(generation: Generation, report: dict[str, Any]) -> str:
 def _drafts(report: dict[str, Any]) -> str:
     if "tokens_per_round" not in report:
         return ""
+    full, speed = report.get("full_tokens_per_second"), report["decode_tokens_per_second"]
+    ratio = "" if full is None or speed is None else f", {speed / full:.2f} times the full cache's {full:.1f} tokens/s"
     return (
-        f"\nlossless: {report['tokens_per_round']:.2f} tokens a verification; drafts take "
+        f"\nlossless: {report['tokens_per_round']:.2f} tokens a verification{ratio}; drafts take "
         f"{report['draft_cache_bytes']:,} bytes of the cache"
     )
 

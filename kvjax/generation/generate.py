@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
+from kvjax.generation.adaptive import drafting
 from kvjax.generation.beam import beam_search
 from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.detokenize import Stream as Stream
@@ -21,7 +22,6 @@ from kvjax.generation.keywords import BeginKeywords, TextKeywords, TextsKeywords
 from kvjax.generation.loop import Drawn, PrefilledBatch
 from kvjax.generation.prompts import encode, end_ids, has_turns
 from kvjax.generation.sampling import GREEDY, sampling_of
-from kvjax.generation.speculative import drafting
 from kvjax.inference.cache import policy_seeds
 from kvjax.inference.decoder import decoder
 from kvjax.inference.extend import lower_prefill

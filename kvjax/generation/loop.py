@@ -211,11 +211,11 @@ class PrefilledBatch:
     def dispatch(self, state: State, texts: Running, steps: int) -> Dispatch:
         """Draw up to `steps` tokens of each row in one program; caches and `in_text` are consumed."""
         token, in_text, ends, room = texts
-        settings = ends, self.sampling, min(steps, int(room.max())), self.logprobs
+        settings = ends, self.sampling, min(steps, int(room[room > 0].min())), self.logprobs
         rows = state.key, token, in_text, jnp.asarray(room == 0)
         done, cache, in_text, samples = draw_many(state.decoder, state.cache.replace(key=None), *rows, *settings)
-        none = np.zeros(len(room), int)
-        return Dispatch(State(state.decoder, cache.replace(key=state.key)), in_text, samples, none + int(done), none)
+        counts, none = np.where(room > 0, int(done), 0), np.zeros(len(room), int)
+        return Dispatch(State(state.decoder, cache.replace(key=state.key)), in_text, samples, counts, none)
 
     def cut(self, state: State, surplus: Int[np.ndarray, " b"]) -> State:
         """Return a state without the `surplus` tokens of rows that a stop string has ended before them.

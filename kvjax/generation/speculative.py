@@ -6,8 +6,9 @@ distribution: texts are those of the full cache alone with the same seed, under 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import math
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -15,23 +16,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key
 
-from kvjax.cache.buffers import allocated_bytes
-from kvjax.generation.loop import STEPS_PER_DISPATCH, Dispatch, Drawn, PrefilledBatch, Running, draw, token_buffers
+from kvjax.generation.loop import (
+    STEPS_PER_DISPATCH,
+    Dispatch,
+    Drawn,
+    PrefilledBatch,
+    Running,
+    draw,
+    draw_many,
+    token_buffers,
+)
 from kvjax.generation.sampling import GREEDY, Sampling
-from kvjax.inference.budget import Budget
-from kvjax.inference.speculation import Speculation, SpeculativeCache, speculation
+from kvjax.inference.speculation import Speculation, SpeculativeCache
 from kvjax.inference.state import State
 from kvjax.inference.verify import truncate, verify
-from kvjax.models.model import LanguageModel
-from kvjax.policies.policy import Policy
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
-
-CHOICES = 1, 2, 4, 8
-"""Numbers of draft tokens that `auto` chooses from, beside none."""
-
-TRIAL, TRIAL_TOKENS = 8, 4
-"""Verifications after which `auto` chooses, and draft tokens until then."""
 
 
 class Round(NamedTuple):
@@ -216,7 +216,7 @@ class SpeculativeBatch(PrefilledBatch):
     """Prefilled prompts, with two caches, and the settings for their continuation."""
 
     def dispatch(self, state: State, texts: Running, steps: int) -> Dispatch:
-        decoder, cache = _parts(state)
+        decoder, cache = parts_of(state)
         rounds = max(steps // (decoder.draft_tokens + 1), 1)
         of_rows = state.key, *texts[:3], self.sampling, jnp.asarray(texts.room, jnp.int32)
         cache, in_text, samples, *numbers = draw_rounds(
@@ -228,7 +228,7 @@ class SpeculativeBatch(PrefilledBatch):
     def cut(self, state: State, surplus: Int[np.ndarray, " b"]) -> State:
         if not isinstance(state.cache, SpeculativeCache):
             return super().cut(state, surplus)
-        decoder, cache = _parts(state)
+        decoder, cache = parts_of(state)
         # Tokens that the draft has read, too, stay, as those of several steps of a cache that evicts.
         length = on_host(cache.position) - surplus
         if not surplus.any() or (length < on_host(cache.draft.position)).any():
@@ -236,69 +236,27 @@ class SpeculativeBatch(PrefilledBatch):
         return State(decoder, _truncated(cache.replace(key=None), jnp.asarray(length)).replace(key=cache.key))
 
 
-@dataclasses.dataclass
-class AdaptiveBatch(SpeculativeBatch):
-    """Prefilled prompts whose draft tokens are chosen by how many of them the full cache accepts."""
+def full_tokens_per_second(state: State) -> float:
+    """Time decode steps of the full cache alone, of a state with a draft; return the tokens of all rows per second.
 
-    rounds: int = 0
-    """Verifications so far, of all rows."""
-    tokens: int = 0
-    """Tokens that they added."""
-
-    def dispatch(self, state: State, texts: Running, steps: int) -> Dispatch:
-        if not isinstance(state.decoder, Speculation):
-            return PrefilledBatch.dispatch(self, state, texts, steps)
-        if self.rounds >= TRIAL:
-            return super().dispatch(state, texts, steps)
-        trial = state.decoder.replace(draft_tokens=TRIAL_TOKENS)
-        dispatch = super().dispatch(State(trial, state.cache), texts, steps)
-        self.rounds, self.tokens = self.rounds + dispatch.rounds.sum(), self.tokens + dispatch.counts.sum()
-        if self.rounds < TRIAL:
-            return dispatch
-        decoder, cache = _parts(dispatch.state)
-        sizes = map(allocated_bytes, (decoder.weights, cache.draft.memory, cache.full.memory))
-        count = best_draft_tokens(self.tokens / self.rounds, TRIAL_TOKENS, *sizes)
-        if count == 0:
-            return dispatch._replace(state=State(decoder.full, cache.full))
-        return dispatch._replace(state=State(decoder.replace(draft_tokens=count), cache))
-
-
-def drafting(
-    model: LanguageModel, policy: Policy, budget: Budget, draft_tokens: int | str
-) -> tuple[Speculation, type[SpeculativeBatch]]:
-    """Return a decoder with a draft, and the kind of batch that continues its prompts.
-
-    `draft_tokens` are as for `kvjax.speculation`, or "auto" for as many as pay.
+    The full cache's layers are consumed, because a copy of them could be more than there is memory.
     """
-    adapts = draft_tokens == "auto"
-    count: Any = max(CHOICES) if adapts else draft_tokens
-    return speculation(model, policy, budget, draft_tokens=count), AdaptiveBatch if adapts else SpeculativeBatch
-
-
-def best_draft_tokens(tokens_per_round: float, draft_tokens: int, weights: int, draft: int, full: int) -> int:
-    """Return the number of draft tokens that reads the fewest bytes for each token of the text, 0 for no draft.
-
-    A round of g draft tokens reads weights and draft g times, and weights and the full cache once.
-
-    Args:
-        tokens_per_round: mean that was measured with `draft_tokens`.
-        weights: bytes of the model's weights.
-        draft: bytes of the draft's cache.
-        full: bytes of the full cache.
-    """
-    grid = np.linspace(0, 1, 1001)[:, None]  # shares of right guesses
-    expected = np.cumsum(grid ** np.arange(max(CHOICES) + 1), axis=1)  # tokens of a round, by share and draft tokens
-    nearest = int(np.abs(expected[:, draft_tokens] - tokens_per_round).argmin())
-
-    def bytes_per_token(count: int) -> float:
-        return (count * (weights + draft) + weights + full) / expected[nearest, count]
-
-    return min((0, *CHOICES), key=bytes_per_token)
+    full, cache = state.decoder.decoders[0], state.cache.caches[0].with_own_rows().replace(key=None)
+    rows, vocabulary, seconds = len(state.position), state.config.vocab_size, math.inf
+    for _ in range(2):  # the first time may include compilation
+        texts = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, vocabulary), bool), jnp.zeros(rows, bool)
+        settings = jnp.zeros(vocabulary, bool), Sampling(**GREEDY), STEPS_PER_DISPATCH, None
+        began = time.perf_counter()
+        steps, cache, *_ = draw_many(full, cache, state.key, *texts, *settings)
+        jax.block_until_ready(steps)
+        seconds = time.perf_counter() - began
+    return int(on_host(state.active).sum()) * STEPS_PER_DISPATCH / seconds
 
 
 _truncated = jax.jit(SpeculativeCache.truncate)
 
 
-def _parts(state: State) -> tuple[Speculation, SpeculativeCache]:
+def parts_of(state: State) -> tuple[Speculation, SpeculativeCache]:
+    """Return the decoder and the cache of a state with a draft."""
     assert isinstance(state.decoder, Speculation) and isinstance(state.cache, SpeculativeCache)
     return state.decoder, state.cache
