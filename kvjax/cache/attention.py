@@ -139,17 +139,14 @@ def attend_token(
 
 
 def attend_known(policy: Policy, view: View, block: View, new: LayerTokens) -> Partial:
-    """Attend from known tokens, which have slots already and are those of `block`, to all slots of a layer."""
+    """Attend from known tokens, which `block` has alone, to all slots of a layer without a window and ALiBi."""
     spec, (rows, heads, groups, tokens, width) = new.config.spec, new.q.shape
-    mask, bias = spec.mask(new.position, block.position), spec.bias(new.position[:, None], block.position)
-    own, _ = attend(new.q, block.keys(new), block.values(new), mask, spec, bias)
+    own, _ = attend(new.q, block.keys(new), block.values(new), spec.mask(new.position, block.position), spec)
     # All of a head's queries see the same earlier slots, like those of one token with more query heads.
     together = new.part(0, 1).replace(q=new.q.reshape(rows, heads, groups * tokens, 1, width))
-    operands = policy.codec.operands(view, together)
-    at = view.position, together.position[:, 0] - 1
-    attention = decode_attention(operands.q[:, :, :, 0], *operands.stored, *at, spec)
-    of_earlier = (leaf.reshape(*own.lse.shape, *leaf.shape[3:]) for leaf in (attention.out, attention.lse))
-    return merge(own, Partial(*of_earlier))
+    operands, last = policy.codec.operands(view, together), together.position[:, 0] - 1
+    attention = decode_attention(operands.q[:, :, :, 0], *operands.stored, view.position, last, spec)
+    return merge(own, Partial(*(leaf.reshape(*own.lse.shape, *leaf.shape[3:]) for leaf in attention[:2])))
 
 
 def kernel_scores(requests: PyTree, new: LayerTokens) -> tuple[str | ScoreNoise | None, bool]:

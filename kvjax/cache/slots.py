@@ -354,8 +354,7 @@ class OpenSlots(Slots, kw_only=True):
         window, live = new.config.window, self.live
         if window is not None:
             live &= self.position > new.position[:, :1, None] - window
-        # The first of equal ones; a CPU finds the largest of floats without sorting all.
-        order = jnp.where(live, -1.0, jnp.where(self.live, 1.0, 0.0))
+        order = jnp.where(live, -1.0, jnp.where(self.live, 1.0, 0.0))  # a CPU sorts only numbers that are no floats
         slot = jax.lax.top_k(order, new.k.shape[2])[1]
         is_free = ~jnp.take_along_axis(live, slot, axis=-1) & new.valid[:, None]
         at = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None], jnp.where(is_free, slot, capacity)

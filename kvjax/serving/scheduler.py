@@ -67,7 +67,7 @@ class Device:
         context: int | None,
         chunk: int,
         steps: int,
-        draft_tokens: int,
+        draft_tokens: int = 0,
     ) -> None:
         self.model, config = model, model.config
         self._end_ids = functools.cache(functools.partial(end_ids, model))
