@@ -22,7 +22,7 @@ from kvjax.utils.files import output_file, write_text
 from kvjax.utils.settings import check_options, parse_budget
 
 OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
-    name: f"benchmarks.{name}" for name in ("parts", "scale", "deployments", "serving", "weights")
+    name: f"benchmarks.{name}" for name in ("parts", "scale", "deployments", "serving", "weights", "lossless")
 }
 """Modules of other benchmarks; those of `benchmarks` exist only in a checkout."""
 BenchEntry = tuple[str, Policy, int | float | str]
