@@ -69,7 +69,7 @@ def race(batch: PrefilledBatch, choices: Sequence[str]) -> Iterator[tuple[str, s
     fields: dict[str, Any] = {field.name: getattr(batch, field.name) for field in dataclasses.fields(PrefilledBatch)}
 
     def of(kind: type[PrefilledBatch], decoder: Decoder, cache: Cache) -> _Turns:
-        started = fields | {"state": State(decoder, jax.tree.map(jnp.copy, cache))}
+        started: dict[str, Any] = fields | {"state": State(decoder, jax.tree.map(jnp.copy, cache))}
         return _Turns(kind(**started).blocks())
 
     alone = of(PrefilledBatch, decoder.full, cache.full)
