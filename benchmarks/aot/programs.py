@@ -40,6 +40,7 @@ def programs() -> Iterator[Workload]:
     yield decode_workload("multi-query x 16, 65536 slots, d 256", Setup(1, 1, 16, 65536, 256, half, scores="sum"))
     yield decode_workload("float32, d 64, ALiBi, window", alibi)
     yield decode_workload("5 tokens of 8 heads x 4, 4096 slots, d 128, bfloat16", large._replace(g=20))
+    yield decode_workload("5 tokens of 8 heads x 4, 131072 slots, d 128, bfloat16", Setup(4, 8, 20, 1 << 17, 128, half))
     nine = Setup(8, 2, 63, 4096, 128, half, bits=8)
     yield decode_workload("9 tokens of 2 heads x 7, 4096 slots, d 128, 8 bits", nine)
     yield decode_workload("embedded model, 64 slots", Setup(1, 2, 2, 64, 32, whole, scores="sum"))

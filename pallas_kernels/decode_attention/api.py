@@ -21,6 +21,9 @@ from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised, cut
 GROUP, MOST_QUERIES = 16, 64
 """Most queries of a KV head that a kernel takes: of one token, and of several tokens without scores."""
 
+MOST_SLOTS = 1 << 20
+"""Most slots of a head that the kernels have been compiled for."""
+
 Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
 """Model positions of the query and the keys, if they are not their positions in the text."""
 
@@ -99,7 +102,7 @@ class DecodeAttention(Op[Decoded]):
         scores: probabilities to return: of `each` query head, their `sum` over the group, or a `ScoreNoise` (Keyformer,
             equation 9, summed over the group); None for none.
         how: see `pallas_kernels.op.How`. `xla` takes everything. The others take queries of float32 and bfloat16 and
-            arrays of the same dtype, g up to 16 (64 without scores, low rank and sinks), c up to 65536 and R up to 128.
+            arrays of the same dtype, g up to 16 (64 without scores, low rank and sinks), c up to 2^20 and R up to 128.
             They take no rotated keys, no stored form but codes, and no places together with slopes. They take up to 128
             sinks on TPU; on GPU they take sinks only without scores. `pallas` on TPU takes d and e that are multiples
             of 8 up to 256 (of 16 with four bits). `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four
@@ -167,7 +170,7 @@ class DecodeAttention(Op[Decoded]):
         most = MOST_QUERIES if alone else GROUP
         yield from operand_limits(self.q, self.k, self.v, self.spec, self.places, most)
         c, features = self.k.shape[2], 1 if self.low_rank is None else self.low_rank.features.shape[-1]
-        yield c <= 65536, f"c={c} slots are more than 65536"
+        yield c <= MOST_SLOTS, f"c={c} slots are more than {MOST_SLOTS}"
         yield features <= 128, f"R={features} features are more than 128"
         if backend == "pallas_tpu":
             count = 0 if self.sinks is None else self.sinks.count

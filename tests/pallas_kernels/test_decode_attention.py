@@ -281,7 +281,7 @@ def test_what_kernels_leave_to_xla_is_named(platform):
         (dict(g=17, scores="sum"), "g=17 query heads share a KV head, more than 16"),
         (dict(d=264), "d=264 is not a multiple of 8 up to 256"),
         (dict(d=60), "d=60 is not a multiple of 8 up to 256"),
-        (dict(c=65537), "c=65537 slots are more than 65536"),
+        (dict(c=2**20 + 1), "c=1048577 slots are more than 1048576"),
         (dict(dtype=jnp.float16), "q, k, v of float16, float16, float16 are not"),
     ],
 )
