@@ -36,16 +36,20 @@ def draft_and_verify(decoder: Speculation, rows: Rows, logprobs: int) -> Advance
     base, logits = draft.steps(cache.draft.replace(active=active), ids, unread)
     newest = jnp.take_along_axis(logits, jnp.maximum(unread - 1, 0)[:, None, None], axis=1)[:, 0]
 
-    def guess(carry: Any, last: Bool[Array, ""]) -> tuple[Any, Int[Array, " b"]]:
-        of_guess, texts = carry
+    def guess(texts: Rows, logits: Float[Array, "b vocab"]) -> tuple[Rows, Int[Array, " b"]]:
+        texts = _after(texts, texts.cache.active, logits)
         token = draw(texts).token
-        texts, _ = add(texts, token, texts.cache.active)
-        of_guess, logits = draft.step(of_guess.replace(active=texts.cache.active & ~last), token)
-        return (of_guess, _after(texts, texts.cache.active, logits)), token
+        return add(texts, token, texts.cache.active)[0], token
 
-    count = decoder.draft_tokens
-    guessed = base, _after(texts, active, newest)
-    _, guesses = jax.lax.scan(guess, guessed, jnp.arange(count) == count - 1)
+    def guess_next(carry: tuple[Any, Rows, Int[Array, " b"]], _: None) -> tuple[Any, Int[Array, " b"]]:
+        of_guess, texts, token = carry
+        of_guess, logits = draft.step(of_guess.replace(active=texts.cache.active), token)
+        texts, token = guess(texts, logits)
+        return (of_guess, texts, token), token
+
+    count, (guessed, guessed_token) = decoder.draft_tokens, guess(texts, newest)
+    _, others = jax.lax.scan(guess_next, (base, guessed, guessed_token), length=count - 1)
+    guesses = jnp.concatenate([guessed_token[None], others])
 
     known = jnp.concatenate([first.token[:, None], guesses.T], axis=1)
     opened, logits = verify(full, cache.full.replace(active=active), known, jnp.where(active, count + 1, 0))
@@ -60,9 +64,9 @@ def draft_and_verify(decoder: Speculation, rows: Rows, logprobs: int) -> Advance
         return (texts, belongs & texts.cache.active), (drawn, belongs)
 
     places = jnp.moveaxis(logits[:, :count], 1, 0), guesses
-    (texts, goes_on), (others, right) = jax.lax.scan(confirm, (texts, active), places)
+    (texts, goes_on), (confirmed, right) = jax.lax.scan(confirm, (texts, active), places)
     texts = _after(texts, goes_on, logits[:, count])
-    later: Drawn = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), others)
+    later: Drawn = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), confirmed)
     drawn: Drawn = jax.tree.map(lambda one, more: jnp.concatenate([one[:, None], more], axis=1), first, later)
     of_texts = truncate(opened, texts.cache.position).replace(active=texts.cache.active)
     behind = jnp.where(active[:, None], known[:, 1:], cache.behind)
