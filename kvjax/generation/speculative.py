@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.generation.loop import (
     STEPS_PER_DISPATCH,
@@ -27,9 +27,8 @@ from kvjax.generation.loop import (
     token_buffers,
 )
 from kvjax.generation.sampling import GREEDY, Sampling
-from kvjax.inference.speculation import Speculation, SpeculativeCache
+from kvjax.inference.speculation import Speculation, SpeculativeCache, verify_drafts
 from kvjax.inference.state import State
-from kvjax.inference.verify import truncate, verify
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
 
@@ -59,8 +58,6 @@ def draft_and_verify(
     """Guess tokens by the draft, read them in one pass by the full cache, and keep those that it draws, too.
 
     Where a guess is wrong, the full cache's own token takes its place; if none is, one more follows the last guess.
-    Guesses change a copy of the draft's cache alone. It reads the tokens that stay at the start of the next round, in
-    the pass that makes the first guess.
 
     Args:
         key: random key of each row, in place of the cache's own.
@@ -70,41 +67,26 @@ def draft_and_verify(
         logprobs: as in `draw`.
     """
     room = jnp.minimum(room, cache.end - cache.position)
-    active = cache.active & (room > 0)
-    rows, guesses_each = jnp.arange(len(token)), speculation.draft_tokens
-    full, draft = speculation.full.for_steps(), speculation.draft.for_steps()
-    place = jnp.arange(guesses_each + 1)
+    active, place = cache.active & (room > 0), jnp.arange(speculation.draft_tokens + 1)
 
-    ids, unread = cache.unread(token[:, None], active.astype(jnp.int32))
-    base, logits = draft.steps(cache.draft.replace(active=active), ids, unread)
-    first, seen = draw(key, cache.position + 1, logits[rows, jnp.maximum(unread - 1, 0)], sampling, in_text)
+    def guess(texts: tuple[Array, Array], logits: Float[Array, "b vocab"]) -> tuple[tuple[Array, Array], Array]:
+        position, in_text = texts
+        drawn, in_text = draw(key, position, logits, sampling, in_text)
+        return (position + 1, in_text), drawn.token
 
-    def guess(carry: Any, number: Int[Array, ""]) -> tuple[Any, Int[Array, " b"]]:
-        of_guess, token, seen = carry
-        of_guess, logits = draft.step(of_guess, token)
-        drawn, seen = draw(key, cache.position + 1 + number, logits, sampling, seen)
-        return (of_guess, drawn.token, seen), drawn.token
-
-    _, others = jax.lax.scan(guess, (base, first.token, seen), place[1:guesses_each])
-    guesses = jnp.concatenate([first.token[:, None], others.T], axis=1)
-
-    known = jnp.concatenate([token[:, None], guesses], axis=1)
-    opened, logits = verify(full, cache.full.replace(active=active), known, jnp.where(active, guesses_each + 1, 0))
+    verified = verify_drafts(speculation, cache, token, active, (cache.position + 1, in_text), guess)
 
     def confirm(in_text: Bool[Array, "b vocab"], number: Int[Array, ""]) -> tuple[Bool[Array, "b vocab"], Drawn]:
-        drawn, in_text = draw(key, cache.position + 1 + number, logits[:, number], sampling, in_text, logprobs)
+        logits = verified.logits[:, number]
+        drawn, in_text = draw(key, cache.position + 1 + number, logits, sampling, in_text, logprobs)
         return in_text, drawn
 
     _, drawn = jax.lax.scan(confirm, in_text, place)
     samples: Drawn = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), drawn)
-
-    goes_on = (samples.token[:, :-1] == guesses) & ~ends[samples.token[:, :-1]]
+    goes_on = (samples.token[:, :-1] == verified.guesses) & ~ends[samples.token[:, :-1]]
     counts = jnp.where(active, jnp.minimum(1 + jnp.cumprod(goes_on, axis=1).sum(1, dtype=jnp.int32), room), 0)
-    kept = truncate(opened, cache.position + counts).replace(active=cache.active)
-    fewer = ((0, 0), (0, cache.behind.shape[1] - guesses_each))
-    behind = jnp.where(active[:, None], jnp.pad(samples.token[:, :-1], fewer), cache.behind)
-    in_text = in_text.at[rows[:, None], samples.token].max(place < counts[:, None])
-    return Round(SpeculativeCache.of(kept, base, behind), in_text, samples, counts)
+    in_text = in_text.at[jnp.arange(len(token))[:, None], samples.token].max(place < counts[:, None])
+    return Round(verified.keep(counts), in_text, samples, counts)
 
 
 @on_the_host

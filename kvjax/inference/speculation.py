@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache
@@ -17,7 +17,7 @@ from kvjax.inference.decoder import Decoder, decoder
 from kvjax.inference.paired import PairedSlots, paired_reader
 from kvjax.inference.prefill import bound_prompts
 from kvjax.inference.prepare import Tokens
-from kvjax.inference.verify import check_verifier, truncate
+from kvjax.inference.verify import check_verifier, truncate, verify
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan
@@ -26,6 +26,8 @@ from kvjax.types import OF_ROWS, Kernels, setting
 from kvjax.utils.fields import values_of
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.settings import whole_number
+
+T = TypeVar("T")
 
 MOST_DRAFT_TOKENS = 16
 """Most tokens that a draft may guess before they are verified."""
@@ -194,6 +196,64 @@ class Speculation(Decoder, kw_only=True):
         draft, _ = _compiled_steps(self.draft.for_steps(), draft, *cache.unread(*none))
         draft, _ = self.draft.extend(draft, tokens, lengths, prefill_chunk=prefill_chunk)
         return SpeculativeCache.of(full, draft, cache.behind), next_logits
+
+
+class Verified(NamedTuple):
+    """Guesses of a draft, which the full cache has read and may take back."""
+
+    guesses: Int[Array, "b g"]
+    logits: Float[Array, "b g+1 vocab"]
+    """Logits of the full cache after the newest token, and after each guess."""
+    before: SpeculativeCache
+    opened: Cache
+    """Full cache after all of them."""
+    base: Cache
+    """Draft's cache after the newest token."""
+
+    def keep(self, counts: Int[Array, " b"]) -> SpeculativeCache:
+        """Return the caches after so many tokens in each row: the newest one, and guesses after it."""
+        full = truncate(self.opened, self.before.position + counts).replace(active=self.before.active)
+        fewer = ((0, 0), (0, self.before.behind.shape[1] - self.guesses.shape[1]))
+        behind = jnp.where(self.base.active[:, None], jnp.pad(self.guesses, fewer), self.before.behind)
+        return SpeculativeCache.of(full, self.base, behind)
+
+
+def verify_drafts(
+    speculation: Speculation,
+    cache: SpeculativeCache,
+    token: Int[Array, " b"],
+    active: Bool[Array, " b"],
+    texts: T,
+    guess: Callable[[T, Float[Array, "b vocab"]], tuple[T, Int[Array, " b"]]],
+) -> Verified:
+    """Guess tokens by the draft, and read them in one pass by the full cache; call it under `jit`.
+
+    Guesses change a copy of the draft's cache alone. It reads the tokens that stay at the start of the next round, in
+    the pass that makes the first guess.
+
+    Args:
+        token: newest token of each row, which the caches have not read.
+        active: True for rows that guess; the others do not change.
+        texts: what draws depend on beside logits, before the first guess.
+        guess: draws a token of each row after those in `texts`, and adds it to them.
+    """
+    full, draft = speculation.full.for_steps(), speculation.draft.for_steps()
+    ids, unread = cache.replace(active=active).unread(token[:, None], active.astype(jnp.int32))
+    base, logits = draft.steps(cache.draft.replace(active=active), ids, unread)
+    newest = jnp.take_along_axis(logits, jnp.maximum(unread - 1, 0)[:, None, None], axis=1)[:, 0]
+    texts, first = guess(texts, newest)
+
+    def guess_next(carry: tuple[Cache, T, Array], _: None) -> tuple[tuple[Cache, T, Array], Array]:
+        of_guess, texts, token = carry
+        of_guess, logits = draft.step(of_guess, token)
+        texts, token = guess(texts, logits)
+        return (of_guess, texts, token), token
+
+    count = speculation.draft_tokens
+    _, others = jax.lax.scan(guess_next, (base, texts, first), length=count - 1)
+    known = jnp.concatenate([token[None], first[None], others]).T
+    opened, logits = verify(full, cache.full.replace(active=active), known, jnp.where(active, count + 1, 0))
+    return Verified(known[:, 1:], logits, cache, opened, base)
 
 
 _compiled_steps = jax.jit(Decoder.steps)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.generation.loop import Drawn
-from kvjax.inference.speculation import Speculation, SpeculativeCache
-from kvjax.inference.verify import truncate, verify
+from kvjax.inference.speculation import Speculation, SpeculativeCache, verify_drafts
 from kvjax.models.sharding import on_mesh
 from kvjax.serving.batch import Advance, Rows, add_tokens, sample_tokens
 from kvjax.types import OF_ROWS
@@ -22,7 +19,7 @@ def draft_and_verify(decoder: Speculation, rows: Rows, logprobs: int) -> Advance
     A guess is drawn with the settings, penalties and random numbers of its row and place, as the token itself. A row
     whose guess is wrong draws the right token at the start of the next round.
     """
-    cache, full, draft = rows.cache, decoder.full, decoder.draft
+    cache, count = rows.cache, decoder.draft_tokens
     assert isinstance(cache, SpeculativeCache)
     draw = on_mesh(lambda rows: sample_tokens(rows, logprobs), decoder.mesh, lambda: ((OF_ROWS,), OF_ROWS))
     add = on_mesh(add_tokens, decoder.mesh, lambda: ((OF_ROWS, OF_ROWS, OF_ROWS), OF_ROWS))
@@ -32,27 +29,13 @@ def draft_and_verify(decoder: Speculation, rows: Rows, logprobs: int) -> Advance
     first = draw(texts)
     texts, belongs = add(texts, first.token, cache.active)
     active = texts.cache.active
-    ids, unread = cache.replace(active=active).unread(first.token[:, None], active.astype(jnp.int32))
-    base, logits = draft.steps(cache.draft.replace(active=active), ids, unread)
-    newest = jnp.take_along_axis(logits, jnp.maximum(unread - 1, 0)[:, None, None], axis=1)[:, 0]
 
     def guess(texts: Rows, logits: Float[Array, "b vocab"]) -> tuple[Rows, Int[Array, " b"]]:
         texts = _after(texts, texts.cache.active, logits)
         token = draw(texts).token
         return add(texts, token, texts.cache.active)[0], token
 
-    def guess_next(carry: tuple[Any, Rows, Int[Array, " b"]], _: None) -> tuple[Any, Int[Array, " b"]]:
-        of_guess, texts, token = carry
-        of_guess, logits = draft.step(of_guess.replace(active=texts.cache.active), token)
-        texts, token = guess(texts, logits)
-        return (of_guess, texts, token), token
-
-    count, (guessed, guessed_token) = decoder.draft_tokens, guess(texts, newest)
-    _, others = jax.lax.scan(guess_next, (base, guessed, guessed_token), length=count - 1)
-    guesses = jnp.concatenate([guessed_token[None], others])
-
-    known = jnp.concatenate([first.token[:, None], guesses.T], axis=1)
-    opened, logits = verify(full, cache.full.replace(active=active), known, jnp.where(active, count + 1, 0))
+    verified = verify_drafts(decoder, cache, first.token, active, texts, guess)
 
     def confirm(
         carry: tuple[Rows, Bool[Array, " b"]], at: tuple[Float[Array, "b vocab"], Int[Array, " b"]]
@@ -63,14 +46,12 @@ def draft_and_verify(decoder: Speculation, rows: Rows, logprobs: int) -> Advance
         texts, belongs = add(texts, drawn.token, goes_on & (drawn.token == guess))
         return (texts, belongs & texts.cache.active), (drawn, belongs)
 
-    places = jnp.moveaxis(logits[:, :count], 1, 0), guesses
+    places = jnp.moveaxis(verified.logits[:, :count], 1, 0), verified.guesses.T
     (texts, goes_on), (confirmed, right) = jax.lax.scan(confirm, (texts, active), places)
-    texts = _after(texts, goes_on, logits[:, count])
+    texts = _after(texts, goes_on, verified.logits[:, count])
     later: Drawn = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), confirmed)
     drawn: Drawn = jax.tree.map(lambda one, more: jnp.concatenate([one[:, None], more], axis=1), first, later)
-    of_texts = truncate(opened, texts.cache.position).replace(active=texts.cache.active)
-    behind = jnp.where(active[:, None], known[:, 1:], cache.behind)
-    after = SpeculativeCache.of(of_texts, base, behind)
+    after = verified.keep(texts.cache.position - cache.position).replace(active=texts.cache.active)
     return Advance(texts.replace(cache=after), drawn, belongs + right.sum(0, dtype=jnp.int32))
 
 
