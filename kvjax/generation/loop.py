@@ -203,6 +203,7 @@ class PrefilledBatch:
             room = np.where(ended, 0, limit - length)
             if not room.any():
                 return
+            ended |= room == 0
             newest = np.take_along_axis(tokens, np.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
             token = np.where(counts > 0, newest, token)
             texts = Running(jnp.asarray(token), dispatch.in_text, jnp.asarray(ends), room)
@@ -214,8 +215,8 @@ class PrefilledBatch:
         settings = ends, self.sampling, min(steps, int(room[room > 0].min())), self.logprobs
         rows = state.key, token, in_text, jnp.asarray(room == 0)
         done, cache, in_text, samples = draw_many(state.decoder, state.cache.replace(key=None), *rows, *settings)
-        counts, none = np.where(room > 0, int(done), 0), np.zeros(len(room), int)
-        return Dispatch(State(state.decoder, cache.replace(key=state.key)), in_text, samples, counts, none)
+        none = np.zeros(len(room), int)
+        return Dispatch(State(state.decoder, cache.replace(key=state.key)), in_text, samples, none + int(done), none)
 
     def cut(self, state: State, surplus: Int[np.ndarray, " b"]) -> State:
         """Return a state without the `surplus` tokens of rows that a stop string has ended before them.
