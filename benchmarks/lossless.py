@@ -48,7 +48,9 @@ def run(options: argparse.Namespace) -> None:
             settings: dict[str, Any] = dict(policy=options.policy, budget=budget, temperature=options.temperature)
             settings |= dict(max_new_tokens=options.new_tokens, stop_at_eos=False, draft_tokens="auto")
             batch = begin(model, prompts, lossless=True, **settings)
-            table += [(length, rows, *figures) for figures in race(batch, options.draft_tokens.split(","))]
+            for figures in race(batch, options.draft_tokens.split(",")):
+                table.append((length, rows, *figures))
+                say(" | ".join(map(str, table[-1])))
     heading = ("tokens", "rows", "F / W", "drafts", "tokens a round", "ratio")
     device = jax.devices()[0].device_kind
     print(f"{model.name}, {options.policy} at {options.budget}, {device}, jax {jax.__version__}\n")
@@ -89,7 +91,7 @@ def race(batch: PrefilledBatch, choices: Sequence[str]) -> Iterator[tuple[str, s
 
 
 class _Turns:
-    """Blocks of a batch, timed without compilation and without the first one, which takes no step."""
+    """Blocks of a batch, timed without those that compile a program and the first one, which takes no step."""
 
     def __init__(self, blocks: Iterator[Block]) -> None:
         self._blocks, self.seconds = blocks, 0.0
@@ -100,9 +102,11 @@ class _Turns:
         with Compiling() as compiling:
             began = time.perf_counter()
             block = next(self._blocks, None)
-            seconds = time.perf_counter() - began - compiling.seconds
+            seconds = time.perf_counter() - began
         if block is None:
             return False
+        if compiling.seconds:
+            return True
         self.seconds += seconds
         self.tokens += int(block.counts.sum())
         self.verified += int(block.counts[block.rounds > 0].sum())

@@ -65,26 +65,28 @@ def bytes_read(decoder: Speculation, cache: SpeculativeCache) -> Cost:
 class Trial:
     """What the first tokens of some texts have taken."""
 
-    step_seconds: float = 0.0
+    step_seconds: float | None = None
+    """Time of a step of the full cache; None if its program was compiled meanwhile."""
     round_seconds: float = 0.0
-    """Time of all rounds, as of `verified` tokens."""
     rounds: int = 0
-    """Rounds of the program."""
+    """Rounds of which `round_seconds` is the time: those that compiled no program."""
     verifications: int = 0
     """Verifications of all rows."""
     verified: int = 0
     """Tokens that they added."""
 
-    def add(self, dispatch: Dispatch, seconds: float) -> None:
-        """Add rounds that have taken some time."""
-        self.round_seconds, self.rounds = self.round_seconds + seconds, self.rounds + int(dispatch.rounds.max())
+    def add(self, dispatch: Dispatch, seconds: float | None) -> None:
+        """Add rounds that have taken some time; None if it is not known."""
+        if seconds is not None:
+            self.round_seconds, self.rounds = self.round_seconds + seconds, self.rounds + int(dispatch.rounds.max())
         self.verifications += int(dispatch.rounds.sum())
         self.verified += int(dispatch.counts.sum())
 
     def best(self, bytes_: Cost) -> int:
-        """Return the best number of draft tokens; by bytes where processes could measure different times."""
-        seconds = Cost(self.step_seconds, self.round_seconds / self.rounds)
-        return best_draft_tokens(self.verified / self.verifications, bytes_ if jax.process_count() > 1 else seconds)
+        """Return the best number of draft tokens; by bytes if times are not known, or could differ in processes."""
+        is_timed = self.step_seconds is not None and self.rounds > 0 and jax.process_count() == 1
+        cost = Cost(self.step_seconds, self.round_seconds / self.rounds) if is_timed else bytes_  # type: ignore[arg-type]
+        return best_draft_tokens(self.verified / self.verifications, cost)
 
 
 @dataclasses.dataclass
@@ -112,7 +114,7 @@ class AdaptiveBatch(SpeculativeBatch):
             return super().dispatch(state, texts, steps)
         with Compiling() as compiling:
             dispatch = super().dispatch(State(decoder.replace(draft_tokens=TRIAL_TOKENS), cache), texts, steps)
-            self.trial.add(dispatch, compiling.lap())
+            self.trial.add(dispatch, None if compiling.seconds else compiling.lap())
         _, cache = parts_of(dispatch.state)
         if self.trial.verifications < TRIAL:
             return dispatch._replace(state=State(decoder, cache))
@@ -127,7 +129,7 @@ class AdaptiveBatch(SpeculativeBatch):
         assert self.trial is not None
         with Compiling() as compiling:
             dispatch = PrefilledBatch.dispatch(self, alone, texts, steps)
-            self.trial.step_seconds = compiling.lap() / int(dispatch.counts.max())
+            self.trial.step_seconds = None if compiling.seconds else compiling.lap() / int(dispatch.counts.max())
         read = jnp.concatenate([texts.token[:, None], dispatch.samples.token], axis=1)[:, : cache.behind.shape[1]]
         after: Any = SpeculativeCache.of(dispatch.state.cache, cache.draft, read)
         return dispatch._replace(state=State(decoder, after))

@@ -117,6 +117,9 @@ class Speculation(Decoder, kw_only=True):
     draft_tokens: int = setting(4)
     """Tokens that the draft guesses before they are verified."""
 
+    def __repr__(self) -> str:
+        return f"Speculation({self.draft.policy.label} drafts {self.draft_tokens} tokens for {self.policy.label})"
+
     @property
     def full(self) -> Decoder:
         """The decoder that verifies, alone."""
