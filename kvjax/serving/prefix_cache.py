@@ -84,7 +84,8 @@ def dependencies(decoder: Decoder, text: Text, chunk: int) -> frozenset[str]:
     tokens, lengths = np.zeros((1, chunk), np.int32), np.ones(1, np.int32)
 
     def reading(**fields: jax.Array) -> object:
-        after, _ = read(decoder, text.replace(cache=text.cache.replace(**fields)), tokens, lengths)
+        cache = text.cache.with_caches([each.replace(**fields) for each in text.cache.caches])
+        after, _ = read(decoder, text.replace(cache=cache), tokens, lengths)
         return after.cache.memory
 
     names = ("seed", "horizon", "end", "rope_length")
