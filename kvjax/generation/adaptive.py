@@ -84,8 +84,9 @@ class Trial:
 
     def best(self, bytes_: Cost) -> int:
         """Return the best number of draft tokens; by bytes if times are not known, or could differ in processes."""
-        is_timed = self.step_seconds is not None and self.rounds > 0 and jax.process_count() == 1
-        cost = Cost(self.step_seconds, self.round_seconds / self.rounds) if is_timed else bytes_  # type: ignore[arg-type]
+        cost = bytes_
+        if self.step_seconds is not None and self.rounds and jax.process_count() == 1:
+            cost = Cost(self.step_seconds, self.round_seconds / self.rounds)
         return best_draft_tokens(self.verified / self.verifications, cost)
 
 

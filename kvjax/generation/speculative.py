@@ -7,7 +7,6 @@ distribution: texts are those of the full cache alone with the same seed, under 
 from __future__ import annotations
 
 import functools
-import math
 import time
 from typing import Any, NamedTuple
 
@@ -224,7 +223,7 @@ def full_tokens_per_second(state: State) -> float:
     The full cache's layers are consumed, because a copy of them could be more than there is memory.
     """
     full, cache = state.decoder.decoders[0], state.cache.caches[0].with_own_rows().replace(key=None)
-    rows, vocabulary, seconds = len(state.position), state.config.vocab_size, math.inf
+    rows, vocabulary, seconds = len(state.position), state.config.vocab_size, 0.0
     for _ in range(2):  # the first time may include compilation
         texts = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, vocabulary), bool), jnp.zeros(rows, bool)
         settings = jnp.zeros(vocabulary, bool), Sampling(**GREEDY), STEPS_PER_DISPATCH, None
