@@ -355,7 +355,9 @@ def _read_weights(
 
     def place(numbers: Any, sharding: NamedSharding | None) -> Array:
         # Wait for each transfer; otherwise host copies pile up behind slow ones.
-        if sharding is None or isinstance(numbers, jax.Array):
+        if isinstance(numbers, jax.Array):  # whose shards other processes may hold
+            return numbers.block_until_ready()
+        if sharding is None:
             return jax.device_put(numbers).block_until_ready()
         return on_devices(numbers.shape, sharding, numbers.__getitem__)
 
