@@ -104,7 +104,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tpu(session: nox.Session) -> None:
-    """Compile kernels and steps for TPUs without the hardware (4 minutes)."""
+    """Compile kernels and steps for TPUs without the hardware (5 minutes)."""
     session.install("-e", ".", f"jax[tpu]=={jax_version()}")
     compile_with(session, "KVJAX_TPU_PYTHON", "tests/benchmarks/aot/test_tpu.py", "tests/benchmarks/test_scale.py")
 

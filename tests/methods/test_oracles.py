@@ -121,9 +121,7 @@ def test_equals_its_oracle_for_long(name: str, x64: None) -> None:
     compare_with_oracle(POLICIES[name], _random(config), lengths, 300)
 
 
-@pytest.mark.parametrize(
-    "name", [slow(name) if name in RARE or number % 3 else name for number, name in enumerate(PAIRS)]
-)
+@pytest.mark.parametrize("name", [slow(name) if name in RARE else name for name in PAIRS])
 def test_what_is_combined_equals_its_oracle(name: str, x64: None) -> None:
     config, lengths = SHAPES["gqa"]
     compare_with_oracle(PAIRS[name], _random(config), lengths, 62)
@@ -155,7 +153,7 @@ def test_deviations_of_two_channels_are_those_of_a_sample(x64: None) -> None:
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        (name, shape) if number % 3 == 0 and shape == ("mqa" if number % 2 else "mha") else slow(name, shape)
+        (name, shape) if shape == ("mqa" if name in RECENT or number % 2 else "mha") else slow(name, shape)
         for number, name in enumerate(FIRST)
         for shape in ("mha", "mqa")
     ],

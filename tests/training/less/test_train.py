@@ -250,7 +250,6 @@ def test_a_mesh_is_a_number_for_each_axis() -> None:
         parse_mesh(f"data=2,model={there}")
 
 
-@pytest.mark.slow
 def test_a_mesh_trains_as_one_device_does(tmp_path: Path) -> None:
     """And goes on with what another mesh has saved; in a process with eight devices."""
     words = [sys.executable, "-m", "tests.training.less.mesh_training", str(tmp_path)]
@@ -277,7 +276,6 @@ def mine():
 """
 
 
-@pytest.mark.slow
 def test_more_epochs_go_on_and_the_last_line_serves(
     text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
