@@ -70,6 +70,7 @@ class LayerConfig:
             furthest.
         spread: sharding of the layer over devices.
         normed: True if each head of queries and keys is normalized before it is rotated.
+        keys_are_values: True if a token's rotated key is its value, too, so that a slot stores it once (MLA).
     """
 
     width: int
@@ -85,11 +86,17 @@ class LayerConfig:
     local: bool = False
     spread: Spread = ALONE
     normed: bool = False
+    keys_are_values: bool = False
 
     @property
     def heads(self) -> int:
         """Number of query heads."""
         return self.kv_heads * self.groups
+
+    @property
+    def slot_width(self) -> int:
+        """Elements that a slot stores of a token's key and value."""
+        return self.key_width + (0 if self.keys_are_values else self.value_width)
 
     def numbers(self, rows: int) -> Int[Array, "b h"] | None:
         """Return the indices of this device's KV heads in the layer, for each row; None for all of them in order."""
@@ -280,15 +287,23 @@ class LayerTokens(TokenBatch, kw_only=True):
         if self.config.rope is None:
             return self
         turns = turns or self.turns(self.config.rope, self.q.dtype)
+        if self.config.keys_are_values:
+            q, k = self.config.rotated((self.q, self.k), turns)
+            return self.replace(q=q, k=k, v=k)
         q, k, v = self.config.rotated((self.q, self.k), turns, (self.v,))
         return self.replace(q=q, k=k, v=v)
 
 
 class KV(struct.PyTreeNode):
-    """Stored keys and values [b h c d], in the format of the codec."""
+    """Stored keys and values [b h c d], in the format of the codec; `v` is None where keys are values, too."""
 
     k: Operand
-    v: Operand
+    v: Operand | None
+
+    @property
+    def values(self) -> Operand:
+        """Stored values."""
+        return self.k if self.v is None else self.v
 
 
 class CodecState(struct.PyTreeNode):
@@ -311,7 +326,7 @@ def restored(
     rope: Rope | None, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
 ) -> Pairs:
     """Decode stored pairs at their original positions, by which the keys that are returned are rotated."""
-    keys, values = (numbers(x, dtype) for x in (kv.k, kv.v))
+    keys, values = (numbers(x, dtype) for x in (kv.k, kv.values))
     if state is not None and state.factor is not None:
         keys = (keys * state.factor[:, :, None]).astype(dtype)
     ordered = state is not None and state.count is not None

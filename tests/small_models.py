@@ -108,6 +108,11 @@ _LLAMA4 = {"num_hidden_layers": 4, "head_dim": 24, "intermediate_size_mlp": 80, 
 _LLAMA4 |= {"interleave_moe_layer_step": 2, "floor_scale": 16, "attention_chunk_size": 512}
 _LLAMA4 |= {"rope_parameters": _LLAMA3 | {"high_freq_factor": 1.0}, "no_rope_layers": []}
 
+_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_rope_head_dim": 8, "v_head_dim": 20}
+_LATENT |= {"qk_nope_head_dim": 12, "pad_token_id": 0}
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 24}
+_ROUTED |= {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
     "llama-gqa": lambda: _huggingface("LlamaConfig"),
@@ -197,6 +202,15 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         rope_parameters={"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
         pad_token_id=0,
     ),
+    "youtu": lambda: _huggingface("YoutuConfig", **_LATENT),
+    "minicpm3": lambda: _huggingface("MiniCPM3Config", **_LATENT | {"q_lora_rank": None, "scale_depth": 0.5}),
+    "deepseek_v2": lambda: _huggingface(
+        "DeepseekV2Config", **_LATENT | _ROUTED | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
+    ),
+    "deepseek_v3": lambda: _huggingface(
+        "DeepseekV3Config", **_LATENT | _ROUTED | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+    ),
+    "glm4_moe_lite": lambda: _huggingface("Glm4MoeLiteConfig", **_LATENT | _ROUTED),
     "granite": lambda: _huggingface(
         "GraniteConfig",
         embedding_multiplier=3.0,

@@ -85,7 +85,7 @@ def may_fuse(policy: Policy, view: View, new: LayerTokens) -> bool:
     If the codec tracks the order of slots, the positions of keys are known only after the eviction.
     """
     codec, q = policy.codec, new.q
-    if codec.ordered or not codec.encoded_by_kernels or policy.selection is not None:
+    if codec.ordered or not codec.encoded_by_kernels or policy.selection is not None or view.kv.v is None:
         return False
     if policy.slot_bias(view) is not None:
         return False

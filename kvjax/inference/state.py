@@ -230,7 +230,7 @@ def full_cache_bytes(state: State) -> int:
 
     def of_head(layer: LayerConfig) -> int:
         layer_slots = slots if layer.window is None else min(slots, round_slots(layer.window))
-        return layer_slots * ((layer.key_width + layer.value_width) * size + number) + number
+        return layer_slots * (layer.slot_width * size + number) + number
 
     return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in state.config.layer_configs)
 

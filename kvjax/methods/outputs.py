@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jaxtyping import Array
 
-from kvjax.models.linear import Linear
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import is_shape
-from kvjax.types import wide
+from kvjax.types import LayerConfig, wide
 
 
 def output_weights(model: LanguageModel, change: Callable[[Array], Array] = lambda x: x) -> tuple[Array, ...]:
     """Return the output weights [h g e width] of each layer after a `change`; shapes, if the model has only these."""
     dtype, matrices = wide(model.weights.dtype), []
     for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
-        heads = config.kv_heads, config.groups, config.value_width, -1
 
-        def split(output: Linear, heads: tuple[int, ...] = heads) -> Array:
-            return change(output.matrix.astype(dtype).T.reshape(heads))
+        def of_heads(mixer: Any, config: LayerConfig = config) -> Array:
+            return change(mixer.output_by_head(config).astype(dtype))
 
-        output = layer.mixer.output
-        matrices.append(jax.eval_shape(split, output) if is_shape(output.weight) else split(output))
+        mixer = layer.mixer
+        matrices.append(jax.eval_shape(of_heads, mixer) if is_shape(mixer.output.weight) else of_heads(mixer))
     return tuple(matrices)

@@ -94,6 +94,10 @@ class Attention:
             q = q * factor[:, :, None, None, None].astype(q.dtype)
         return q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
+    def output_by_head(self, shape: LayerConfig) -> Float[Array, "h g e width"]:
+        """Return the map from attention to the layer's output, for each query head."""
+        return self.output.matrix.T.reshape(shape.kv_heads, shape.groups, shape.value_width, -1)
+
     def _normalise_heads(
         self, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t e"]
     ) -> tuple[Float[Array, "b t f"], Float[Array, "b t e"]]:

@@ -28,6 +28,12 @@ class Mixture:
         probability: function from the router's logits to the weights of experts.
         weighted_inputs: True if weights multiply the inputs of experts, and not their outputs (Llama 4).
         shared_width: inner size of an expert that every token uses, with weight 1; None for none.
+        scale: factor of the weights of a token's experts (DeepSeek).
+        selection_bias: True if a bias is added to the weights that rank experts, but not to those they get (DeepSeek
+            V3).
+        groups: groups of as many adjacent experts; a token uses experts of the best `used_groups` alone.
+        used_groups: number of these.
+        best_of_group: number of a group's best experts whose weights are summed to rank it.
     """
 
     count: int
@@ -39,10 +45,21 @@ class Mixture:
     probability: Literal["softmax", "sigmoid"] = "softmax"
     weighted_inputs: bool = False
     shared_width: int | None = None
+    scale: float = 1.0
+    selection_bias: bool = False
+    groups: int = 1
+    used_groups: int = 1
+    best_of_group: int = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.used <= self.count:
             raise ValueError(f"a token must use between 1 and {self.count} experts, not {self.used}.")
+        if self.count % self.groups or not 0 < self.used_groups <= self.groups:
+            raise ValueError(
+                f"{self.count} experts cannot be {self.groups} groups of which {self.used_groups} are used."
+            )
+        if self.used > self.count // self.groups * self.used_groups:
+            raise ValueError(f"{self.used_groups} of {self.groups} groups have fewer than {self.used} experts.")
 
     def divides(self, devices: int) -> bool:
         """Return whether each device can have as many experts, and as many columns of the shared one."""
@@ -67,6 +84,32 @@ class QueryGrowth:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latent:
+    """Widths of multi-head latent attention (DeepSeek-V2, 2024, section 2.1): all heads share one stored vector.
+
+    Args:
+        width: elements of the latent, of which up-projections make all heads' keys and values.
+        key_width: elements of a head's key that are not rotated, before the up-projection is absorbed into queries.
+        value_width: elements of a head's value, which the up-projection makes of attention to latents.
+        rotated: elements of the rotated key that all heads share; they precede the latent in a slot.
+        query_width: elements of the queries' own latent; None if queries are projected at once.
+        norm_eps: constant added to the variance of latents.
+    """
+
+    width: int
+    key_width: int
+    value_width: int
+    rotated: int
+    query_width: int | None = None
+    norm_eps: float = 1e-6
+
+    @property
+    def slot_width(self) -> int:
+        """Elements of a slot: the rotated key and the latent."""
+        return self.rotated + self.width
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a model: everything that defines its computation, except the values of its weights.
 
@@ -82,6 +125,8 @@ class ModelConfig:
         chunked: True if some layers attend within chunks of at least `max_positions` tokens (Llama 4). A text must fit
             into one chunk.
         value_width: size of one head's values; None for `head_width`.
+        latent: widths of multi-head latent attention, whose slots are those of one KV head of `Latent.slot_width`; None
+            for keys and values of each head.
         norm: `rms` or `layer` normalization.
         norm_eps: constant added to the variance.
         activation: activation function of the MLP.
@@ -138,6 +183,7 @@ class ModelConfig:
     max_positions: int
     chunked: bool = False
     value_width: int | None = None
+    latent: Latent | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
@@ -238,6 +284,7 @@ class ModelConfig:
                 local=window is not None and window != furthest,
                 spread=self.spread,
                 normed=self.query_key_norms and (self.query_key_scales or rope is not None),
+                keys_are_values=self.latent is not None,
             )
             for scale, window, rope in zip(scales, windows, self._layer_ropes, strict=True)
         )
@@ -268,6 +315,11 @@ class ModelConfig:
         for index, scale in enumerate(self.attention_scales or ()):
             if scale <= 0:
                 raise ValueError(f"attention_scales[{index}] must be above 0, not {scale}.")
+        if self.latent is not None and (self.kv_heads, self.head_width) != (1, self.latent.slot_width):
+            raise ValueError(
+                f"latent attention has one KV head of width {self.latent.slot_width}, not {self.kv_heads} of "
+                f"{self.head_width}; set kv_heads and head_width so."
+            )
         if self.slopes is not None and (self.position != "alibi" or len(self.slopes) != self.heads):
             raise ValueError(
                 f"{len(self.slopes)} slopes do not fit position={self.position!r} with {self.heads} query heads; "

@@ -33,11 +33,12 @@ class Experts:
     experts: DenseMlp
     router_bias: Float[Array, " e"] | None = None
     shared: DenseMlp | None = None
+    selection_bias: Float[Array, " e"] | None = None
 
     def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
         assert config.mixture is not None
         rows = x.reshape(-1, x.shape[-1])
-        weights, chosen = route(self.router, rows, config.mixture, self.router_bias)
+        weights, chosen = route(self.router, rows, config.mixture, self.router_bias, self.selection_bias)
         count = self.experts.up.weight.shape[0]
         if config.spread.experts:
             local = chosen - jax.lax.axis_index((HEADS, SLOTS)) * count
@@ -88,18 +89,28 @@ def route(
     x: Float[Array, "n width"],
     mixture: Mixture,
     bias: Float[Array, " e"] | None = None,
+    selection_bias: Float[Array, " e"] | None = None,
 ) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
-    """Return the weights and the numbers of the experts that each row uses, the most probable ones first."""
+    """Return the weights and the numbers of the experts that each row uses, the best ones first."""
     logits = product(x, router, wide(x.dtype))
     logits = logits if bias is None else logits + bias
-    if mixture.probability == "sigmoid":  # which rounds large logits to 1, so compare them before it
-        largest, chosen = jax.lax.top_k(logits, mixture.used)
-        weights = jax.nn.sigmoid(largest)
-    else:
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits), mixture.used)
+    probs = jax.nn.sigmoid(logits) if mixture.probability == "sigmoid" else jax.nn.softmax(logits)
+    ranks = logits if mixture.probability == "sigmoid" else probs  # a sigmoid rounds large logits to 1
+    if mixture.groups > 1 or selection_bias is not None:
+        ranks = in_best_groups(probs if selection_bias is None else probs + selection_bias, mixture)
+    chosen = jax.lax.top_k(ranks, mixture.used)[1]
+    weights = jnp.take_along_axis(probs, chosen, axis=-1)
     if mixture.renormalised:
         weights = weights / weights.sum(-1, keepdims=True)
-    return weights, chosen
+    return weights * mixture.scale, chosen
+
+
+def in_best_groups(ranks: Float[Array, "n e"], mixture: Mixture) -> Float[Array, "n e"]:
+    """Return the ranks of experts in a row's best groups, and -inf for all others."""
+    of_groups = ranks.reshape(len(ranks), mixture.groups, -1)
+    totals = jax.lax.top_k(of_groups, mixture.best_of_group)[0].sum(-1)
+    least = jax.lax.top_k(totals, mixture.used_groups)[0][:, -1:]
+    return jnp.where((totals >= least)[..., None], of_groups, -jnp.inf).reshape(ranks.shape)
 
 
 def blocks(

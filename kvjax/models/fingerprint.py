@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from kvjax.models.config import Mixture, ModelConfig, QueryGrowth
+from kvjax.models.config import Latent, Mixture, ModelConfig, QueryGrowth
 from kvjax.models.decoder import RoundedFrom, Weights
 from kvjax.models.integers import signed
 from kvjax.models.model import LanguageModel
@@ -88,7 +88,8 @@ def _sampled(names: Iterable[str]) -> list[str]:
     names = list(names)
     last = max(int(match[1]) for match in map(re.compile(r"layers\.(\d+)\.").match, names) if match)
     ups = [name for name in names if name.startswith(f"layers.{last}.mlp.") and name.endswith("up.weight")]
-    return ["layers.0.mixer.key.weight", f"layers.{last}.mixer.query.weight", *ups]
+    keys = [name for name in names if name in ("layers.0.mixer.key.weight", "layers.0.mixer.latent.weight")]
+    return [*keys, f"layers.{last}.mixer.query.weight", *ups]
 
 
 def _hashed(config: ModelConfig, samples: Iterable[np.ndarray]) -> str:
@@ -107,7 +108,7 @@ def _unusual(value: Any) -> Any:
     # The settings that enter a fingerprint, in JSON types.
     if isinstance(value, tuple):
         return [_unusual(item) for item in value]
-    if not isinstance(value, ModelConfig | Rope | Mixture | QueryGrowth):
+    if not isinstance(value, ModelConfig | Rope | Mixture | QueryGrowth | Latent):
         return value
     settings = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
     return {field.name: _unusual(item) for field, item in settings if field.name in _ALWAYS or item != field.default}

@@ -15,10 +15,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, PRNGKeyArray, UInt8
 
 from kvjax.models.attention import Attention
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import Latent, ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights
 from kvjax.models.experts import Experts
 from kvjax.models.integers import OFFSET
+from kvjax.models.latent import LatentAttention
 from kvjax.models.linear import Linear, Norm
 from kvjax.models.mlp import DenseMlp
 from kvjax.types import LayerConfig
@@ -65,22 +66,40 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             return dense(config.mlp_width)
         router_bias = leaf(mixture.count) if mixture.router_bias else None
         shared = None if mixture.shared_width is None else dense(mixture.shared_width)
-        return Experts(leaf(mixture.count, config.width), dense(mixture.width, mixture.count), router_bias, shared)
+        selection_bias = leaf(mixture.count) if mixture.selection_bias else None
+        experts = dense(mixture.width, mixture.count)
+        return Experts(leaf(mixture.count, config.width), experts, router_bias, shared, selection_bias)
 
-    def layer(index: int, shape: LayerConfig) -> LayerWeights:
+    def latent_attention(widths: Latent) -> LatentAttention:
+        queries, rank = config.heads * (widths.key_width + widths.rotated), widths.query_width
+        return LatentAttention(
+            query_down=None if rank is None else linear(rank, config.width, bias=config.qkv_bias),
+            query_norm=None if rank is None else norm(rank),
+            query=linear(queries, config.width if rank is None else rank, bias=False),
+            latent=linear(widths.slot_width, config.width, bias=config.qkv_bias),
+            latent_norm=norm(widths.width),
+            key_up=linear(config.heads, widths.key_width, widths.width, bias=False),
+            value_up=linear(config.heads, widths.value_width, widths.width, bias=False),
+            output=linear(config.width, config.heads * widths.value_width, bias=config.output_bias),
+        )
+
+    def attention(shape: LayerConfig) -> Attention:
         heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
         scaled = config.query_key_norms and config.query_key_scales
+        return Attention(
+            query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
+            key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
+            value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
+            output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
+            query_norm=norm(heads * shape.key_width) if scaled else None,
+            key_norm=norm(kv_heads * shape.key_width) if scaled else None,
+            sink_logits=leaf(shape.heads) if config.sinks else None,
+        )
+
+    def layer(index: int, shape: LayerConfig) -> LayerWeights:
         return LayerWeights(
             attention_norm=norm() if config.pre_norms else None,
-            mixer=Attention(
-                query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
-                key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
-                value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
-                output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
-                query_norm=norm(heads * shape.key_width) if scaled else None,
-                key_norm=norm(kv_heads * shape.key_width) if scaled else None,
-                sink_logits=leaf(shape.heads) if config.sinks else None,
-            ),
+            mixer=attention(shape) if config.latent is None else latent_attention(config.latent),
             mlp_norm=norm() if config.pre_norms and not config.shared_norm else None,
             mlp=mlp(index),
             attention_post_norm=norm() if config.post_norms else None,

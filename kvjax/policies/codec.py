@@ -139,9 +139,16 @@ class Codec(Part, interface=True, init=False):
                 f"positions='cache' rotates keys by their rank, but the frequencies of {min(by_length)} RoPE are those "
                 "of the whole text; use positions='original', or a policy that keeps a window, such as streaming."
             )
+        if self.ordered and any(layer.keys_are_values for layer in layers):
+            raise ValueError(
+                "positions='cache' stores keys before their rotation, but latent attention stores rotated ones as its "
+                "values, too; use positions='original', or a policy that keeps a window, such as streaming."
+            )
 
     def init_head(self, shape: LayerTokens) -> CodecState | None:
         scales = jax.eval_shape(self.quantizer.init_scales, shape.k, shape.valid[:, None])
+        if shape.config.keys_are_values:
+            scales = None  # which would have to multiply outputs, too
         if not self.ordered and scales is None:
             return None
         return CodecState(
@@ -172,11 +179,12 @@ class Codec(Part, interface=True, init=False):
     def encode(self, new: LayerTokens, state: CodecState | None) -> KV:
         """Encode the pairs of new tokens in the form that slots store."""
         pair = self.numbers(new, state)
-        return KV(self.stored(pair.k), self.stored(pair.v))
+        return KV(self.stored(pair.k), None if pair.v is None else self.stored(pair.v))
 
     def numbers(self, new: LayerTokens, state: CodecState | None) -> KV:
         """Return the pairs of new tokens as the quantizer receives them."""
-        return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
+        keys = self._levelled(new.raw_k if self.ordered else new.k, state)
+        return KV(keys, None if new.config.keys_are_values else new.v)
 
     def stored(self, x: Any) -> Operand:
         """Encode keys or values in the form that slots store."""
@@ -210,7 +218,7 @@ class Codec(Part, interface=True, init=False):
         config, tokens, capacity = new.config, new.k.shape[2], view.capacity * new.spread.slots
         if tokens == capacity and places is None:  # a whole text, of which nothing is stored yet: ranks equal positions
             return Operands(new.q, new.k, new.v)
-        k, v, q = view.kv.k, view.kv.v, new.q
+        k, v, q = view.kv.k, view.kv.values, new.q
         if self.ordered:
             order = view.slots.codec
             place = self._places(view, new)
