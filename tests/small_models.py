@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope, Weights, random_weights
 from kvjax.models.attention import Attention
-from kvjax.models.config import Mixture, QueryGrowth
+from kvjax.models.config import Latent, Mixture, QueryGrowth
 from kvjax.models.decoder import LayerWeights
 
 
@@ -50,6 +50,7 @@ LLAMA4 = small_config(
     query_growth=QueryGrowth(0.5, 16, offset=1, unrotated=True),
     chunked=True,
 )
+LATENT = small_config(4, 1, head_width=24, latent=Latent(16, 6, 10, 8, 20), rope=Rope(width=8, interleaved=True))
 SINKS = small_config(4, 2, sinks=True)
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 

@@ -21,6 +21,7 @@ from tests.held import kept, unpacked
 from tests.oracles.decoder import Decoder
 from tests.small_models import (
     GQA,
+    LATENT,
     LEARNED,
     LLAMA4,
     LOCAL,
@@ -41,7 +42,7 @@ CLASSIC = [name for name in FIRST if name not in RECENT]
 LIKE_OTHERS = ("streaming-every-8", "keyformer-every-8", "l2-every-8", "lightkv-offload")
 """Cases that evict in blocks as `h2o-every-8` and `tova-every-8` do, and `lightkv` with scores in another memory."""
 SHAPES = {"mha": (MHA, (301,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
-SHAPES |= {"experts": (MIXED, (41, 9)), "llama4": (LLAMA4, (41, 9))}
+SHAPES |= {"experts": (MIXED, (41, 9)), "llama4": (LLAMA4, (41, 9)), "latent": (LATENT, (41, 9))}
 SHAPES |= {
     "partial": (PARTIAL, (41, 9)),
     "yarn": (YARN, (41, 9)),
@@ -203,6 +204,19 @@ def test_layers_without_rope_take_grown_queries_and_others_normed_ones(name: str
 def test_equals_its_oracle_wherever_positions_enter(name: str, shape: str, x64: None) -> None:
     config, lengths = SHAPES[shape]
     compare_with_oracle(POLICIES[name], _random(config), lengths, 40)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("h2o", "less-performer"),
+        *(slow(name) for name in FIRST if name not in ("h2o", "less-performer")),
+        *(slow(name) for name in ("less+h2o+int8", "less+keyformer", "h2o+int8", "less+snapkv")),
+    ],
+)
+def test_latents_are_keys_and_values(name: str, x64: None) -> None:
+    config, lengths = SHAPES["latent"]
+    compare_with_oracle((POLICIES | PAIRS)[name], _random(config), lengths, 40)
 
 
 def _uneven(config: ModelConfig) -> Model:

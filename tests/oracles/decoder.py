@@ -463,6 +463,8 @@ class Decoder:
     def _project(self, layer, index: int, x, position: int):
         c, rope = self.config, self.config.layer(index).rope
         normed = self._norm(layer.attention_norm, x)
+        if c.latent is not None:
+            return self._project_latent(layer.mixer, normed)
         q = linear(layer.mixer.query, normed).reshape(c.kv_heads, c.heads // c.kv_heads, c.head_width)
         k = linear(layer.mixer.key, normed).reshape(c.kv_heads, c.head_width)
         v = linear(layer.mixer.value, normed).reshape(c.kv_heads, c.head_width)
@@ -474,8 +476,28 @@ class Decoder:
             q = q * (1 + grown.slope * math.log(1 + (position + grown.offset) // grown.length))
         return [list(group) for group in q], list(k), list(v)
 
+    def _project_latent(self, mixer, x):
+        """One KV head for all: its key is a rotated one and a latent, in whose space queries ask; so is its value."""
+        widths = self.config.latent
+        inner = (
+            x
+            if mixer.query_down is None
+            else self._norm(mixer.query_norm, linear(mixer.query_down, x), widths.norm_eps)
+        )
+        queries = []
+        for h, query in enumerate(np.split(linear(mixer.query, inner), self.config.heads)):
+            absorbed = query[: widths.key_width] @ mixer.key_up.weight[h]
+            queries.append(np.concatenate([query[widths.key_width :], absorbed]))
+        latent, key = np.split(linear(mixer.latent, x), [widths.width])
+        slot = np.concatenate([key, self._norm(mixer.latent_norm, latent, widths.norm_eps)])
+        return [queries], [slot], [slot]
+
     def _finish(self, layer, x, read) -> np.ndarray:
-        x = x + linear(layer.mixer.output, np.concatenate([out for group in read for out in group]))
+        heads = [out for group in read for out in group]
+        if self.config.latent is not None:  # values of heads, from the latents that they read
+            latents = [out[self.config.latent.rotated :] for out in heads]
+            heads = [up @ latent for up, latent in zip(layer.mixer.value_up.weight, latents, strict=True)]
+        x = x + linear(layer.mixer.output, np.concatenate(heads))
         return x + mlp(layer.mlp, self.config, self._norm(layer.mlp_norm, x))
 
     def _unembed(self, x) -> np.ndarray:
@@ -484,8 +506,8 @@ class Decoder:
             return self.weights.embedding @ x
         return linear(self.weights.unembedding, x)
 
-    def _norm(self, norm, x) -> np.ndarray:
-        return x / np.sqrt(np.mean(x * x) + self.config.norm_eps) * norm.scale
+    def _norm(self, norm, x, eps: float | None = None) -> np.ndarray:
+        return x / np.sqrt(np.mean(x * x) + (eps or self.config.norm_eps)) * norm.scale
 
     def _embed(self, token: int, position: int) -> np.ndarray:
         x = self.weights.table.weight[token]
@@ -526,7 +548,8 @@ def slope(head: int, heads: int) -> float:
 
 def beside_sink(layer, head: int, total: float) -> float:
     """What a learned sink leaves of a softmax with this denominator: all of it in a layer without sinks."""
-    return 1.0 if layer.mixer.sink_logits is None else total / (total + math.exp(layer.mixer.sink_logits[head]))
+    logits = getattr(layer.mixer, "sink_logits", None)
+    return 1.0 if logits is None else total / (total + math.exp(logits[head]))
 
 
 def linear(layer, x: np.ndarray) -> np.ndarray:
