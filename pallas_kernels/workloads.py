@@ -76,6 +76,8 @@ class Setup(NamedTuple):
     slopes: bool = False
     window: int | None = None
     soft_cap: float | None = None
+    shared: bool = False
+    """Whether keys are values, too."""
 
     @property
     def width(self) -> int:
@@ -85,12 +87,13 @@ class Setup(NamedTuple):
     def shapes(self) -> dict[str, Any]:
         """Return the shapes of queries, keys, values, positions, slopes and noise, with the settings of attention."""
         b, h, g, c, d, dtype = self[:6]
+        values = None if self.shared else operand((b, h, c, self.width), dtype, self.bits)
         slopes: Any = Shape((h, g), jnp.float32) if self.slopes else None
         noise: Any = Shape((b,), jnp.uint32), Shape((b,), jnp.float32)
         return {
             "q": Shape((b, h, g, d), dtype),
             "k": operand((b, h, c, d), dtype, self.bits),
-            "v": operand((b, h, c, self.width), dtype, self.bits),
+            "v": values,
             "position": Shape((b, h, c), jnp.int32),
             "spec": AttentionSpec(d**-0.5, self.soft_cap, self.window, slopes),
         } | ({"scores": ScoreNoise(*noise)} if self.noisy else {})

@@ -117,7 +117,7 @@ def attend_token(
     low_rank = evicted if in_kernel and isinstance(evicted, LowRank) else None
     attention = decode_attention(
         operands.q[:, :, :, 0],
-        *operands.stored,
+        *operands.stored_once,
         view.position,
         new.position[:, 0],
         new.config.spec,
@@ -145,7 +145,7 @@ def attend_known(policy: Policy, view: View, block: View, new: LayerTokens) -> P
     # All of a head's queries see the same earlier slots, like those of one token with more query heads.
     together = new.part(0, 1).replace(q=new.q.reshape(rows, heads, groups * tokens, 1, width))
     operands, last = policy.codec.operands(view, together), together.position[:, 0] - 1
-    attention = decode_attention(operands.q[:, :, :, 0], *operands.stored, view.position, last, spec)
+    attention = decode_attention(operands.q[:, :, :, 0], *operands.stored_once, view.position, last, spec)
     return merge(own, Partial(*(leaf.reshape(*own.lse.shape, *leaf.shape[3:]) for leaf in attention[:2])))
 
 

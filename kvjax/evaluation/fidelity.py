@@ -68,7 +68,7 @@ def attention_row(
     spec, place = config.spec, newest[:, None]
     mask, bias = spec.mask(place, view.position), spec.bias(place[:, None], view.position)
     keys = values(kv.k, q.dtype)
-    partial, probs = attend(q, keys, values(kv.values, q.dtype), mask, spec, bias)
+    partial, probs = attend(q, keys, values(kv.v, q.dtype), mask, spec, bias)
     dense = jnp.moveaxis(by_position(jnp.moveaxis(probs[..., 0, :], 2, 3), view.position, length), 2, 3)
     if psi is None:
         return dense, None

@@ -48,6 +48,12 @@ class Operands(NamedTuple):
         assert not isinstance(self.k, SplitKV) and not isinstance(self.v, SplitKV)
         return self.k, self.v
 
+    @property
+    def stored_once(self) -> tuple[Operand, Operand | None]:
+        """Keys and values as `stored`, with None for values that are the keys."""
+        k, v = self.stored
+        return k, None if v is k else v
+
     def with_bias(self, new: LayerTokens, bias: Float[Array, "b h c"] | None) -> tuple[LayerTokens, Operands]:
         """Return tokens of a layer that adds a bias per slot to the logits of a model without ALiBi, and its inputs.
 

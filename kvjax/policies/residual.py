@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from jaxtyping import Array, Bool, Float
 
@@ -60,6 +60,15 @@ class SlotResidual(Residual, interface=True):
             queries: queries of the text, or of another one that `kvjax.compress` is given.
             new: the tokens that are being read.
         """
+
+    def bind(self, model: Any) -> Self:
+        """Refuse a model whose values are its keys, too, and cannot change alone."""
+        if any(layer.keys_are_values for layer in model.config.layer_configs):
+            raise ValueError(
+                f"residual {type(self).__name__} changes values, but latent attention stores keys and values in one; "
+                "use another residual, such as less."
+            )
+        return self
 
     def init_slot(self, new: LayerTokens, state: PyTree) -> Float[Array, "b h t"]:
         return nothing(new)

@@ -21,6 +21,9 @@ from pallas_kernels.operands import Encoded, LazyRope, Operand, Quantised, cut
 GROUP, MOST_QUERIES = 16, 64
 """Most queries of a KV head that a kernel takes: of one token, and of several tokens without scores."""
 
+WIDEST = 640
+"""Largest width of keys and values that the TPU kernel takes: that of latents with a rotated key is 576."""
+
 MOST_SLOTS = 1 << 20
 """Most slots of a head that the kernels have been compiled for."""
 
@@ -89,9 +92,10 @@ class DecodeAttention(Op[Decoded]):
         q: queries of one token per row, or of several that see the same slots; the g queries of a group share one KV
             head.
         k: keys [b h c d], in any order: an array, codes, another stored form, or keys that are rotated when read.
-        v: values [b h c e] of any width: an array, codes, or another stored form. Codes are never decoded, except for
-            queries of float64. `xla` on CPU and TPU, and `pallas` on TPU, split queries and weights into two digits of
-            8 bits; their error is about 1e-4 of the largest result.
+        v: values [b h c e] of any width: an array, codes, or another stored form; None if keys are values, too (MLA),
+            which `pallas` on TPU then reads once. Codes are never decoded, except for queries of float64. `xla` on CPU
+            and TPU, and `pallas` on TPU, split queries and weights into two digits of 8 bits; their error is about 1e-4
+            of the largest result.
         position: position of the token in each slot, -1 if empty; slots after the query's position are masked, too.
         query_position: position of each row's token; -1 for a row of padding, which attends to nothing.
         spec: the layer's scale, soft cap, window and slopes.
@@ -105,7 +109,7 @@ class DecodeAttention(Op[Decoded]):
             arrays of the same dtype, g up to 16 (64 without scores, low rank and sinks), c up to 2^20 and R up to 128.
             They take no rotated keys, no stored form but codes, and no places together with slopes. They take up to 128
             sinks on TPU; on GPU they take sinks only without scores. `pallas` on TPU takes d and e that are multiples
-            of 8 up to 256 (of 16 with four bits). `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four
+            of 8 up to 640 (of 16 with four bits). `pallas` on GPU takes powers of two from 16 to 256 (from 32 with four
             bits), and less than 2^31 numbers in k and in v. `triton` is for GPU, needs jax-triton, and takes any d and
             e up to 256, but neither gaussian noise nor codes of four bits.
 
@@ -115,7 +119,7 @@ class DecodeAttention(Op[Decoded]):
 
     q: Float[Array, "b h g d"]
     k: Operand
-    v: Operand
+    v: Operand | None
     position: Int[Array, "b h c"]
     query_position: Int[Array, " b"]
     spec: AttentionSpec
@@ -127,6 +131,11 @@ class DecodeAttention(Op[Decoded]):
 
     name = "decode_attention"
     backends = ("pallas_tpu", "pallas_gpu", "triton")
+
+    @property
+    def values(self) -> Operand:
+        """Values, which may be the keys."""
+        return self.k if self.v is None else self.v
 
     @property
     def score_noise(self) -> ScoreNoise | None:
@@ -145,12 +154,16 @@ class DecodeAttention(Op[Decoded]):
             raise ValueError(f"noise={self.score_noise.kind!r} is not one of {', '.join(noise.KINDS)}.")
         if self.score_noise is None and self.scores not in (None, "each", "sum"):
             raise ValueError(f"scores={self.scores!r} is not None, 'each', 'sum' or a ScoreNoise.")
-        refuse_lazy_rope(self.v)
+        refuse_lazy_rope(self.values)
         return self
 
     def kernel(self, backend: str, options: Options) -> Decoded:
         sinks = self.sinks
-        if sinks is None or backend == "pallas_tpu":
+        if backend == "pallas_tpu":
+            return super().kernel(backend, options)
+        if self.v is None:
+            return dataclasses.replace(self, v=self.k).kernel(backend, options)
+        if sinks is None:
             return super().kernel(backend, options)
         # XLA attends to the sinks. The kernel, which takes one query per head, attends to the other slots.
         first = self.position[:, :, : sinks.count]
@@ -168,7 +181,7 @@ class DecodeAttention(Op[Decoded]):
     def limits(self, backend: str) -> Iterator[Limit]:
         alone = self.scores is None and self.low_rank is None and self.sinks is None
         most = MOST_QUERIES if alone else GROUP
-        yield from operand_limits(self.q, self.k, self.v, self.spec, self.places, most)
+        yield from operand_limits(self.q, self.k, self.values, self.spec, self.places, most)
         c, features = self.k.shape[2], 1 if self.low_rank is None else self.low_rank.features.shape[-1]
         yield c <= MOST_SLOTS, f"c={c} slots are more than {MOST_SLOTS}"
         yield features <= 128, f"R={features} features are more than 128"
@@ -179,16 +192,16 @@ class DecodeAttention(Op[Decoded]):
             one = self.sinks is None or self.scores is None
             yield one, "scores of slots where sinks use a separate query"
         if backend.startswith("pallas"):
-            yield from width_limits(self.k, self.v, backend)
+            yield from width_limits(self.k, self.values, backend, WIDEST)
         if backend == "triton":
-            for name, width in (("d", self.k.shape[-1]), ("e", self.v.shape[-1])):
+            for name, width in (("d", self.k.shape[-1]), ("e", self.values.shape[-1])):
                 yield width <= 256, f"{name}={width} is more than 256"
-            bits = [x.bits for x in (self.k, self.v) if isinstance(x, Quantised)]
+            bits = [x.bits for x in (self.k, self.values) if isinstance(x, Quantised)]
             yield 4 not in bits, "it has no codes of four bits"
             yield kind_of(self.scores) != "gaussian", "it has no gaussian noise"
 
     def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
-        settings = operand_settings(self.q, self.k, self.v, self.spec)
+        settings = operand_settings(self.q, self.k, self.values, self.spec)
         rank = None if self.low_rank is None else self.low_rank.features.shape[-1]
         settings |= dict(scores=kind_of(self.scores), rank=rank, sinks=self.sinks is not None)
         return dict(b=self.q.shape[0], c=self.k.shape[2]), settings
@@ -230,13 +243,13 @@ def operand_limits(
     yield q.shape[2] <= most, f"g={q.shape[2]} query heads share a KV head, more than {most}"
 
 
-def width_limits(k: Operand, v: Operand, backend: str) -> Iterator[Limit]:
-    """Yield the limits of a Pallas kernel on the widths of keys and values."""
+def width_limits(k: Operand, v: Operand, backend: str, widest: int = 256) -> Iterator[Limit]:
+    """Yield the limits of a Pallas kernel on the widths of keys and values; `widest` is that of TPUs."""
     for name, x, operand in (("d", "k", k), ("e", "v", v)):
         width, four = operand.shape[-1], isinstance(operand, Quantised) and operand.bits == 4
         if backend == "pallas_tpu":
             unit = 16 if four else 8
-            yield width <= 256 and width % unit == 0, f"{name}={width} is not a multiple of {unit} up to 256"
+            yield width <= widest and width % unit == 0, f"{name}={width} is not a multiple of {unit} up to {widest}"
         else:
             smallest = 32 if four else 16
             within = smallest <= width <= 256 and width & (width - 1) == 0

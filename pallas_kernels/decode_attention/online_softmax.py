@@ -157,7 +157,7 @@ class BlockLayout(NamedTuple):
         return DecodeAttention(
             q=queries(x.q),
             k=self.pairs(x.k),
-            v=self.pairs(x.v),
+            v=None if x.v is None else self.pairs(x.v),
             position=input_block(x.position, position),
             query_position=scalars(x.query_position),
             spec=dataclasses.replace(x.spec, slopes=slopes),

@@ -29,7 +29,7 @@ PARAMS = plgpu.CompilerParams(num_warps=4, num_stages=2)
 
 def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
-    c, e = x.v.shape[2:]
+    c, e = x.values.shape[2:]
     size, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
     logits = None if x.scores is None else output_block((b, h, g, c), of_head(g, c))
     of_slots = functools.partial(of_head, c)
@@ -96,7 +96,7 @@ def attend_parts(
     inputs = DecodeAttention(
         q=input_block(pad_to(x.q, 2, rows), of_head(rows, d)),
         k=jax.tree.map(slots, x.k),
-        v=jax.tree.map(slots, x.v),
+        v=jax.tree.map(slots, x.values),
         position=slots(x.position),
         query_position=of_row(x.query_position),
         spec=dataclasses.replace(x.spec, slopes=slopes),
@@ -107,7 +107,7 @@ def attend_parts(
     return run(
         functools.partial(_kernel, size=size, splits=splits, multiply=multiplication(interpret)),
         (inputs, span),
-        SplitOutputs(of_part(rows, x.v.shape[-1]), lse, logits, None if noise is None else lse),
+        SplitOutputs(of_part(rows, x.values.shape[-1]), lse, logits, None if noise is None else lse),
         grid=(parts, h, b),
         compiler_params=PARAMS,
         interpret=interpret,
@@ -126,7 +126,7 @@ def _kernel(
 ) -> None:
     part, head = pl.program_id(0), pl.program_id(1)
     (capacity,), (rows, e), dtype = x.position.shape, outputs.out.shape, x.q.dtype
-    (k, k_scale), (v, v_scale) = array_and_scale(x.k), array_and_scale(x.v)
+    (k, k_scale), (v, v_scale) = array_and_scale(x.k), array_and_scale(x.values)
     begin, end = (0, capacity) if span is None else (span.begin[0], span.end[0])
     split = split_of(end - begin, splits, size)
     first = begin + part * split

@@ -44,8 +44,9 @@ class AttentionOutputs(NamedTuple):
 
 def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
     b, h, g, d = x.q.shape
-    c, e = x.v.shape[2:]
-    heads, slots = tile(h, c, max(d, e), min(kernel_parts.array_and_scale(y)[0].dtype.itemsize for y in (x.k, x.v)))
+    c, e = x.values.shape[2:]
+    itemsize = min(kernel_parts.array_and_scale(y)[0].dtype.itemsize for y in (x.k, x.values))
+    heads, slots = tile(h, c, max(d, e), itemsize)
     splits, (blocks, rows) = pl.cdiv(c, slots), online_softmax.rows_and_blocks(heads, g)
     share_registers = blocks < heads
     # With heads that share registers, scores are as large as logits and are held twice.
@@ -66,7 +67,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any) -> Decoded:
         shape, spec = ((c,), parts.of_slots()) if share_registers else ((rows, c), several)
         outputs = outputs._replace(logits=output_block((b, h, *shape), spec), scores_lse=lse)
 
-    channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.v)
+    channels = kernel_parts.channels_of(x.k), kernel_parts.channels_of(x.values)
     integers = kernel_parts.multiplies_integers(interpret)
     results = run(
         functools.partial(_kernel, capacity=c, channels=channels, requested=requested, integers=integers),
@@ -131,7 +132,7 @@ def _kernel(
     visible = kernel_parts.visible_slots(position, query, x.spec.window)
     if capacity % slots:
         visible &= first + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
-    v, v_scale = kernel_parts.array_and_scale(x.v)
+    v, v_scale = kernel_parts.array_and_scale(x.values)
     if v_scale is None:
         v = live(v[0], 3 - channels[1])
     else:

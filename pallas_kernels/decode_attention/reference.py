@@ -30,7 +30,7 @@ PACKED_BYTES = 4 << 20
 
 
 def decode_attention(x: DecodeAttention, options: Options) -> Decoded:
-    (q, k, v), position, query_position, platform = (x.q, x.k, x.v), x.position, x.query_position, options.platform
+    (q, k, v), position, query_position, platform = (x.q, x.k, x.values), x.position, x.query_position, options.platform
     mask = x.spec.mask(query_position[:, None], position)
     slope_position = position if x.sinks is None else x.sinks.slope_positions(position)
     query_place, key_place = (query_position[:, None], slope_position) if x.places is None else x.places

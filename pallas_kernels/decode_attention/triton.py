@@ -61,11 +61,11 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
     """See `api.decode_attention`; `call` goes to `jax_triton.triton_call`, which has no interpreter."""
     import jax_triton  # cannot be imported if jax is not built for GPU
 
-    (b, h, g, _), e, noise = x.q.shape, x.v.shape[-1], x.score_noise
+    (b, h, g, _), e, noise = x.q.shape, x.values.shape[-1], x.score_noise
     constants = constants_of(x)
     absent = jnp.zeros(1, jnp.float32)  # placeholder for absent arrays, never read
     low = LowRank(absent, absent, absent) if x.low_rank is None else x.low_rank
-    (keys, k_scale), (values, v_scale) = array_and_scale(x.k), array_and_scale(x.v)
+    (keys, k_scale), (values, v_scale) = array_and_scale(x.k), array_and_scale(x.values)
     arrays = [
         x.q,
         keys,
@@ -99,7 +99,7 @@ def decode_attention(x: DecodeAttention, *, interpret: Any = False, **call: Any)
 
 def constants_of(x: DecodeAttention) -> Constants:
     """Return the constants for these arguments."""
-    (b, h, g, d), (c, e), noise = x.q.shape, x.v.shape[2:], x.score_noise
+    (b, h, g, d), (c, e), noise = x.q.shape, x.values.shape[2:], x.score_noise
     block, splits = tile(b * h, c, max(d, e) * x.q.dtype.itemsize)
     pieces = channels(max(16, triton.next_power_of_2(d)), x.q.dtype)
     return Constants(
@@ -118,7 +118,7 @@ def constants_of(x: DecodeAttention) -> Constants:
         layer=0 if noise is None else noise.layer * 0x9E3779B9 & 0xFFFFFFFF,
         slopes=x.spec.slopes is not None,
         k_codes=array_and_scale(x.k)[1] is not None,
-        v_codes=array_and_scale(x.v)[1] is not None,
+        v_codes=array_and_scale(x.values)[1] is not None,
         scores=x.scores is not None,
         tempered=noise is not None,
         noisy=noise is not None and noise.kind == "gumbel",

@@ -16,7 +16,15 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, static
 from pallas_kernels.common import Survey, Unsupported
-from pallas_kernels.decode_attention.api import DecodeAttention, Decoded, ScoreNoise, Sinks, kind_of, refuse_lazy_rope
+from pallas_kernels.decode_attention.api import (
+    DecodeAttention,
+    Decoded,
+    ScoreNoise,
+    Sinks,
+    kind_of,
+    refuse_lazy_rope,
+    width_limits,
+)
 from pallas_kernels.decode_attention.kernel_parts import array_and_scale
 from pallas_kernels.hamming.api import words_limits
 from pallas_kernels.hamming.hashing import Hashing
@@ -159,6 +167,7 @@ class FusedDecode(Op[FusedResult]):
 
     def limits(self, backend: str) -> Iterator[Limit]:
         yield from self.attention(self.slots).limits(backend)
+        yield from width_limits(self.slots.k, self.slots.v, backend)
         (q, *_, scores), (_, k, v, _), importance = self.query, self.slots, self.ranking.importance
         c, hashed = k.shape[2], importance if isinstance(importance, Hashed) else None
         planes = () if hashed is None else hashed.hashing.planes.shape

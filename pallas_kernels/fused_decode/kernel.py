@@ -134,7 +134,7 @@ def kernel(
     writes = newest >= 0
     q = online_softmax.unpack_rows(attention.q[0], heads)
     keys = _Side(*array_and_scale(attention.k), x.k, outputs.k, scratch.k, channels[0])
-    values = _Side(*array_and_scale(attention.v), x.v, outputs.v, scratch.v, channels[1])
+    values = _Side(*array_and_scale(attention.values), x.v, outputs.v, scratch.v, channels[1])
     sides = keys, values
     state = scratch.running
 

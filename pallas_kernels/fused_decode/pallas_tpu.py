@@ -50,7 +50,7 @@ def fused_decode(x: FusedDecode, *, interpret: Any) -> FusedResult:
     importance = inputs.ranking.importance
 
     tiles, after = [], []
-    for cache, placed_cache, new, axis in zip((k, v), (attention.k, attention.v), entries, channels, strict=True):
+    for cache, placed_cache, new, axis in zip((k, v), (attention.k, attention.values), entries, channels, strict=True):
         array, (cache_block, scale) = array_and_scale(cache)[0], array_and_scale(placed_cache)
         width = array.shape[-1]
         shape = (width, LANES) if axis == 1 else (slots_per_copy(array), width)

@@ -193,7 +193,7 @@ def _kernel(
 
     position, query = row(x.position), steps.query_position[owner // heads]
     visible = visible_slots(position, query, x.spec.window) & real(position.shape, 1, size)
-    (k, k_scale), (v, v_scale) = array_and_scale(x.k), array_and_scale(x.v)
+    (k, k_scale), (v, v_scale) = array_and_scale(x.k), array_and_scale(x.values)
     k, v = k[...], v[...]
     k_scale, v_scale = (None if scale is None else row(scale) for scale in (k_scale, v_scale))
     if v_scale is None:

@@ -37,7 +37,7 @@ class _Coded(Oracle):
     def lay(self, prompt):
         # A text attends to its own pairs as they are; then they are rounded, those that leave, too.
         for h, head in enumerate(self.heads):
-            if prompt.start == 0 and len(prompt.tokens) >= 8:
+            if prompt.start == 0 and len(prompt.tokens) >= 8 and self.levelled:
                 self.factors[h] = channel_factors(prompt.keys[h])
             for i, position in enumerate(head.positions):
                 if position >= prompt.start:

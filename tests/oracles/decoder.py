@@ -147,6 +147,8 @@ class Oracle:
     again = False
     output: np.ndarray
     """Weights of attention's output [width, query heads * d]."""
+    levelled = True
+    """Whether codes are of keys whose channels have been divided by factors."""
     alibi = False
     """Whether logits fall with the distance of places."""
     saw: tuple[np.ndarray, list[np.ndarray]]
@@ -292,7 +294,16 @@ class Decoder:
     def __post_init__(self) -> None:
         for oracle in self.oracles:
             oracle.alibi = self.config.position == "alibi"
-            oracle.output = self.weights.layers[oracle.layer].mixer.output.weight
+            mixer = self.weights.layers[oracle.layer].mixer
+            oracle.output = mixer.output.weight if self.config.latent is None else self._of_latents(mixer)
+            oracle.levelled = self.config.latent is None
+
+    def _of_latents(self, mixer) -> np.ndarray:
+        """Weights [width, query heads * d] of an output that is made of values, which heads make of latents."""
+        unread = np.zeros((self.config.latent.rotated, self.config.width))
+        outputs = np.split(mixer.output.weight, self.config.heads, axis=1)
+        ups = zip(outputs, mixer.value_up.weight, strict=True)
+        return np.concatenate([np.vstack([unread, (output @ up).T]) for output, up in ups]).T
 
     def prompt(self, tokens: Sequence[int]) -> np.ndarray:
         """Read a prompt and return the logits [vocab] of its last token."""
@@ -464,7 +475,7 @@ class Decoder:
         c, rope = self.config, self.config.layer(index).rope
         normed = self._norm(layer.attention_norm, x)
         if c.latent is not None:
-            return self._project_latent(layer.mixer, normed)
+            return self._project_latent(layer.mixer, index, normed, position)
         q = linear(layer.mixer.query, normed).reshape(c.kv_heads, c.heads // c.kv_heads, c.head_width)
         k = linear(layer.mixer.key, normed).reshape(c.kv_heads, c.head_width)
         v = linear(layer.mixer.value, normed).reshape(c.kv_heads, c.head_width)
@@ -476,8 +487,8 @@ class Decoder:
             q = q * (1 + grown.slope * math.log(1 + (position + grown.offset) // grown.length))
         return [list(group) for group in q], list(k), list(v)
 
-    def _project_latent(self, mixer, x):
-        """One KV head for all: its key is a rotated one and a latent, in whose space queries ask; so is its value."""
+    def _project_latent(self, mixer, index: int, x, position: int):
+        """One KV head for all, whose key is a rotated one and a latent, and its value the same."""
         widths = self.config.latent
         inner = (
             x
@@ -490,7 +501,7 @@ class Decoder:
             queries.append(np.concatenate([query[widths.key_width :], absorbed]))
         latent, key = np.split(linear(mixer.latent, x), [widths.width])
         slot = np.concatenate([key, self._norm(mixer.latent_norm, latent, widths.norm_eps)])
-        return [queries], [slot], [slot]
+        return [queries], [slot], [self._rotate(index, slot, position)]
 
     def _finish(self, layer, x, read) -> np.ndarray:
         heads = [out for group in read for out in group]

@@ -248,6 +248,23 @@ def test_keys_are_rotated_by_their_place(bits, interleaved):
         decode_attention(k=turned, v=turned, **inputs)
 
 
+@pytest.mark.parametrize("way", [XLA, TPU_WAYS[0], GPU_WAYS[0]], ids=str)
+@pytest.mark.parametrize("bits", [0, 8])
+def test_keys_may_be_values(bits, way):
+    inputs = arguments(case(1, 1, 16, 24, 64, bits=(bits, bits)))
+    apart = decode_attention(**inputs | {"v": inputs["k"]}, **way.options)
+    once = decode_attention(**inputs | {"v": None}, **way.options)
+    np.testing.assert_allclose(once.out, apart.out, rtol=1e-6, atol=1e-6)
+    assert np.abs(np.asarray(once.out - decode_attention(**inputs, **way.options).out)).max() > 0.1
+
+
+def test_latents_are_wider_than_other_keys():
+    inputs = arguments(case(1, 1, 16, 24, 576))
+    wanted = decode_attention(**inputs | {"v": None}, implementation="xla")
+    found = decode_attention(**inputs | {"v": None}, **TPU_WAYS[0].options)
+    np.testing.assert_allclose(found.out, wanted.out, rtol=1e-5, atol=1e-5)
+
+
 def test_places_matter_for_slopes_alone():
     moved = arguments(case(1, 2, 2, 24, 64, alibi=True, moved=True))
     still = {name: value for name, value in moved.items() if name != "places"}
@@ -269,7 +286,7 @@ def test_what_kernels_leave_to_xla_is_named(platform):
     with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(LazyRope\)"):
         decode_attention(**inputs | {"k": turned, "places": None}, **options)
     narrow = arguments(case(1, 1, 1, 16, 24, bits=(8, 4)))
-    reason = "e=24 is not a multiple of 16 up to 256" if platform == "tpu" else "d=24 is not a power of two from 16 to"
+    reason = "e=24 is not a multiple of 16 up to 640" if platform == "tpu" else "d=24 is not a power of two from 16 to"
     with pytest.raises(Unsupported, match=reason):
         decode_attention(**narrow, **options)
 
@@ -279,8 +296,8 @@ def test_what_kernels_leave_to_xla_is_named(platform):
     [
         (dict(g=65), "g=65 query heads share a KV head, more than 64"),
         (dict(g=17, scores="sum"), "g=17 query heads share a KV head, more than 16"),
-        (dict(d=264), "d=264 is not a multiple of 8 up to 256"),
-        (dict(d=60), "d=60 is not a multiple of 8 up to 256"),
+        (dict(d=648), "d=648 is not a multiple of 8 up to 640"),
+        (dict(d=60), "d=60 is not a multiple of 8 up to 640"),
         (dict(c=2**20 + 1), "c=1048577 slots are more than 1048576"),
         (dict(dtype=jnp.float16), "q, k, v of float16, float16, float16 are not"),
     ],
