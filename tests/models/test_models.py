@@ -31,7 +31,7 @@ from kvjax.serving.scheduler import Device
 from kvjax.training.less.record import collect
 from pallas_kernels.op import platform_of
 from tests.cases import slow
-from tests.small_models import GQA, LEARNED, LLAMA4, MODELS, MQA, random_checkpoint, random_model, small_config
+from tests.small_models import GQA, LATENT, LEARNED, LLAMA4, MODELS, MQA, random_checkpoint, random_model, small_config
 
 TOKENS = 300  # more than one block of queries
 LENGTHS = (TOKENS, 77, 1)
@@ -567,3 +567,22 @@ def test_model_without_tokenizer() -> None:
 def test_config_refuses(changes: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         small_config(4, changes.pop("kv_heads", 2), **changes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(residual="attention_matching"), "changes values, but latent attention stores keys and values in one"),
+        (dict(positions="cache"), "latent attention stores rotated ones as its values, too"),
+    ],
+)
+def test_what_needs_keys_and_values_apart_is_refused_for_latents(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate_ids(random_model(LATENT), [[1, 2, 3]], policy=kvjax.policy("h2o", **settings), max_new_tokens=4)
+
+
+def test_a_latent_is_stored_once() -> None:
+    state, _ = kvjax.prefill(random_model(LATENT), "full", [[1, 2, 3]], max_new_tokens=61)
+    slots, number = 64, 4
+    assert kvjax.cache_bytes(state) == LATENT.layers * (slots * (LATENT.head_width + 1) + 1) * number
+    assert kvjax.full_cache_bytes(state) == kvjax.cache_bytes(state)
