@@ -101,6 +101,7 @@ _LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 _LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.3, 2.0, 4.0, 8.0]}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_TWO_TYPES = ["sliding_attention", "full_attention"]
 _SPECIAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SPECIAL = {**_SPECIAL_IDS, "original_max_position_embeddings": 64}
 
@@ -218,6 +219,23 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={"full_attention": _LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
     ),
+    "vaultgemma": lambda: _huggingface("VaultGemmaConfig", head_dim=24, query_pre_attn_scalar=10, sliding_window=16),
+    "granite_swa": lambda: _huggingface(
+        "GraniteSWAConfig",
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+        num_hidden_layers=3,
+        sliding_window=16,
+        layer_rope_theta=[1e5, 1e3, 0],
+    ),
+    "exaone4": lambda: _huggingface("Exaone4Config", layer_types=_TWO_TYPES, sliding_window=16),
+    "exaone4-full": lambda: _huggingface("Exaone4Config", layer_types=["full_attention"] * 2, sliding_window=None),
+    "cohere2": lambda: _huggingface("Cohere2Config", layer_types=_TWO_TYPES, sliding_window=16, logit_scale=0.5),
+    "glm": lambda: _huggingface("GlmConfig", head_dim=24, **_SPECIAL_IDS),
+    "glm4": lambda: _huggingface("Glm4Config", head_dim=24, **_SPECIAL_IDS),
+    "ernie4_5": lambda: _huggingface("Ernie4_5Config", head_dim=24),
+    "ernie4_5-bias": lambda: _huggingface("Ernie4_5Config", use_bias=True),
+    "arcee": lambda: _huggingface("ArceeConfig"),
+    "seed_oss": lambda: _huggingface("SeedOssConfig", head_dim=24),
 }
 """Hugging Face configs of every variant that kvjax reads."""
 

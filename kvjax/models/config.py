@@ -140,7 +140,7 @@ class ModelConfig:
     value_width: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
     mixture: Mixture | None = None
     gated_mlp: bool = True
     clamped_swiglu: tuple[float, float] | None = None

@@ -15,12 +15,13 @@ from kvjax.models.families.family import SIZES, Family, Settings, Source, expert
 from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
 from kvjax.models.families.settings import flag, optional_number, periodic_windows, read_mixture, ropes_of_layers
 
-_SOURCES: Mapping[str, Source] = {
+POST_NORM_SOURCES: Mapping[str, Source] = {
     **LLAMA_SOURCES,
-    **QUERY_KEY_NORMS,
     "layers.attention_post_norm.scale": Source("model.layers.{layer}.post_attention_layernorm.weight"),
     "layers.mlp_post_norm.scale": Source("model.layers.{layer}.post_feedforward_layernorm.weight"),
 }
+"""Sources of a Llama that normalizes outputs instead of inputs."""
+_SOURCES: Mapping[str, Source] = {**POST_NORM_SOURCES, **QUERY_KEY_NORMS}
 _DEFAULTS: Settings = {"hidden_act": "silu", "eos_token_id": 50_279}
 _ONLY = {"mlp_bias": (False,)}
 
