@@ -51,6 +51,7 @@ LLAMA4 = small_config(
     chunked=True,
 )
 SINKS = small_config(4, 2, sinks=True)
+NORMS_AFTER_ROPE = small_config(4, 2, query_key_norms=True, norms_after_rope=True)
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 
@@ -236,6 +237,15 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "ernie4_5-bias": lambda: _huggingface("Ernie4_5Config", use_bias=True),
     "arcee": lambda: _huggingface("ArceeConfig"),
     "seed_oss": lambda: _huggingface("SeedOssConfig", head_dim=24),
+    "hunyuan_v1_dense": lambda: _huggingface(
+        "HunYuanDenseV1Config",
+        head_dim=24,
+        attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0},
+    ),
+    "apertus": lambda: _huggingface("ApertusConfig", rope_parameters=_LLAMA3, **_SPECIAL_IDS),
+    "nanochat": lambda: _huggingface("NanoChatConfig"),
+    "nanochat-bias": lambda: _huggingface("NanoChatConfig", attention_bias=True, final_logit_softcapping=None),
 }
 """Hugging Face configs of every variant that kvjax reads."""
 

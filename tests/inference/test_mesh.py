@@ -17,6 +17,7 @@ from kvjax.cli import evaluate
 from kvjax.models.sharding import parse_mesh
 from tests.cases import PAIRS, POLICIES, core, slow
 from tests.paths import ROOT
+from tests.small_models import MODELS
 
 MESHES = ((1, 1), (2, 1), (1, 4), (2, 4), (1, 8))
 
@@ -84,6 +85,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             ]
         ),
         *EVERYTHING,
+        *(slow([compared(["h2o"], 2, (2, 4), model=name) for name in names]) for names in groups(list(MODELS), 5)),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(told: list[Told]) -> None:

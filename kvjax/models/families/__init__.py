@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families import (
+    apertus,
     cohere,
     exaone,
     falcon,
@@ -15,10 +16,12 @@ from kvjax.models.families import (
     gpt,
     gpt_oss,
     granite,
+    hunyuan,
     llama,
     llama4,
     mistral,
     mpt,
+    nanochat,
     olmo,
     qwen,
 )
@@ -33,7 +36,7 @@ FAMILIES: Mapping[str, Family] = {
     model_type: family
     for module in (
         *(llama, llama4, mistral, qwen, olmo, granite, gpt_oss, gemma, glm, exaone, cohere),
-        *(falcon, gpt, mpt),
+        *(apertus, hunyuan, nanochat, falcon, gpt, mpt),
     )
     for model_type, family in module.FAMILIES.items()
 }

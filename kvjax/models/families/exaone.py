@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
@@ -12,16 +13,11 @@ from kvjax.models.families.settings import integer, periodic_windows, rotated_in
 
 
 def _config(settings: Settings) -> ModelConfig:
-    has_windows = settings.get("sliding_window") is not None
-    return rotated_in_windows(
-        llama_config(
-            settings,
-            windows=periodic_windows(settings, integer(settings, "sliding_window_pattern")) if has_windows else None,
-            pre_norms=False,
-            post_norms=True,
-            query_key_norms=True,
-        )
-    )
+    shape = llama_config(settings, pre_norms=False, post_norms=True, query_key_norms=True)
+    if settings.get("sliding_window") is None:
+        return shape
+    windows = periodic_windows(settings, integer(settings, "sliding_window_pattern"))
+    return rotated_in_windows(dataclasses.replace(shape, windows=windows))
 
 
 FAMILIES: Mapping[str, Family] = {

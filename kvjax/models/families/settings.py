@@ -201,9 +201,9 @@ def ropes_of_layers(settings: Settings, shape: ModelConfig, theta: float) -> tup
 
 
 def rotated_in_windows(shape: ModelConfig) -> ModelConfig:
-    """Return a config whose layers have RoPE only if they have a window; without windows, all layers have it."""
+    """Return a config whose layers have RoPE only if they have a window."""
     if shape.windows is None:
-        return shape
+        raise LoadError("layer_types without a sliding_attention, and thus without RoPE, is not supported.")
     ropes = tuple(None if window is None else shape.rope for window in shape.windows)
     return dataclasses.replace(shape, rope=None, ropes=ropes)
 
