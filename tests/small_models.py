@@ -228,7 +228,9 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         sliding_window=16,
         layer_rope_theta=[1e5, 1e3, 0],
     ),
-    "exaone4": lambda: _huggingface("Exaone4Config", layer_types=_TWO_TYPES, sliding_window=16),
+    "exaone4": lambda: _huggingface(
+        "Exaone4Config", layer_types=_TWO_TYPES, sliding_window=16, sliding_window_pattern="LG"
+    ),
     "exaone4-full": lambda: _huggingface("Exaone4Config", layer_types=["full_attention"] * 2, sliding_window=None),
     "cohere2": lambda: _huggingface("Cohere2Config", layer_types=_TWO_TYPES, sliding_window=16, logit_scale=0.5),
     "glm": lambda: _huggingface("GlmConfig", head_dim=24, **_SPECIAL_IDS),

@@ -85,7 +85,6 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             ]
         ),
         *EVERYTHING,
-        *(slow([compared(["h2o"], 2, (2, 4), model=name) for name in names]) for names in groups(list(MODELS), 5)),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(told: list[Told]) -> None:
@@ -93,6 +92,12 @@ def test_a_mesh_gives_what_one_device_gives(told: list[Told]) -> None:
     assert len(found) == sum(len(each["cases"]) * len(each["meshes"]) for each in told)
     wrong = [row for row in found if not row["same"] or row["off"] > 1e-9 or row["programs"] > 1]
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", groups(list(MODELS), 5), ids=", ".join)
+def test_every_model_on_a_mesh_gives_what_it_gives_on_one_device(names: list[str]) -> None:
+    test_a_mesh_gives_what_one_device_gives([compared(["h2o"], 2, (2, 4), model=name) for name in names])
 
 
 def test_rows_with_slots_of_their_own_come_and_go() -> None:

@@ -16,7 +16,9 @@ def _config(settings: Settings) -> ModelConfig:
     shape = llama_config(settings, pre_norms=False, post_norms=True, query_key_norms=True)
     if settings.get("sliding_window") is None:
         return shape
-    windows = periodic_windows(settings, integer(settings, "sliding_window_pattern"))
+    # Beside layer_types, the pattern may be a text such as LLLG.
+    period = 1 if settings.get("layer_types") else integer(settings, "sliding_window_pattern")
+    windows = periodic_windows(settings, period)
     return rotated_in_windows(dataclasses.replace(shape, windows=windows))
 
 

@@ -1,8 +1,9 @@
-"""Granite 3 and 4: Llama with four multipliers. Granite SWA adds windows, learned sinks and one theta per layer."""
+"""Granite: Llama with four multipliers. Granite SWA adds windows, learned sinks and one theta per layer."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
@@ -29,7 +30,9 @@ def _granite_swa(settings: Settings) -> ModelConfig:
     assert shape.rope is not None
     if thetas is None:
         thetas = [shape.rope.theta] * shape.layers
-    if not isinstance(thetas, list) or not all(isinstance(theta, int | float) and theta >= 0 for theta in thetas):
+    if not isinstance(thetas, list) or not all(
+        isinstance(theta, int | float) and 0 <= theta < math.inf for theta in thetas
+    ):
         raise LoadError(f"layer_rope_theta must be a list of numbers from 0, not {thetas!r}.")
     return dataclasses.replace(
         shape,
