@@ -9,7 +9,6 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.families import (
     apertus,
     cohere,
-    exaone,
     falcon,
     gemma,
     glm,
@@ -35,7 +34,7 @@ from kvjax.models.families.settings import special_token_ids as special_token_id
 FAMILIES: Mapping[str, Family] = {
     model_type: family
     for module in (
-        *(llama, llama4, mistral, qwen, olmo, granite, gpt_oss, gemma, glm, exaone, cohere),
+        *(llama, llama4, mistral, qwen, olmo, granite, gpt_oss, gemma, glm, cohere),
         *(apertus, hunyuan, nanochat, falcon, gpt, mpt),
     )
     for model_type, family in module.FAMILIES.items()
