@@ -112,7 +112,7 @@ def load(
         raise TypeError(f"mesh={mesh!r} is neither a jax.sharding.Mesh nor a text such as 'data=2,model=4'.")
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     read = read_checkpoint(path_or_hub_id, dtype, revision, weights, mesh)
-    table = read.weights.norm.scale
+    table = read.weights.table.weight
     if weights is None and table.dtype.name == "bfloat16" and all(x.platform == "cpu" for x in table.devices()):
         print(f"kvjax: {_BFLOAT16}", file=sys.stderr)
     directory = read.place if read.metadata is None else None

@@ -61,7 +61,7 @@ class LayerConfig:
         groups: query heads per KV head.
         key_width: elements of a query or a key.
         value_width: elements of a value.
-        rope: rotation of queries and keys; None if there is none.
+        rope: rotation of projected queries and keys; None if there is none, or if the mixer has rotated them.
         scale: factor of the products of queries and keys.
         soft_cap: bound on the logits; None for no bound.
         window: newest tokens that a query attends to, itself included; None for all of them.

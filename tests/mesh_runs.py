@@ -75,12 +75,12 @@ def comings_and_goings(model: Model, case: Case) -> tuple[list[np.ndarray], list
     return [*found, np.asarray(logits)], [np.sort(layer, axis=-1) for layer in kvjax.held_positions(mixed)]
 
 
-def compared(name: str, config: ModelConfig, shapes: list[tuple[int, ...]], follow: Follow) -> None:
+def compared(name: str, model: Model, shapes: list[tuple[int, ...]], follow: Follow) -> None:
     """Print for each mesh how far its logits are from those of one device, and whether the same tokens are held.
 
     And how many programs its steps are, those after a turn included.
     """
-    case, model = (POLICIES | PAIRS)[name], small_models.sharp_model(config)
+    case = (POLICIES | PAIRS)[name]
     programs: Any = decoder.compiled_step
     wanted, held = follow(model, case)
     for shape in shapes:
@@ -201,13 +201,24 @@ def lossless(policy: str, config: ModelConfig, shapes: list[tuple[int, ...]]) ->
         print(json.dumps({"mesh": shape, "same": texts.tokens == whole.tokens, "per_round": per_round}), flush=True)
 
 
+def checkpoint(name: str) -> Model:
+    """A random checkpoint of one of `MODELS`, as it is loaded."""
+    with tempfile.TemporaryDirectory() as directory:
+        small_models.random_checkpoint(name, Path(directory))
+        return kvjax.load(directory, "float64")
+
+
 def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], model: str | None = None) -> None:
-    """Run what test_mesh asks for."""
-    config = getattr(small_models, model) if model else small_models.small_config(2 * kv_heads, kv_heads)
+    """Run what test_mesh asks for; `model` is the name of a config or of a checkpoint."""
     shapes = [tuple(mesh) for mesh in meshes]
+    if model is not None and model in small_models.MODELS:
+        for name in cases:
+            compared(name, checkpoint(model), shapes, FOLLOWED[what])
+        return
+    config = getattr(small_models, model) if model else small_models.small_config(2 * kv_heads, kv_heads)
     for name in cases:
         if what in FOLLOWED:
-            compared(name, config, shapes, FOLLOWED[what])
+            compared(name, small_models.sharp_model(config), shapes, FOLLOWED[what])
         elif what == "served":
             served(name, config, shapes)
         elif what == "lossless":

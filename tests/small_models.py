@@ -52,6 +52,7 @@ LLAMA4 = small_config(
 )
 LATENT = small_config(4, 1, head_width=24, latent=Latent(16, 6, 10, 8, 20), rope=Rope(width=8, interleaved=True))
 SINKS = small_config(4, 2, sinks=True)
+NORMS_AFTER_ROPE = small_config(4, 2, query_key_norms=True, norms_after_rope=True)
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 
@@ -102,6 +103,7 @@ _LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 _LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.3, 2.0, 4.0, 8.0]}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_TWO_TYPES = ["sliding_attention", "full_attention"]
 _SPECIAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SPECIAL = {**_SPECIAL_IDS, "original_max_position_embeddings": 64}
 
@@ -233,6 +235,34 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={"full_attention": _LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
     ),
+    "vaultgemma": lambda: _huggingface("VaultGemmaConfig", head_dim=24, query_pre_attn_scalar=10, sliding_window=16),
+    "granite_swa": lambda: _huggingface(
+        "GraniteSWAConfig",
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+        num_hidden_layers=3,
+        sliding_window=16,
+        layer_rope_theta=[1e5, 1e3, 0],
+    ),
+    "exaone4": lambda: _huggingface(
+        "Exaone4Config", layer_types=_TWO_TYPES, sliding_window=16, sliding_window_pattern="LG"
+    ),
+    "exaone4-full": lambda: _huggingface("Exaone4Config", layer_types=["full_attention"] * 2, sliding_window=None),
+    "cohere2": lambda: _huggingface("Cohere2Config", layer_types=_TWO_TYPES, sliding_window=16, logit_scale=0.5),
+    "glm": lambda: _huggingface("GlmConfig", head_dim=24, **_SPECIAL_IDS),
+    "glm4": lambda: _huggingface("Glm4Config", head_dim=24, **_SPECIAL_IDS),
+    "ernie4_5": lambda: _huggingface("Ernie4_5Config", head_dim=24),
+    "ernie4_5-bias": lambda: _huggingface("Ernie4_5Config", use_bias=True),
+    "arcee": lambda: _huggingface("ArceeConfig"),
+    "seed_oss": lambda: _huggingface("SeedOssConfig", head_dim=24),
+    "hunyuan_v1_dense": lambda: _huggingface(
+        "HunYuanDenseV1Config",
+        head_dim=24,
+        attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0},
+    ),
+    "apertus": lambda: _huggingface("ApertusConfig", rope_parameters=_LLAMA3, **_SPECIAL_IDS),
+    "nanochat": lambda: _huggingface("NanoChatConfig"),
+    "nanochat-bias": lambda: _huggingface("NanoChatConfig", attention_bias=True, final_logit_softcapping=None),
 }
 """Hugging Face configs of every variant that kvjax reads."""
 

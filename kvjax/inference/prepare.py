@@ -184,10 +184,9 @@ def bind_policy(model: LanguageModel, policy: Policy | str, budget: Budget, plan
     """Return a policy bound to its model, its budget and the plan that distributes the budget, which have to fit it."""
     chosen = policy_by_name(policy).bind(model)
     chosen.protection.check_tokens(model.config.vocab_size)
-    if chosen.codec.positions == "cache" and model.config.position == "learned":
+    if chosen.codec.positions == "cache" and (reason := model.config.fixed_positions) is not None:
         raise ValueError(
-            f"positions='cache' does not go with model {model.name!r}, which adds learned positions to embeddings "
-            "before there are keys; use positions='original'."
+            f"positions='cache' does not go with model {model.name!r}, which {reason}; use positions='original'."
         )
     if (replay := chosen.score.requires.replay) is not None:
         check_vocabulary(np.array([*replay.prompt, *(replay.later or ())], np.int64), model.config)
@@ -198,7 +197,7 @@ def bind_policy(model: LanguageModel, policy: Policy | str, budget: Budget, plan
 
 def instead(config: ModelConfig) -> str:
     """Return the advice for texts beyond the model's positions, as the end of a sentence; empty if there is none."""
-    return config.remark if config.bounded else ", or use a policy with positions='cache'"
+    return config.remark if config.bounded or config.fixed_positions else ", or use a policy with positions='cache'"
 
 
 def longest_text(policy: Policy, config: ModelConfig) -> float:

@@ -111,7 +111,7 @@ class _Observed(Score):
         """Return the score unchanged, after a check that `offload` finds host memory."""
         if not self.offload:
             return self
-        device = next(iter(model.weights.norm.scale.devices()))
+        device = next(iter(model.weights.table.weight.devices()))
         if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
             raise ValueError(
                 f"offload=True needs memory of the kind 'pinned_host', which {device.platform} does not have; "

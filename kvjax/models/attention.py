@@ -14,7 +14,8 @@ from kvjax.cache.layer import MixerInput
 from kvjax.cache.slots import Slots, empty_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import Linear, Norm, normalise
-from kvjax.types import ALONE, LayerConfig
+from kvjax.rope import Turns, rotate_by
+from kvjax.types import ALONE, LayerConfig, TokenBatch
 from pallas_kernels.attention import wide
 
 
@@ -57,7 +58,7 @@ class Attention:
             Outputs, and the cache afterwards.
         """
         shape = tokens.shape
-        q, k, v = self.project(x, config, shape, tokens.reading.position)
+        q, k, v = self.project(x, config, shape, tokens.reading)
         # Logits of learned sinks by KV head; None for a layer without sinks.
         sinks = None if self.sink_logits is None else self.sink_logits.reshape(shape.kv_heads, shape.groups)
         attended, cache = cache.attend(tokens, q, k, v, sinks)
@@ -70,9 +71,9 @@ class Attention:
         return out if self.output.bias is None else out + self.output.bias, cache
 
     def project(
-        self, x: Float[Array, "b t width"], config: ModelConfig, shape: LayerConfig, positions: Int[Array, "b t"]
+        self, x: Float[Array, "b t width"], config: ModelConfig, shape: LayerConfig, reading: TokenBatch
     ) -> tuple[Float[Array, "b h g t d"], Float[Array, "b h t d"], Float[Array, "b h t e"]]:
-        """Return queries, keys and values before RoPE.
+        """Return queries, keys and values before the RoPE of `shape`.
 
         Query head i uses KV head i // g: the heads of one group are adjacent.
         """
@@ -83,13 +84,18 @@ class Attention:
         q = q.reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
         k = k.reshape(b, t, shape.kv_heads, shape.key_width)
         v = v.reshape(b, t, shape.kv_heads, shape.value_width)
+        if config.norms_after_rope:
+            assert config.rope is not None
+            turns = reading.turns(config.rope, x.dtype)
+            q = rotate_by(config.rope, q, Turns(*(table[:, :, None, None] for table in turns)))
+            k = rotate_by(config.rope, k, Turns(*(table[:, :, None] for table in turns)))
         if shape.normed and config.query_key_norm_over == "head":
             q, k = normalise(self.query_norm, q, config), normalise(self.key_norm, k, config)
         if config.qkv_clip is not None:
             q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
         growth = config.query_growth
         if growth is not None and not (growth.unrotated and shape.rope is not None):
-            stretch = (jnp.maximum(positions, 0) + growth.offset) // growth.length
+            stretch = (jnp.maximum(reading.position, 0) + growth.offset) // growth.length
             factor = 1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype)))
             q = q * factor[:, :, None, None, None].astype(q.dtype)
         return q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)

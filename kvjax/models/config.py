@@ -129,7 +129,7 @@ class ModelConfig:
             for keys and values of each head.
         norm: `rms` or `layer` normalization.
         norm_eps: constant added to the variance.
-        activation: activation function of the MLP.
+        activation: activation function of the MLP; `xielu` has learned parameters and goes with gated_mlp=False.
         mixture: experts in place of MLPs; None for a model without them.
         gated_mlp: True if the MLP multiplies by an activated gate (SwiGLU).
         clamped_swiglu: slope and limit of a product g sigmoid(slope g) (u + 1) of gate g, bounded above, and u, bounded
@@ -142,10 +142,14 @@ class ModelConfig:
         embedding_scale: factor of token embeddings, rounded to their dtype (Gemma: sqrt(width)); None for no scaling.
         position_offset: offset added to positions before they index the table of learned embeddings.
         norm_bias: True if norms add an offset.
+        norm_scales: True if norms have learned scales (not in nanochat).
         norm_offset: True if norms multiply by 1 + scale (Gemma).
+        embedding_norm: True if token embeddings are normalized, without a scale (nanochat).
         pre_norms: True if the inputs of attention and MLP are normalized (not in OLMo 2).
         post_norms: True if the outputs of attention and MLP are also normalized before they are added (Gemma 2).
-        query_key_norms: True if queries and keys are normalized before RoPE (Qwen3).
+        query_key_norms: True if queries and keys are normalized (Qwen3).
+        norms_after_rope: True if these norms follow RoPE instead of preceding it (Hunyuan). Stored keys then stay at
+            their original positions.
         query_key_norm_over: what these norms take the mean square of: each head, or all `heads` together (OLMo 2).
         query_key_scales: True if these norms have learned scales. Without scales, only layers with RoPE have such norms
             (Llama 4).
@@ -186,7 +190,7 @@ class ModelConfig:
     latent: Latent | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
     mixture: Mixture | None = None
     gated_mlp: bool = True
     clamped_swiglu: tuple[float, float] | None = None
@@ -198,10 +202,13 @@ class ModelConfig:
     embedding_scale: float | None = None
     position_offset: int = 0
     norm_bias: bool = False
+    norm_scales: bool = True
     norm_offset: bool = False
+    embedding_norm: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     query_key_norms: bool = False
+    norms_after_rope: bool = False
     query_key_norm_over: Literal["head", "heads"] = "head"
     query_key_scales: bool = True
     residual_scale: float | None = None
@@ -241,6 +248,13 @@ class ModelConfig:
             raise ValueError(f"{tokens} tokens do not fit the model's {self.max_positions} positions{self.remark}.")
 
     @property
+    def fixed_positions(self) -> str | None:
+        """Reason why stored keys stay at their original positions; None if they can move."""
+        if self.position == "learned":
+            return "adds learned positions to embeddings before there are keys"
+        return "normalizes keys after it has rotated them" if self.norms_after_rope else None
+
+    @property
     def remark(self) -> str:
         """Reason for a bound that kvjax sets, in parentheses for the end of a message; empty if there is none."""
         return " (some of its layers attend within chunks, and kvjax reads a single chunk)" if self.chunked else ""
@@ -276,7 +290,7 @@ class ModelConfig:
                 groups=self.groups,
                 key_width=self.head_width,
                 value_width=self.head_width if self.value_width is None else self.value_width,
-                rope=rope,
+                rope=None if self.norms_after_rope else rope,
                 scale=scale,
                 soft_cap=self.soft_cap,
                 window=window,
@@ -332,10 +346,18 @@ class ModelConfig:
         for rope in self._layer_ropes:
             if rope is not None and rope.width > self.head_width:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
-        if self.query_key_norm_over == "heads" and (self.norm != "rms" or self.norm_offset or not self.query_key_norms):
+        plain = self.norm == "rms" and self.norm_scales and not self.norm_offset
+        if self.query_key_norm_over == "heads" and not (plain and self.query_key_norms):
             raise ValueError("query_key_norm_over='heads' goes with query_key_norms=True and plain RMS norms only.")
         if not self.query_key_scales and (self.query_key_norm_over == "heads" or not self.query_key_norms):
             raise ValueError("query_key_scales=False goes with query_key_norms=True and norms of each head only.")
+        of_heads = self.query_key_norms and self.query_key_norm_over == "head"
+        if self.norms_after_rope and not (of_heads and self.rope is not None):
+            raise ValueError("norms_after_rope=True goes with query_key_norms=True over each head and one rope only.")
+        if not self.norm_scales and (self.norm_bias or self.norm_offset or self.tied):
+            raise ValueError("norm_scales=False goes with norm_bias=False, norm_offset=False and tied=False only.")
+        if self.activation == "xielu" and (self.gated_mlp or self.mixture is not None):
+            raise ValueError("activation='xielu' goes with gated_mlp=False and without a mixture only.")
         if self.norm_offset and (self.norm_bias or self.norm == "layer"):
             raise ValueError("norm_offset=True goes with norm='rms' and norm_bias=False only.")
         if self.post_norms and self.parallel:

@@ -88,7 +88,7 @@ class Weights:
     @property
     def dtype(self) -> jnp.dtype:
         """Dtype of hidden states."""
-        return self.norm.scale.dtype
+        return (self.table.weight if self.norm.scale is None else self.norm.scale).dtype
 
     @property
     def table(self) -> Linear:
@@ -102,7 +102,7 @@ class Weights:
 def embed(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], positions: Int[Array, "b t"]
 ) -> Float[Array, "b t width"]:
-    """Compute token embeddings, scaled if the model scales them, plus learned position embeddings if it has them."""
+    """Compute token embeddings, scaled or normalized if the model does so, plus learned position embeddings."""
     table = weights.table
     if config.spread.vocab:
         # Each device looks up the tokens of its shard of the table; each token is in one shard.
@@ -116,7 +116,7 @@ def embed(
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if weights.positions is not None:
         x = x + weights.positions[jnp.maximum(positions, 0) + config.position_offset]
-    return x
+    return normalise(None, x, config) if config.embedding_norm else x
 
 
 class Layer(struct.PyTreeNode):

@@ -72,9 +72,9 @@ class Linear:
 
 @struct.dataclass
 class Norm:
-    """Scale and, for layer normalization, offset; both [width]."""
+    """Scale and, for layer normalization, offset; both [width], or None for norms without them."""
 
-    scale: Float[Array, " width"]
+    scale: Float[Array, " width"] | None
     bias: Float[Array, " width"] | None = None
 
 
@@ -84,7 +84,7 @@ def normalise(norm: Norm | None, x: Float[Array, "*b width"], config: ModelConfi
     if config.norm == "layer":
         precise = precise - precise.mean(-1, keepdims=True)
     precise = precise * jax.lax.rsqrt(jnp.mean(precise**2, -1, keepdims=True) + config.norm_eps)
-    if norm is None:
+    if norm is None or norm.scale is None:
         return precise.astype(x.dtype)
     if config.norm_offset:
         return (precise * (1 + norm.scale.astype(precise.dtype))).astype(x.dtype)

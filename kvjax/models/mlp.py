@@ -12,23 +12,49 @@ from jaxtyping import Array, Float
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import BLOCK, Linear, in_blocks
+from pallas_kernels.attention import wide
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""Activation functions of MLPs, by their names in a config."""
+"""Activation functions of MLPs without parameters, by their names in a config."""
+
+
+@struct.dataclass
+class Xielu:
+    """Activation xIELU (Huang and Schlag, 2024): a quadratic function above 0, and an integrated ELU below it.
+
+    f(x) = a_p x^2 + b x for x > 0, and a_n (e^min(x, eps) - 1 - x) + b x elsewhere, with a_p = softplus(alpha_p) and
+    a_n = b + softplus(alpha_n).
+    """
+
+    alpha_p: Float[Array, " 1"]
+    alpha_n: Float[Array, " 1"]
+    beta: Float[Array, " 1"]
+    eps: Float[Array, " 1"]
+
+    def __call__(self, x: Float[Array, "*b inner"]) -> Float[Array, "*b inner"]:
+        precise, of = x.astype(wide(x.dtype)), jax.tree.map(lambda array: array.astype(wide(x.dtype)), self)
+        above = jax.nn.softplus(of.alpha_p) * precise**2
+        below = (of.beta + jax.nn.softplus(of.alpha_n)) * (jnp.expm1(jnp.minimum(precise, of.eps)) - precise)
+        return (jnp.where(precise > 0, above, below) + of.beta * precise).astype(x.dtype)
 
 
 @struct.dataclass
 class DenseMlp:
-    """MLP that every token runs through; `gate` is None if it has no gate."""
+    """MLP that every token runs through.
+
+    `gate` is None if it has no gate, and `activation` if its activation has no parameters.
+    """
 
     gate: Linear | None
     up: Linear
     down: Linear
+    activation: Xielu | None = None
 
     def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
         if config.spread.mlp:
@@ -47,7 +73,7 @@ class DenseMlp:
 
     def inner(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b inner"]:
         """Return the activations between the two products."""
-        activation = ACTIVATIONS[config.activation]
+        activation = ACTIVATIONS[config.activation] if self.activation is None else self.activation
         if self.gate is None:
             return activation(self.up(x))
         gate, up = self.gate(x), self.up(x)

@@ -21,7 +21,7 @@ from kvjax.models.experts import Experts
 from kvjax.models.integers import OFFSET
 from kvjax.models.latent import LatentAttention
 from kvjax.models.linear import Linear, Norm
-from kvjax.models.mlp import DenseMlp
+from kvjax.models.mlp import DenseMlp, Xielu
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 16
@@ -37,7 +37,7 @@ def is_shape(leaf: object) -> bool:
 
 def require_weights(weights: Weights, what: str) -> None:
     """Raise a ValueError if weights are only shapes, and `what` reads them."""
-    if is_shape(weights.norm.scale):
+    if is_shape(weights.table.weight):
         raise ValueError(f"{what} needs a model's weights, of which there are only shapes here; load the model.")
 
 
@@ -51,13 +51,14 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
         return Linear(leaf(*shape), leaf(*shape[:-1]) if bias else None)
 
     def norm(width: int = config.width) -> Norm:
-        return Norm(leaf(width), leaf(width) if config.norm_bias else None)
+        return Norm(leaf(width) if config.norm_scales else None, leaf(width) if config.norm_bias else None)
 
     def dense(inner: int, *count: int) -> DenseMlp:
         return DenseMlp(
             gate=linear(*count, inner, config.width, bias=config.mlp_bias) if config.gated_mlp else None,
             up=linear(*count, inner, config.width, bias=config.mlp_bias),
             down=linear(*count, config.width, inner, bias=config.mlp_bias),
+            activation=Xielu(leaf(1), leaf(1), leaf(1), leaf(1)) if config.activation == "xielu" else None,
         )
 
     def mlp(index: int) -> DenseMlp | Experts:

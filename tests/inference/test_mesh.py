@@ -17,6 +17,7 @@ from kvjax.cli import evaluate
 from kvjax.models.sharding import parse_mesh
 from tests.cases import PAIRS, POLICIES, core, slow
 from tests.paths import ROOT
+from tests.small_models import MODELS
 
 MESHES = ((1, 1), (2, 1), (1, 4), (2, 4), (1, 8))
 
@@ -91,6 +92,12 @@ def test_a_mesh_gives_what_one_device_gives(told: list[Told]) -> None:
     assert len(found) == sum(len(each["cases"]) * len(each["meshes"]) for each in told)
     wrong = [row for row in found if not row["same"] or row["off"] > 1e-9 or row["programs"] > 1]
     assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", groups(list(MODELS), 5), ids=", ".join)
+def test_every_model_on_a_mesh_gives_what_it_gives_on_one_device(names: list[str]) -> None:
+    test_a_mesh_gives_what_one_device_gives([compared(["h2o"], 2, (2, 4), model=name) for name in names])
 
 
 def test_rows_with_slots_of_their_own_come_and_go() -> None:

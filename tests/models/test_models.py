@@ -31,7 +31,18 @@ from kvjax.serving.scheduler import Device
 from kvjax.training.less.record import collect
 from pallas_kernels.op import platform_of
 from tests.cases import slow
-from tests.small_models import GQA, LATENT, LEARNED, LLAMA4, MODELS, MQA, random_checkpoint, random_model, small_config
+from tests.small_models import (
+    GQA,
+    LATENT,
+    LEARNED,
+    LLAMA4,
+    MODELS,
+    MQA,
+    NORMS_AFTER_ROPE,
+    random_checkpoint,
+    random_model,
+    small_config,
+)
 
 TOKENS = 300  # more than one block of queries
 LENGTHS = (TOKENS, 77, 1)
@@ -41,7 +52,7 @@ ROUNDED = {"falcon-rw": 256}
 """Models whose ALiBi transformers rounds to bfloat16, and how many tokens that leaves exact."""
 
 
-OVERLAPPING = ("cerebras-gpt", "falcon-11b")
+OVERLAPPING = ("cerebras-gpt", "falcon-11b", "ernie4_5-bias", "nanochat-bias")
 """Variants whose settings others try, too."""
 
 
@@ -167,6 +178,7 @@ def test_a_text_half_is_tied_where_transformers_ties_it(name: str, outer: bool, 
 
 
 SCALED = ["llama-gqa", "qwen3", "gpt_neox", "falcon-7b", "ministral3", "gpt_oss", "olmo3", "gemma3", "phi3", "llama4"]
+SCALED += ["glm4", "cohere2", "exaone4", "apertus", "hunyuan_v1_dense", "nanochat"]
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -175,7 +187,7 @@ def test_rope_scaling_replaces_rope_parameters_as_in_transformers(name: str, tmp
 
     config = MODELS[name]()
     written = {"rope_type": "linear", "factor": 3.0, "rope_theta": 123.0}
-    if name in ("gpt_neox", "phi3"):
+    if name in ("gpt_neox", "phi3", "glm4"):
         written["partial_rotary_factor"] = 0.5
     if name == "phi3":  # it has no other scaling
         factors = {f"{kind}_factor": [1.0 + i for i in range(4)] for kind in ("short", "long")}
@@ -299,8 +311,9 @@ def test_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, bare.weights, whole.weights)
 
 
-GREEDY = ("gemma3", "phi3", "gpt2", "mpt", "gpt_oss")
-"""Models of which the default suite compares greedy text: windows, lengths, learned positions, ALiBi, sinks."""
+GREEDY = ("gemma3", "phi3", "gpt2", "mpt", "gpt_oss", "granite_swa", "exaone4", "cohere2", "glm", "glm4", "ernie4_5")
+GREEDY += ("arcee", "seed_oss", "hunyuan_v1_dense", "apertus", "nanochat", "vaultgemma")
+"""Models of which the default suite compares greedy text."""
 
 
 @pytest.mark.parametrize("name", [name if name in GREEDY else slow(name) for name in MODELS])
@@ -430,6 +443,12 @@ def test_bfloat16_is_close_and_finite() -> None:
     np.testing.assert_allclose(narrow, random_model(GQA).logits(tokens), atol=0.2)
 
 
+def test_norms_without_scales_leave_the_dtype_to_embeddings() -> None:
+    model = random_model(small_config(4, 2, norm_scales=False, embedding_norm=True), dtype=jnp.bfloat16)
+    assert model.weights.norm.scale is None and model.weights.dtype == jnp.bfloat16
+    assert np.isfinite(model.logits([[1, 2, 3]])).all()
+
+
 def test_one_compilation_serves_other_weights_and_lengths() -> None:
     traces = []
 
@@ -504,18 +523,35 @@ def test_texts_of_more_than_one_chunk_are_refused(policy: str, tmp_path: Path) -
     assert np.isfinite(logits).all() and np.isnan(kvjax.decode_step(state, [1])[1]).all()
 
 
-@pytest.mark.parametrize("policy", ["streaming", kvjax.policy("h2o", positions="cache")])
-def test_learned_positions_are_not_those_of_the_cache(policy: Any) -> None:
-    model = random_model(LEARNED)
-    with pytest.raises(ValueError, match=r"positions='cache' does not go with model 'random', .*='original'"):
-        kvjax.prefill(model, policy, [[1, 2, 3]], 8)
+CACHE_POSITIONS = kvjax.policy("h2o", positions="cache")
+
+
+@pytest.mark.parametrize("policy", ["streaming", CACHE_POSITIONS])
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(LEARNED, "adds learned positions"), (NORMS_AFTER_ROPE, "normalizes keys after")],
+    ids=("learned", "norms after RoPE"),
+)
+def test_some_keys_stay_at_their_original_positions(config: ModelConfig, reason: str, policy: Any) -> None:
+    sentence = rf"positions='cache' does not go with model 'random', which {reason} .*='original'"
+    with pytest.raises(ValueError, match=sentence):
+        kvjax.prefill(random_model(config), policy, [[1, 2, 3]], 8)
+
+
+@pytest.mark.parametrize("config", [LEARNED, NORMS_AFTER_ROPE], ids=("learned", "norms after RoPE"))
+def test_a_text_beyond_the_positions_of_such_a_model_has_no_other_policy(config: ModelConfig) -> None:
+    model = random_model(config)
     with pytest.raises(ValueError, match=r"do not fit the model's 4096 positions; ask for fewer\."):
         generate_ids(model, [[1] * 4095], max_new_tokens=2)
 
 
-@pytest.mark.parametrize("policy", ["full", "streaming", "h2o", kvjax.policy("h2o", positions="cache")], ids=str)
-def test_heads_out_of_norms_are_rotated_as_those_out_of_products(policy: Any) -> None:
-    model = random_model(small_config(4, 2, query_key_norms=True), 0)
+@pytest.mark.parametrize(
+    ("policy", "after_rope"),
+    [*((policy, False) for policy in ("full", "streaming", "h2o", CACHE_POSITIONS)), ("h2o", True)],
+    ids=str,
+)
+def test_heads_out_of_norms_are_rotated_as_those_out_of_products(policy: Any, after_rope: bool) -> None:
+    model = random_model(dataclasses.replace(NORMS_AFTER_ROPE, norms_after_rope=after_rope))
     tokens = np.random.default_rng(3).integers(0, 64, (2, 24))
     budget = 1.0 if policy == "full" else 32
     state, logits = kvjax.prefill(model, policy, tokens[:, :16], budget, max_new_tokens=8)
@@ -562,6 +598,9 @@ def test_model_without_tokenizer() -> None:
         ({"shared_norm": True}, "shared_norm=True needs parallel=True"),
         ({"tied": True, "unembedding_bias": True}, "tied=True does not go with unembedding_bias=True"),
         ({"query_key_scales": False}, "query_key_scales=False goes with query_key_norms=True"),
+        ({"norms_after_rope": True}, "norms_after_rope=True goes with query_key_norms=True over each head"),
+        ({"norm_scales": False, "tied": True}, "norm_scales=False goes with .* tied=False only"),
+        ({"activation": "xielu"}, "activation='xielu' goes with gated_mlp=False"),
     ],
 )
 def test_config_refuses(changes: dict, sentence: str) -> None:

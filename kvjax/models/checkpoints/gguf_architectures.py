@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from kvjax.models.families import LoadError
+from kvjax.models.families.settings import LAYER_TYPES
 from kvjax.rope import Rope, rope_frequencies
 
 Settings = dict[str, Any]
@@ -87,10 +88,14 @@ def _experts(header: Header) -> Settings:
 
 
 def _llama(settings: Settings, header: Header) -> Settings:
-    rope = {"rope_parameters": settings["rope_parameters"] | _llama3_rope(settings, header)}
+    rope = _scaled(settings, header)
     if header.get("expert_count"):
         return {"model_type": "mixtral", "sliding_window": None, **_experts(header), **rope}
     return rope
+
+
+def _scaled(settings: Settings, header: Header) -> Settings:
+    return {"rope_parameters": settings["rope_parameters"] | _llama3_rope(settings, header)}
 
 
 def _llama3_rope(settings: Settings, header: Header) -> Settings:
@@ -165,6 +170,23 @@ def _olmo2(settings: Settings, header: Header) -> Settings:
     return {}
 
 
+def _windows(settings: Settings, header: Header) -> Settings:
+    """Return the types of layers: by the file's pattern, or else with a window in all layers except every fourth."""
+    layers, pattern = settings["num_hidden_layers"], header.get("attention.sliding_window_pattern", 4)
+    if settings.get("sliding_window") is None:
+        return {"sliding_window": None}
+    if isinstance(pattern, bool):  # all layers are equal
+        pattern = [pattern] * layers
+    elif not isinstance(pattern, list):
+        pattern = [(layer + 1) % pattern > 0 for layer in range(layers)]
+    return {"layer_types": [LAYER_TYPES[bool(has_window)] for has_window in pattern]}
+
+
+def _glm4(settings: Settings, header: Header) -> Settings:
+    # Without a number of dimensions, RoPE rotates all of them; a config.json without it means half of them.
+    return {"rope_parameters": {"partial_rotary_factor": 1.0, **settings["rope_parameters"]}}
+
+
 def _granite(settings: Settings, header: Header) -> Settings:
     return {
         "attention_multiplier": header.get("attention.scale") or settings["head_dim"] ** -0.5,
@@ -200,6 +222,20 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "olmoe",
         lambda _, header: {**_experts(header), "clip_qkv": header.get("attention.clamp_kqv") or None},
     ),
+    "arcee": Architecture("arcee", _scaled, _PAIRED, ("rope_freqs",)),
+    "cohere2": Architecture(
+        "cohere2",
+        lambda settings, header: {**_windows(settings, header), "logit_scale": header.get("logit_scale") or 1.0},
+    ),
+    "ernie4_5": Architecture("ernie4_5", lambda settings, _: {"use_bias": settings["attention_bias"]}),
+    "exaone4": Architecture(
+        "exaone4",
+        lambda settings, header: {**_windows(settings, header), **_scaled(settings, header)},
+        factors=("rope_freqs",),
+    ),
+    "glm4": Architecture("glm4", _glm4),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense"),
+    "seed_oss": Architecture("seed_oss"),
     "gpt-oss": Architecture("gpt_oss", _gpt_oss),
     "olmo2": Architecture("olmo2", _olmo2),
     "gemma3": Architecture(

@@ -17,10 +17,10 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep":
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def _cased(digits: str) -> str:
+def _cased(digits: str, after_marks: str = r"[\r\n]*") -> str:
     return (
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|"
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        rf" ?[^\s\p{{L}}\p{{N}}]+{after_marks}|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -54,13 +54,21 @@ class _Split(NamedTuple):
 
 _GPT4 = _Split((_cased(r"\p{N}{1,3}"),))
 _LLAMA3 = _GPT4._replace(ignores_merges=True, begins=True)
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_MARKED = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLITS: Mapping[str, _Split] = {
     "default": _Split((r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
-    **dict.fromkeys(("gpt-2", "phi-2"), _Split((_WORDS,))),
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4"), _Split((_WORDS,))),
     **dict.fromkeys(("mpt", "olmo"), _Split((_WORDS,), composed=True)),
     "falcon": _Split((r"[\p{P}$+<=>^~|`]+", _WORDS, "[0-9][0-9][0-9]")),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _GPT4),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _GPT4),
+    "command-r": _Split((r"\p{N}", _WORDS), composed=True),
+    "seed-coder": _Split((_cased(r"\p{N}", after_marks=""),)),
+    "hunyuan-dense": _Split((r"\p{N}{1,3}", _CJK, _MARKED)),
     "gpt-4o": _Split((_by_case("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"),)),
     "tekken": _Split((_by_case("", r"\p{N}"),), ignores_merges=True, begins=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _Split((_cased(r"\p{N}"),), composed=True)),

@@ -6,7 +6,25 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families import falcon, gemma, gpt, gpt_oss, latent, llama, llama4, mistral, mpt, olmo, qwen
+from kvjax.models.families import (
+    apertus,
+    cohere,
+    falcon,
+    gemma,
+    glm,
+    gpt,
+    gpt_oss,
+    granite,
+    hunyuan,
+    latent,
+    llama,
+    llama4,
+    mistral,
+    mpt,
+    nanochat,
+    olmo,
+    qwen,
+)
 from kvjax.models.families.family import Family as Family
 from kvjax.models.families.family import LoadError as LoadError
 from kvjax.models.families.family import Settings as Settings
@@ -16,7 +34,10 @@ from kvjax.models.families.settings import special_token_ids as special_token_id
 
 FAMILIES: Mapping[str, Family] = {
     model_type: family
-    for module in (llama, llama4, latent, mistral, qwen, olmo, gpt_oss, gemma, falcon, gpt, mpt)
+    for module in (
+        *(llama, llama4, mistral, qwen, olmo, granite, gpt_oss, gemma, glm, cohere, latent),
+        *(apertus, hunyuan, nanochat, falcon, gpt, mpt),
+    )
     for model_type, family in module.FAMILIES.items()
 }
 """Family of each `model_type`."""

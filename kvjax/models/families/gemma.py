@@ -1,7 +1,7 @@
-"""Gemma 1 to 3 (text): Llama with scaled embeddings, wider heads and norms that multiply by 1 + weight.
+"""Gemma 1 to 3 (text) and VaultGemma: Llama with scaled embeddings, wider heads and norms that multiply by 1 + weight.
 
-Gemma 2 adds norms after attention and MLP, soft caps, and a window in every other layer. Gemma 3 has norms of queries
-and keys instead of soft caps, and one RoPE per type of layer.
+Gemma 2 adds norms after attention and MLP, soft caps, and a window in every other layer. VaultGemma omits the
+norms. Gemma 3 has norms of queries and keys instead of soft caps, and one RoPE per type of layer.
 """
 
 from __future__ import annotations
@@ -78,6 +78,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma2": Family(
         _gemma2,
+        _SOURCES_2,
+        _DEFAULTS_2,
+        _ONLY,
+        looked_up=(*_LOOKED_UP_2, "attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "vaultgemma": Family(
+        lambda settings: dataclasses.replace(_gemma2(settings), post_norms=False),
         _SOURCES_2,
         _DEFAULTS_2,
         _ONLY,

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2, and families that differ from it in a few places: Granite, SmolLM3 and Phi-3."""
+"""Llama 1 to 3.2, and families that differ from it in a few places: SmolLM3, Phi-3, Arcee, ERNIE 4.5 and Seed-OSS."""
 
 from __future__ import annotations
 
@@ -54,12 +54,15 @@ def common_fields(settings: Settings, names: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def llama_config(settings: Settings, *, partial: bool = False, windowed: bool = False, **overrides: Any) -> ModelConfig:
+def llama_config(
+    settings: Settings, *, partial: bool = False, interleaved: bool = False, windowed: bool = False, **overrides: Any
+) -> ModelConfig:
     """Return the config of a model like Llama.
 
     Args:
         settings: settings of the model.
         partial: as in `read_rope`.
+        interleaved: True if RoPE rotates neighboring dimensions.
         windowed: True if the family has a sliding window; Llama has none, even if its config sets one.
         overrides: further fields of the config.
     """
@@ -73,7 +76,7 @@ def llama_config(settings: Settings, *, partial: bool = False, windowed: bool = 
     fields |= {
         "kv_heads": optional_integer(settings, "num_key_value_heads") or heads,
         "head_width": head_width,
-        "rope": read_rope(settings, head_width, partial=partial),
+        "rope": dataclasses.replace(read_rope(settings, head_width, partial=partial), interleaved=interleaved),
         "qkv_bias": flag(settings, "attention_bias"),
         "output_bias": flag(settings, "output_bias" if "output_bias" in settings else "attention_bias"),
         "mlp_bias": flag(settings, "mlp_bias"),
@@ -105,16 +108,6 @@ QUERY_KEY_NORMS: Mapping[str, Source] = {
 }
 LLAMA_DEFAULTS: Settings = {"hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = Family(llama_config, LLAMA_SOURCES, LLAMA_DEFAULTS)
-
-
-def _granite(settings: Settings) -> ModelConfig:
-    return llama_config(
-        settings,
-        embedding_scale=positive_number(settings, "embedding_multiplier"),
-        attention_scale=positive_number(settings, "attention_multiplier"),
-        residual_scale=positive_number(settings, "residual_multiplier"),
-        logit_scale=1 / positive_number(settings, "logits_scaling"),
-    )
 
 
 def _smollm3(settings: Settings) -> ModelConfig:
@@ -151,6 +144,12 @@ def _phi3(settings: Settings) -> ModelConfig:
     return llama_config({**settings, **ropes}, partial=True, windowed=True)
 
 
+def _ernie(settings: Settings) -> ModelConfig:
+    has_biases = flag(settings, "use_bias")
+    biases = {"attention_bias": has_biases, "output_bias": has_biases, "mlp_bias": has_biases}
+    return llama_config({**settings, **biases}, interleaved=True)
+
+
 _GATES = gates_and_ups("model.layers.{layer}.mlp.gate_up_proj.weight", axis=0)
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
@@ -167,17 +166,22 @@ FAMILIES: Mapping[str, Family] = {
         },
         looked_up=(*SIZES, "num_key_value_heads"),
     ),
-    "granite": Family(
-        _granite,
+    "arcee": Family(
+        functools.partial(llama_config, gated_mlp=False),
         LLAMA_SOURCES,
-        LLAMA_DEFAULTS,
-        looked_up=(
-            *SIZES,
-            "embedding_multiplier",
-            "attention_multiplier",
-            "residual_multiplier",
-            "logits_scaling",
-        ),
+        {"hidden_act": "relu2", "bos_token_id": 128_000, "eos_token_id": 128_001},
+    ),
+    "ernie4_5": Family(
+        _ernie,
+        LLAMA_SOURCES,
+        {**LLAMA_DEFAULTS, "rope_theta": 500_000.0, "tie_word_embeddings": True},
+        looked_up=(*SIZES, "num_key_value_heads", "head_dim"),
+    ),
+    "seed_oss": Family(
+        lambda settings: llama_config({**settings, "output_bias": flag(settings, "attention_out_bias")}),
+        LLAMA_SOURCES,
+        {"hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 2, "attention_bias": True},
+        looked_up=(*SIZES, "num_key_value_heads", "head_dim"),
     ),
     "phi3": Family(
         _phi3,

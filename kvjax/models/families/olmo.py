@@ -1,7 +1,7 @@
-"""OLMoE and OLMo 2 and 3: Llama with norms of queries and keys over all heads.
+"""OLMoE, OLMo 2 and 3, and EXAONE 4: Llama with norms of queries and keys, in OLMo over all heads.
 
-OLMoE has a mixture of experts. OLMo 2 normalizes outputs instead of inputs. OLMo 3 has a window in three of four
-layers, and scaled RoPE in the other layers only.
+OLMoE has a mixture of experts. The others normalize outputs instead of inputs. OLMo 3 and larger EXAONE 4 have a window
+in three of four layers. The other layers have scaled RoPE in OLMo 3, and none in EXAONE 4.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from typing import Any
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.family import SIZES, Family, Settings, Source, expert_sources
 from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
-from kvjax.models.families.settings import flag, optional_number, periodic_windows, read_mixture, ropes_of_layers
+from kvjax.models.families.settings import (
+    flag,
+    integer,
+    optional_number,
+    periodic_windows,
+    read_mixture,
+    ropes_of_layers,
+    rotated_in_windows,
+)
 
 _SOURCES: Mapping[str, Source] = {
     **LLAMA_SOURCES,
@@ -47,6 +55,15 @@ def _olmo3(settings: Settings) -> ModelConfig:
     return dataclasses.replace(shape, rope=None, ropes=ropes_of_layers(settings, shape, settings["rope_theta"]))
 
 
+def _exaone4(settings: Settings) -> ModelConfig:
+    shape = llama_config(settings, pre_norms=False, post_norms=True, query_key_norms=True)
+    if settings.get("sliding_window") is None:
+        return shape
+    # Beside layer_types, the pattern may be a text such as LLLG.
+    period = 1 if settings.get("layer_types") else integer(settings, "sliding_window_pattern")
+    return rotated_in_windows(dataclasses.replace(shape, windows=periodic_windows(settings, period)))
+
+
 FAMILIES: Mapping[str, Family] = {
     "olmoe": Family(
         _olmoe,
@@ -63,5 +80,12 @@ FAMILIES: Mapping[str, Family] = {
         {**_DEFAULTS, "rope_theta": 500_000.0},
         _ONLY,
         looked_up=(*SIZES, "sliding_window"),
+    ),
+    "exaone4": Family(
+        _exaone4,
+        _SOURCES,
+        {"hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 2, "sliding_window_pattern": 4},
+        {"attention_bias": (False,), **_ONLY},
+        looked_up=(*SIZES, "num_key_value_heads", "sliding_window"),
     ),
 }

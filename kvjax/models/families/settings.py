@@ -5,6 +5,7 @@ A setting that is missing, has the wrong type or is not supported raises a `Load
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
     "relu": "relu",
+    "relu2": "relu2",
 }
 _ORIGINAL = "original_max_position_embeddings"
 _ROPES: Mapping[str, tuple[str, ...]] = {
@@ -196,6 +198,14 @@ def ropes_of_layers(settings: Settings, shape: ModelConfig, theta: float) -> tup
         of_type = {"rope_theta": default_theta, **layer_rope, **changes}
         ropes.append(read_rope({**settings, "rope_scaling": None, "rope_parameters": of_type}, shape.head_width))
     return tuple(ropes[window is not None] for window in shape.windows or (None,) * shape.layers)
+
+
+def rotated_in_windows(shape: ModelConfig) -> ModelConfig:
+    """Return a config whose layers have RoPE only if they have a window."""
+    if shape.windows is None:
+        raise LoadError("layer_types without a sliding_attention, and thus without RoPE, is not supported.")
+    ropes = tuple(None if window is None else shape.rope for window in shape.windows)
+    return dataclasses.replace(shape, rope=None, ropes=ropes)
 
 
 def _extras(kind: str, settings: Settings) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _by_kind(heads: int, kv_heads: int, tensor: np.ndarray) -> np.ndarray:
 def converted(architecture: str, name: str, tensor: np.ndarray, described: Mapping[str, Any]) -> np.ndarray:
     """A tensor as llama.cpp's converter changes it."""
     heads, kv_heads = described["num_attention_heads"], described["num_key_value_heads"]
-    if architecture in ("llama", "smollm3", "granite") and any(part in name for part in ("q_proj", "k_proj")):
+    if architecture in ("llama", "smollm3", "granite", "arcee") and any(part in name for part in ("q_proj", "k_proj")):
         count = heads if "q_proj" in name else kv_heads
         rotated = tensor.reshape(count, 2, tensor.shape[0] // count // 2, -1)
         return rotated.swapaxes(1, 2).reshape(tensor.shape)
@@ -125,6 +125,7 @@ def write_gguf(
         "qwen3_moe": "qwen3moe",
         "mixtral": "llama",
         "gpt_oss": "gpt-oss",
+        "hunyuan_v1_dense": "hunyuan-dense",
     }
     name = renamed.get(model_type, model_type)
     writer = gguf.GGUFWriter(file, architecture or name, split_max_tensors=split)
@@ -299,6 +300,33 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
             w.add_logit_scale(8.0),
         ),
     ),
+    "arcee": (settings(model_type="arcee", hidden_act="relu2"), lambda w: None),
+    "cohere2": (
+        layer_normed(model_type="cohere2", num_key_value_heads=2, logit_scale=0.25, sliding_window=32),
+        lambda w: (w.add_logit_scale(0.25), w.add_sliding_window(32)),
+    ),
+    "ernie4_5": (settings(model_type="ernie4_5", head_dim=32, use_bias=True), lambda w: w.add_key_length(32)),
+    "exaone4": (settings(model_type="exaone4", sliding_window=None), lambda w: None),
+    "exaone4 windows": (
+        settings(model_type="exaone4", sliding_window=32, layer_types=["full_attention", "sliding_attention"]),
+        lambda w: (w.add_sliding_window(32), w.add_sliding_window_pattern([False, True])),
+    ),
+    "glm4": (
+        settings(model_type="glm4", head_dim=32, attention_bias=True, rope_parameters=rope(partial_rotary_factor=0.5)),
+        lambda w: (w.add_key_length(32), w.add_rope_dimension_count(16)),
+    ),
+    "glm4 without a width of rope": (
+        settings(model_type="glm4", head_dim=64, attention_bias=False, rope_parameters=rope(partial_rotary_factor=1.0)),
+        lambda w: None,
+    ),
+    "hunyuan": (
+        settings(model_type="hunyuan_v1_dense", head_dim=32),
+        lambda w: (
+            *(w.add_key_length(32), w.add_rope_scaling_type(gguf.RopeScalingType.NONE)),
+            *(w.add_rope_scaling_factor(1.0), w.add_rope_scaling_orig_ctx_len(128)),
+        ),
+    ),
+    "seed_oss": (settings(model_type="seed_oss", head_dim=32, attention_bias=True), lambda w: w.add_key_length(32)),
     "phi3": (settings(model_type="phi3", tie_word_embeddings=False), lambda w: None),
     "phi3 longrope": (
         settings(
@@ -563,6 +591,11 @@ def test_splits_of_real_tokenizers(name: str, pre: str) -> None:
         ("qwen2", ["It", "'S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!\n", "  ", " x"]),
         ("smollm", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
         ("refact", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
+        ("command-r", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
+        ("glm4", ["It", "'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
+        ("hunyuan-dense", ["It", "'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
+        ("seed-coder", ["It", "'S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n", "  ", " x"]),
+        ("exaone4", ["It", "'", "S", " 12345", " déjà", " vu", "!", "\n  ", " x"]),
         ("gpt-2", ["It", "'", "S", " 12345", " déjà", " vu", "!", "\n  ", " x"]),
         ("tekken", ["It", "'S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!\n", "  ", " x"]),
         ("gpt-4o", ["It'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
@@ -582,6 +615,15 @@ def test_words_of_gpt_4o_end_where_a_capital_follows_a_small_letter() -> None:
     assert splitter is not None
     text = "camelCase HTTPServer we'll X/ y"
     words = ["camel", "Case", " HTTPServer", " we'll", " X", "/", " y"]
+    assert [text[slice(*place)] for _, place in splitter.pre_tokenize_str(text)] == words
+
+
+def test_words_of_hunyuan_begin_with_punctuation_and_end_before_chinese() -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "hunyuan-dense", "tokenizer.ggml.tokens": ["a"]}
+    splitter = gguf_tokenizer(metadata)[0].pre_tokenizer
+    assert splitter is not None
+    text = "f(x)=中文かな, 1234"
+    words = ["f", "(x", ")=", "中文かな", ",", " ", "123", "4"]
     assert [text[slice(*place)] for _, place in splitter.pre_tokenize_str(text)] == words
 
 

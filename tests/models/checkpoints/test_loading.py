@@ -164,7 +164,7 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     assert isinstance(layer.mlp, DenseMlp) and layer.attention_norm is not None
     for made in (layer.mixer.query, layer.mlp.up):
         assert made.weight.dtype == code_dtype("cpu") and made.scale is not None and made.scale.dtype == np.float32
-    assert model.weights.dtype == layer.attention_norm.scale.dtype == np.float32
+    assert model.weights.dtype == jax.tree.leaves(layer.attention_norm)[0].dtype == np.float32
     assert fingerprints(model)[0] == fingerprint(whole) != fingerprint(model)
     rounded = jax.tree.map(
         lambda node: Linear(node.matrix, node.bias) if isinstance(node, Linear) else node,
@@ -506,6 +506,19 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 are not supported with"),
         ({"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False and"),
         ({"model_type": "falcon", "activation": "swiglu"}, "activation 'swiglu' is not supported; supported are silu"),
+        (
+            {"model_type": "exaone4", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            "layer_types without a sliding_attention, and thus without RoPE, is not supported",
+        ),
+        (
+            {"model_type": "granite_swa", "layer_rope_theta": [1e4, "high"]},
+            r"layer_rope_theta must be a list of numbers from 0, not \[10000\.0, 'high'\]",
+        ),
+        ({"model_type": "granite_swa", "layer_rope_theta": [1e4]}, "ropes has 1 entries for 2 layers"),
+        ({"model_type": "apertus", "hidden_act": "silu"}, "hidden_act='silu' is not supported for apertus"),
+        ({"hidden_act": "xielu"}, "hidden_act 'xielu' is not supported; supported are silu"),
+        ({"model_type": "nanochat", "tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for nan"),
+        ({"model_type": "nanochat", "rope_scaling": YARN}, "rope_type 'yarn' is not supported for nanochat"),
         ({"model_type": "mpt", "no_bias": False}, "no_bias=False is not supported for mpt; only True is"),
         ({"model_type": "mpt", "norm_type": "rmsnorm"}, "norm_type='rmsnorm' is not supported for mpt"),
         ({"model_type": "mpt", "expansion_ratio": 2}, "expansion_ratio=2 is not supported for mpt; only 4 is"),
