@@ -51,26 +51,26 @@ class LatentAttention:
     ) -> tuple[Float[Array, "b t width"], Any]:
         """Project tokens to queries and latents, attend to the layer's cache of latents, and project back."""
         assert config.latent is not None
-        q, slot = self.project(x, config)
-        attended, cache = cache.attend(tokens, q, slot, slot, None)
+        slot = self.slots(x, config)
+        attended, cache = cache.attend(tokens, self.queries(x, config), slot, slot, None)
         latents = attended[:, 0, :, :, config.latent.rotated :].astype(x.dtype)
         values = jnp.einsum("bhtc,hvc->bthv", latents, self.value_up.matrix.astype(x.dtype))
         return self.output(values.reshape(*x.shape[:2], -1)), cache
 
-    def project(
-        self, x: Float[Array, "b t width"], config: ModelConfig
-    ) -> tuple[Float[Array, "b 1 g t d"], Float[Array, "b 1 t d"]]:
-        """Return queries that have absorbed U, and what slots keep, both before RoPE; rotated elements come first."""
-        widths = config.latent
-        assert widths is not None
-        within = dataclasses.replace(config, norm="rms", norm_offset=False, norm_eps=widths.norm_eps)
-        inner = x if self.query_down is None else normalise(self.query_norm, self.query_down(x), within)
+    def queries(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b 1 g t d"]:
+        """Return queries that have absorbed U, before RoPE; rotated elements come first."""
+        assert config.latent is not None
+        inner = x if self.query_down is None else _normalise(self.query_norm, self.query_down(x), config)
         q = self.query(inner).reshape(*x.shape[:2], config.heads, -1)
-        plain, rotated = jnp.split(q, [widths.key_width], axis=-1)
+        plain, rotated = jnp.split(q, [config.latent.key_width], axis=-1)
         absorbed = jnp.einsum("bthk,hkc->bthc", plain, self.key_up.matrix.astype(x.dtype))
-        latent, shared_key = jnp.split(self.latent(x), [widths.width], axis=-1)
-        slot = jnp.concatenate([shared_key, normalise(self.latent_norm, latent, within)], axis=-1)
-        return jnp.concatenate([rotated, absorbed], axis=-1).transpose(0, 2, 1, 3)[:, None], slot[:, None]
+        return jnp.concatenate([rotated, absorbed], axis=-1).transpose(0, 2, 1, 3)[:, None]
+
+    def slots(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b 1 t d"]:
+        """Return what slots keep of the tokens, before RoPE: the shared key and the latent."""
+        assert config.latent is not None
+        latent, shared_key = jnp.split(self.latent(x), [config.latent.width], axis=-1)
+        return jnp.concatenate([shared_key, _normalise(self.latent_norm, latent, config)], axis=-1)[:, None]
 
     def output_by_head(self, shape: LayerConfig) -> Float[Array, "h g e width"]:
         """Return the map from attention to slots to the layer's output, for each query head."""
@@ -79,3 +79,8 @@ class LatentAttention:
         of_latents = jnp.einsum("hvc,hvw->hcw", up, output.astype(up.dtype))
         rotated = shape.value_width - up.shape[-1]  # elements of slots that no output reads
         return jnp.pad(of_latents, ((0, 0), (rotated, 0), (0, 0)))[None]
+
+
+def _normalise(norm: Norm | None, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
+    assert config.latent is not None
+    return normalise(norm, x, dataclasses.replace(config, norm_eps=config.latent.norm_eps))
