@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import jax
@@ -17,8 +18,7 @@ FAST: dict[str, bool | int] = {
 def compile_fast() -> None:
     """Compile so from now on, while `jax_disable_most_optimizations` is on, which this turns on."""
     jax.config.update("jax_disable_most_optimizations", True)
-    known = {name: value for name, value in FAST.items() if _is_known({name: value})}
-    usual_options = compiler.get_compile_options
+    known, usual_options = _known(), compiler.get_compile_options
 
     @functools.wraps(usual_options)
     def compile_options(*args: Any, **settings: Any) -> Any:
@@ -27,6 +27,20 @@ def compile_fast() -> None:
         return usual_options(*args, **settings)
 
     compiler.get_compile_options = compile_options  # there is no setting for all programs
+
+
+def fast_environment() -> dict[str, str]:
+    """Return environment variables with which a process compiles so from its start."""
+    flags = [f"--{name}={str(value).lower()}" for name, value in _known().items()]
+    return {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": " ".join([*filter(None, [os.environ.get("XLA_FLAGS")]), *flags]),
+    }
+
+
+@functools.cache
+def _known() -> dict[str, bool | int]:
+    return {name: value for name, value in FAST.items() if _is_known({name: value})}
 
 
 def _is_known(options: dict[str, bool | int]) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from benchmarks import parts
 from kvjax.cli import evaluate
 from kvjax.models.sharding import parse_mesh
 from tests.cases import PAIRS, POLICIES, core, slow
+from tests.compiling import fast_environment
 from tests.paths import ROOT
 from tests.small_models import MODELS
 
@@ -196,23 +199,34 @@ def test_a_mesh_that_cannot_be_is_refused(text: str) -> None:
         parse_mesh(text)
 
 
-def generate(
-    number: int | None, port: int = 0, new: int = 12, told: tuple[str, ...] = ("--json",)
-) -> subprocess.Popen[str]:
-    """One process of two that write a text, or the only one."""
-    words = ["generate", "--prompt", "Once upon a time", "--policy", "h2o", "--budget", "16", *told]
-    words += ["--temperature", "0", "--ignore-eos", "--max-new-tokens", str(new)]
-    if number is not None:
-        words += ["--mesh", "data=2,model=4", "--distributed", f"127.0.0.1:{port},2,{number}"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvjax", *words],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+Generate = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def generate() -> Iterator[Generate]:
+    """Starts one process of two that write a text, or the only one; none outlives the test."""
+    with contextlib.ExitStack() as processes:
+
+        def start(
+            number: int | None, port: int = 0, new: int = 12, told: tuple[str, ...] = ("--json",)
+        ) -> subprocess.Popen[str]:
+            words = ["generate", "--prompt", "Once upon a time", "--policy", "h2o", "--budget", "16", *told]
+            words += ["--temperature", "0", "--ignore-eos", "--max-new-tokens", str(new)]
+            if number is not None:
+                words += ["--mesh", "data=2,model=4", "--distributed", f"127.0.0.1:{port},2,{number}"]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kvjax", *words],
+                cwd=ROOT,
+                env=os.environ | fast_environment() | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            processes.enter_context(process)  # which closes its pipes and waits
+            processes.callback(process.kill)
+            return process
+
+        yield start
 
 
 def free_port() -> int:
@@ -221,7 +235,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def test_two_processes_write_what_one_does() -> None:
+def test_two_processes_write_what_one_does(generate: Generate) -> None:
     port = free_port()
     alone, first, second = generate(None), generate(0, port), generate(1, port)
     told, both, nothing = (process.communicate(timeout=600)[0] for process in (alone, first, second))
@@ -229,7 +243,7 @@ def test_two_processes_write_what_one_does() -> None:
     assert json.loads(both)["text"] == json.loads(told)["text"] and not nothing
 
 
-def test_a_process_that_is_gone_ends_the_others() -> None:
+def test_a_process_that_is_gone_ends_the_others(generate: Generate) -> None:
     port = free_port()
     first, second = (generate(number, port, new=900, told=()) for number in (0, 1))
     assert first.stdout is not None and first.stdout.read(1)  # it writes

@@ -21,6 +21,7 @@ from kvjax.training.less import run
 from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features
 from kvjax.training.less.train import Training, train, training_mesh
+from tests.compiling import compile_fast
 
 RECIPE = Recipe(features=2, hidden=4, batch=4, epochs=3, rate=1e-2, halve_every=2)
 LAYERS, TEXTS, N = 4, 16, 6  # two texts are held out: one for each device along data=2, too few for data=4
@@ -45,7 +46,7 @@ def same(ours: Any, theirs: Any) -> None:
 def main(out: Path) -> None:
     """Compare what is trained, and trained further from another mesh's checkpoint, with one device's."""
     jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_disable_most_optimizations", True)
+    compile_fast()
     model = kvjax.load("tiny")
     features = features_of(model)
     assert training_mesh(model.config).shape == {"data": 1, "model": 4, "slots": 1}
