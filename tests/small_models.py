@@ -108,6 +108,9 @@ _LLAMA4 = {"num_hidden_layers": 4, "head_dim": 24, "intermediate_size_mlp": 80, 
 _LLAMA4 |= {"interleave_moe_layer_step": 2, "floor_scale": 16, "attention_chunk_size": 512}
 _LLAMA4 |= {"rope_parameters": _LLAMA3 | {"high_freq_factor": 1.0}, "no_rope_layers": []}
 
+_DELTA: dict[str, Any] = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_DELTA |= {"linear_key_head_dim": 12, "linear_value_head_dim": 20}
+
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
     "llama-gqa": lambda: _huggingface("LlamaConfig"),
@@ -207,6 +210,26 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "phi3": lambda: _huggingface(
         "Phi3Config", **_SPECIAL, sliding_window=16, rope_parameters=_LONGROPE | {"partial_rotary_factor": 0.75}
     ),
+    "qwen3_next": lambda: _huggingface(
+        "Qwen3NextConfig",
+        **_DELTA,
+        num_hidden_layers=4,
+        mlp_only_layers=[1],
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=32,
+    ),
+    "qwen3_5": lambda: _huggingface("Qwen3_5TextConfig", **_DELTA, num_hidden_layers=4),
+    "qwen3_5_moe": lambda: _huggingface(
+        "Qwen3_5MoeTextConfig",
+        **_DELTA,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=32,
+    ),
     "gemma": lambda: _huggingface("GemmaConfig", head_dim=24),
     "gemma2": lambda: _huggingface("Gemma2Config", head_dim=24, query_pre_attn_scalar=10, sliding_window=16),
     "gemma3": lambda: _huggingface(
@@ -237,5 +260,7 @@ def random_checkpoint(name: str, directory: Path, vocab_size: int | None = None,
         for place, parameter in model.named_parameters():
             if parameter.ndim == 1 or place.endswith("bias"):  # biases and norm scales start as zeros and ones
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            if place.endswith("A_log"):  # states would forget a token at once
+                parameter.sub_(3)
     model.save_pretrained(directory, **saving)
     return model
