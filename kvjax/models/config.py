@@ -226,6 +226,17 @@ class ModelConfig:
         """Number of query heads that share one key and value head."""
         return self.heads // self.kv_heads
 
+    @property
+    def shared_heads(self) -> tuple[int, ...]:
+        """Numbers of heads that devices share: those of keys and values, and in recurrent layers of keys."""
+        return (self.kv_heads,) if self.delta_rule is None else (self.kv_heads, self.delta_rule.key_heads)
+
+    @property
+    def mixed_features(self) -> tuple[int, ...]:
+        """Numbers of features that the output weights of attention and of recurrent layers take."""
+        rule, attention = self.delta_rule, self.heads * (self.value_width or self.head_width)
+        return (attention,) if rule is None else (attention, rule.value_heads * rule.value_width)
+
     @functools.cached_property
     def bounded(self) -> bool:
         """True if no text may have more than `max_positions` tokens, whatever the policy."""
