@@ -6,7 +6,20 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families import falcon, gemma, gpt, gpt_oss, llama, llama4, mistral, mpt, olmo, qwen, qwen_hybrid
+from kvjax.models.families import (
+    falcon,
+    gemma,
+    gpt,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    mpt,
+    olmo,
+    olmo_hybrid,
+    qwen,
+    qwen_hybrid,
+)
 from kvjax.models.families.family import Family as Family
 from kvjax.models.families.family import LoadError as LoadError
 from kvjax.models.families.family import Settings as Settings
@@ -16,7 +29,7 @@ from kvjax.models.families.settings import special_token_ids as special_token_id
 
 FAMILIES: Mapping[str, Family] = {
     model_type: family
-    for module in (llama, llama4, mistral, qwen, qwen_hybrid, olmo, gpt_oss, gemma, falcon, gpt, mpt)
+    for module in (llama, llama4, mistral, qwen, qwen_hybrid, olmo, olmo_hybrid, gpt_oss, gemma, falcon, gpt, mpt)
     for model_type, family in module.FAMILIES.items()
 }
 """Family of each `model_type`."""
@@ -67,7 +80,7 @@ TEXT_HALVES: Mapping[str, TextHalf] = {
 
 _REASONS: Mapping[str, tuple[str, ...]] = {
     "most of its layers have a recurrent state instead of keys and values": (
-        *("granitemoehybrid", "olmo_hybrid", "falcon_h1", "nemotron_h", "jamba", "bamba", "zamba2", "lfm2", "lfm2_moe", "recurrent_gemma", "mamba", "mamba2"),
+        *("granitemoehybrid", "falcon_h1", "nemotron_h", "jamba", "bamba", "zamba2", "lfm2", "lfm2_moe", "recurrent_gemma", "mamba", "mamba2"),
     ),
     "its layers store a latent vector instead of keys and values": (
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash", "minicpm3"),
