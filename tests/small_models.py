@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope, Weights, random_weights
 from kvjax.models.attention import Attention
-from kvjax.models.config import Mixture, QueryGrowth
+from kvjax.models.config import DeltaRule, Mixture, QueryGrowth
 from kvjax.models.decoder import LayerWeights
 
 
@@ -51,6 +51,10 @@ LLAMA4 = small_config(
     chunked=True,
 )
 SINKS = small_config(4, 2, sinks=True)
+HYBRID = small_config(
+    4, 2, layers=4, query_key_norms=True, output_gate=True, delta_rule=DeltaRule((0, 1, 3), 2, 4, key_width=6, value_width=8)
+)
+"""A recurrent state in all layers but one, in Qwen3.5's order of heads."""
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 

@@ -51,6 +51,8 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
     """`PartitionSpec` of the arrays on a mesh: one for all of them, or a cache of this kind with specs for arrays."""
     reads: ClassVar[tuple[int, ...]] = ()
     """Indices of earlier layers whose caches this layer reads."""
+    rewinds: ClassVar[bool] = False
+    """True if `truncate` may take back tokens that were read before the cache was `open`, too, and were not evicted."""
 
     undefined: Bool[Array, " b"] | None = None
     """True for rows whose results are meaningless, because a score is NaN; the loop clears it."""

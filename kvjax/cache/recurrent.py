@@ -91,10 +91,9 @@ class OpenRecurrent(Recurrent, kw_only=True):
 
     def truncate(self, length: Int[Array, " b"]) -> Recurrent:
         """Return the cache after the tokens before `length`; others have neither written nor let the state decay."""
-        if self.trail is None:
-            return Recurrent(columns=self.columns, state=self.state)
+        if self.trail is None or self.trail.writes is None:
+            raise ValueError("a recurrent layer cannot take back tokens that were read before it was opened.")
         position, inputs, writes = self.trail
-        assert writes is not None
         kept = (position >= 0) & (position < length[:, None])
         columns = jnp.concatenate([self.columns, inputs], axis=1)
         at = kept[:, None, None]
