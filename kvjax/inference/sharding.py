@@ -112,10 +112,10 @@ def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:
 
 def prompt_specs(layers: Sequence[Layer]) -> Any:
     """Return the specs of layers after prompts, which leave selected slots under plans with slots for each head."""
-
+    kinds = [layer.weights.mixer.cache_kind for layer in layers]
     return tuple(
-        Selected.specs if layer.policy.plan.sizing.per_head else layer.weights.mixer.cache_kind.specs
-        for layer in layers
+        Selected.specs if layer.policy.plan.sizing.per_head and kind is Slots else kind.specs
+        for layer, kind in zip(layers, kinds, strict=True)
     )
 
 
@@ -170,7 +170,9 @@ def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
         return scatter_slots(cache.replace(layers=layers, pool=pool).unpacked(), mesh)
 
     def specs() -> tuple[PyTree, PyTree]:
-        return page_specs(pool, len(cache.layers)), (Slots.specs,) * len(cache.layers)
+        kinds = [type(layer) for layer in cache.layers]
+        of_buffers = tuple(Slots.specs if kind is Pages else kind.specs for kind in kinds)
+        return (tuple(kind.specs for kind in kinds), pool.specs), of_buffers
 
     return cache.replace(layers=on_mesh(unpack, mesh, specs)(cache.layers, cache.pool), pool=None)
 
