@@ -47,6 +47,8 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
     `grow`. The mixer calls methods of its own kind of cache, such as `attend` of `kvjax.cache.slots.Slots`.
     """
 
+    kind: ClassVar[str] = "other"
+    """Name under which the bytes of such caches are reported."""
     specs: ClassVar[Any] = OF_ROWS
     """`PartitionSpec` of the arrays on a mesh: one for all of them, or a cache of this kind with specs for arrays."""
     reads: ClassVar[tuple[int, ...]] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,8 @@ class Recurrent(LayerCache, kw_only=True):
 
     The state has at least float32, `r` value heads for each of `h` key heads, and a causal convolution before it.
     """
+
+    kind: ClassVar[str] = "recurrent"
 
     columns: Float[Array, "b s h f"]
     """Newest inputs of the convolution, the oldest first: one fewer than it has taps."""

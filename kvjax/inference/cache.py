@@ -125,6 +125,14 @@ class Cache(struct.PyTreeNode):
         return self.layers, self.pool
 
     @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of layers by the kinds of their caches, such as slots and recurrent states."""
+        sizes = {layer.kind: 0 for layer in self.layers}
+        for layer in self.layers:
+            sizes[layer.kind] += allocated_bytes(layer)
+        return sizes if self.pool is None else sizes | {"slots": sizes["slots"] + allocated_bytes(self.pool)}
+
+    @property
     def attending(self) -> list[Heads]:
         """Layers that have slots."""
         return [layer for layer in self.layers if isinstance(layer, Heads)]
