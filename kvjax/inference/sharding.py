@@ -119,6 +119,11 @@ def prompt_specs(layers: Sequence[Layer]) -> Any:
     )
 
 
+def buffer_specs(layers: Caches) -> Any:
+    """Return the specs of layers whose pages, if they have some, are unpacked into buffers."""
+    return tuple(Slots.specs if isinstance(layer, Pages) else type(layer).specs for layer in layers)
+
+
 def page_specs(pool: Pool, layers: int) -> Any:
     """Return the specs of layers with pages, and of their pool."""
     return (Pages.specs,) * layers, pool.specs
@@ -170,9 +175,7 @@ def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
         return scatter_slots(cache.replace(layers=layers, pool=pool).unpacked(), mesh)
 
     def specs() -> tuple[PyTree, PyTree]:
-        kinds = [type(layer) for layer in cache.layers]
-        of_buffers = tuple(Slots.specs if kind is Pages else kind.specs for kind in kinds)
-        return (tuple(kind.specs for kind in kinds), pool.specs), of_buffers
+        return (tuple(type(layer).specs for layer in cache.layers), pool.specs), buffer_specs(cache.layers)
 
     return cache.replace(layers=on_mesh(unpack, mesh, specs)(cache.layers, cache.pool), pool=None)
 

@@ -120,3 +120,23 @@ def test_what_needs_attention_in_all_layers_is_refused(tmp_path: Any) -> None:
         collect(MODEL, kvjax.policy("h2o"), 16, TEXT, tmp_path)
     with pytest.raises(ValueError, match="triattention needs attention with RoPE in all layers"):
         kvjax.prefill(MODEL, "triattention", TEXT, 16)
+
+
+def test_compression_leaves_recurrent_layers_as_they_are() -> None:
+    settings: dict[str, Any] = {"lengths": LENGTHS, "max_new_tokens": 10}
+    full, _ = kvjax.prefill(MODEL, "full", TEXT[:, :70], **settings)
+    pressed = kvjax.compress(full, "keydiff", budget=16)
+    read, _ = kvjax.prefill(MODEL, "keydiff", TEXT[:, :70], 16, **settings)
+    np.testing.assert_array_equal(held_positions(pressed), held_positions(read))
+    for one, other in zip(pressed.layers, full.layers, strict=True):
+        if isinstance(one, Recurrent):
+            jax.tree.map(np.testing.assert_array_equal, one, other)
+    np.testing.assert_allclose(kvjax.decode_step(pressed, [5, 6])[1], kvjax.decode_step(read, [5, 6])[1], atol=1e-5)
+
+
+def test_a_text_is_read_again_over_a_recurrent_state() -> None:
+    policy = kvjax.policy("kvzip", prompt=[1, 2])
+    state, _ = kvjax.prefill(MODEL, policy, TEXT[:, :70], 16, lengths=LENGTHS, max_new_tokens=10)
+    full, _ = kvjax.prefill(MODEL, "full", TEXT[:, :70], lengths=LENGTHS, max_new_tokens=10)
+    assert [positions.shape[-1] for positions in held_positions(state)] == [16]
+    jax.tree.map(np.testing.assert_array_equal, state.layers[0], full.layers[0])
