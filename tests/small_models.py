@@ -52,9 +52,13 @@ LLAMA4 = small_config(
 )
 SINKS = small_config(4, 2, sinks=True)
 HYBRID = small_config(
-    4, 2, layers=4, query_key_norms=True, output_gate=True, delta_rule=DeltaRule((0, 1, 3), 2, 4, key_width=6, value_width=8)
+    *(4, 2),
+    layers=3,
+    query_key_norms=True,
+    output_gate=True,
+    delta_rule=DeltaRule((0, 2), key_heads=2, value_heads=4, key_width=6, value_width=8),
 )
-"""A recurrent state in all layers but one, in Qwen3.5's order of heads."""
+"""A recurrent state in all layers but one."""
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 

@@ -30,14 +30,15 @@ def print_written(what: str, place: Path) -> None:
 def report(generation: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON fields of one prompt: its texts, from `samples`, and what they cost."""
     state, local, small = generation.state, _local_windows(generation), generation.state.evicting
-    attending = [index for index, layer in enumerate(state.layers) if isinstance(layer, Heads)]
+    attending = [index for index, layer in enumerate(small.layers) if isinstance(layer, Heads)]
+    limits = zip(attending, slot_limits(small), strict=True)
     rounds, kinds = generation.tokens_per_round, bytes_by_kind(state)
     return {
         "text": texts["text"],
         "prompt_tokens": len(generation.prompts[0]),
         "new_tokens": len(generation.tokens[0]),
         "policy": methods.name_of(policy),
-        "budget": round(float(np.mean([limit for i, limit in zip(attending, slot_limits(small)) if i not in local]))),
+        "budget": round(float(np.mean([limit for index, limit in limits if index not in local]))),
         "allocated_slots": round(allocated_slots(small)),
         "cache_bytes": cache_bytes(state),
         "full_cache_bytes": full_cache_bytes(state),
@@ -112,10 +113,10 @@ def summary(generation: Generation, report: dict[str, Any]) -> str:
 
 
 def _kinds(report: dict[str, Any]) -> str:
-    """Report the bytes of layers that have no slots, which no budget changes, by kind."""
-    kinds = report.get("cache_bytes_by_kind", {})
-    sizes = [f"{kinds[kind]:,} bytes of {kind} layers" for kind in kinds if kind != "slots"]
-    return f"\nthe cache has {' and '.join(sizes)}, under any policy and budget; the budget is that of the other layers." if sizes else ""
+    """Report the bytes of layers without slots by kind, if there are some."""
+    kinds: dict[str, int] = report.get("cache_bytes_by_kind", {})
+    sizes = [f"{kinds[kind]:,} of {kind} layers" for kind in kinds if kind != "slots"]
+    return f"\n{' and '.join(sizes)} are among these bytes under any policy and budget." if sizes else ""
 
 
 def _drafts(report: dict[str, Any]) -> str:

@@ -20,7 +20,15 @@ from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import Tokens, bind_policy, check_length, check_on_host, check_tokens
 from kvjax.inference.press import Asking, Limits, Ranked, held_layers, press, stored
 from kvjax.inference.replay import read_again, replayed_queries
-from kvjax.inference.sharding import buffer_specs, gather_slots, placed_policy, placed_rows, run_on_mesh, scatter_slots, unpacked
+from kvjax.inference.sharding import (
+    buffer_specs,
+    gather_slots,
+    placed_policy,
+    placed_rows,
+    run_on_mesh,
+    scatter_slots,
+    unpacked,
+)
 from kvjax.inference.state import State, check_state
 from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order

@@ -85,7 +85,7 @@ def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[
 def replayed_queries(
     decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Float[Array, "b h g n d"], ...]:
-    """Return the queries, of each layer with slots, of a text that is read on top of a cache, with the arguments of `read_again`."""
+    """Return each layer's queries of a text that is read on top of a cache, for layers with slots; see `read_again`."""
 
     def queries_of_layers(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
         reading = cache.following(tokens, lengths)

@@ -153,7 +153,8 @@ class ModelConfig:
         attention_scale: factor of the products of queries and keys; None for 1 / sqrt(head_width).
         attention_scales: factor of each layer, replacing `attention_scale`; None for the same in all layers.
         query_growth: factor of queries that grows with their positions (Ministral 3); None for 1.
-        output_gate: True if the output of attention is multiplied by the sigmoid of a projection of its input (Qwen3.5).
+        output_gate: True if the output of attention is multiplied by the sigmoid of a projection of its input
+            (Qwen3.5).
         sinks: True if the softmax of each query head has a learned logit in its denominator (gpt-oss).
         soft_cap: bound on attention logits, cap tanh(x / cap) (Gemma 2: 50); None for no bound.
         logit_soft_cap: the same bound on the final logits (Gemma 2: 30).

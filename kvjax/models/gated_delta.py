@@ -111,9 +111,7 @@ class GatedDelta:
         steps = jax.nn.softplus(product(x, self.decay).astype(dtype) + self.decay_bias.astype(dtype))
         decay = -jnp.exp(self.log_rate.astype(dtype)) * steps
         valid = tokens.reading.valid[..., None]
-        beta, decay = (
-            jnp.moveaxis(jnp.where(valid, each, 0).reshape(b, t, h, r), 1, 3) for each in (beta, decay)
-        )
+        beta, decay = (jnp.moveaxis(jnp.where(valid, each, 0).reshape(b, t, h, r), 1, 3) for each in (beta, decay))
         return Operands(_unit(q) * d**-0.5, _unit(k), v, beta, decay), cache
 
 

@@ -12,7 +12,20 @@ import pytest
 import kvjax
 from kvjax.inference.verify import truncate, verify
 from kvjax.rope import Rope
-from tests.small_models import GQA, HYBRID, LEARNED, LOCAL, MHA, MIXED, MQA, SINKS, SLOPED, YARN, random_model, small_config
+from tests.small_models import (
+    GQA,
+    HYBRID,
+    LEARNED,
+    LOCAL,
+    MHA,
+    MIXED,
+    MQA,
+    SINKS,
+    SLOPED,
+    YARN,
+    random_model,
+    small_config,
+)
 
 TEXT = np.random.default_rng(4).integers(0, 64, (3, 30))
 CONFIGS = {

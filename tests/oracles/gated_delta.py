@@ -16,13 +16,15 @@ def gated_delta(
     decay: Float[np.ndarray, "b h r t"],
     state: Float[np.ndarray, "b h r d e"],
 ) -> tuple[Float[np.ndarray, "b h r t e"], Float[np.ndarray, "b h r d e"]]:
-    """Return what each token reads, and the last states, here [e, d] as in the paper: S (I - beta k k') alpha + beta v k'."""
+    """Return what each token reads, and the last states; S is [e, d], as in the paper."""
     out, last = np.zeros(v.shape), np.zeros(state.shape)
     for b, h, r in np.ndindex(beta.shape[:3]):
         s, eye = state[b, h, r].T, np.eye(k.shape[-1])
         for t in range(k.shape[2]):
             key, write = k[b, h, t], beta[b, h, r, t]
-            s = math.exp(decay[b, h, r, t]) * s @ (eye - write * np.outer(key, key)) + write * np.outer(v[b, h, r, t], key)
+            s = math.exp(decay[b, h, r, t]) * s @ (eye - write * np.outer(key, key)) + write * np.outer(
+                v[b, h, r, t], key
+            )
             out[b, h, r, t] = s @ q[b, h, t]
         last[b, h, r] = s.T
     return out, last

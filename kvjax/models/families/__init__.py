@@ -80,7 +80,19 @@ TEXT_HALVES: Mapping[str, TextHalf] = {
 
 _REASONS: Mapping[str, tuple[str, ...]] = {
     "most of its layers have a recurrent state instead of keys and values": (
-        *("granitemoehybrid", "falcon_h1", "nemotron_h", "jamba", "bamba", "zamba2", "lfm2", "lfm2_moe", "recurrent_gemma", "mamba", "mamba2"),
+        *(
+            "granitemoehybrid",
+            "falcon_h1",
+            "nemotron_h",
+            "jamba",
+            "bamba",
+            "zamba2",
+            "lfm2",
+            "lfm2_moe",
+            "recurrent_gemma",
+            "mamba",
+            "mamba2",
+        ),
     ),
     "its layers store a latent vector instead of keys and values": (
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash", "minicpm3"),

@@ -9,7 +9,14 @@ from typing import Any
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.family import SIZES, Family, Settings, Shape, Source, Tensor
-from kvjax.models.families.hybrid import BLOCK, DELTA_SIZES, LAYER_TYPES, delta_sources, in_delta_layers, read_delta_rule
+from kvjax.models.families.hybrid import (
+    BLOCK,
+    DELTA_SIZES,
+    LAYER_TYPES,
+    delta_sources,
+    in_delta_layers,
+    read_delta_rule,
+)
 from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
 from kvjax.models.families.settings import flag, integer, rope_parts
 

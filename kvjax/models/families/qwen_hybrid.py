@@ -112,9 +112,7 @@ _MIXER_3_5: Mapping[str, Source] = {
     **delta_sources(
         _MIXER | {"gate.weight": "in_proj_z.weight", "beta": "in_proj_b.weight", "decay": "in_proj_a.weight"}
     ),
-    **{
-        f"{leaf}.weight": rows_in_turn(f"{BLOCK}.in_proj_qkv.weight", leaf) for leaf in ("query", "key", "value")
-    },
+    **{f"{leaf}.weight": rows_in_turn(f"{BLOCK}.in_proj_qkv.weight", leaf) for leaf in ("query", "key", "value")},
 }
 _MLP = "model.layers.{layer}.mlp"
 _EXPERTS: Mapping[str, Source] = {
@@ -150,7 +148,13 @@ FAMILIES: Mapping[str, Family] = {
         looked_up=(*_LOOKED_UP, *_LOOKED_UP_EXPERTS),
     ),
     "qwen3_5_text": Family(
-        _config, _SHARED, _DEFAULTS, _ONLY, functools.partial(in_delta_layers, _MIXER_3_5), _IGNORED, looked_up=_LOOKED_UP
+        _config,
+        _SHARED,
+        _DEFAULTS,
+        _ONLY,
+        functools.partial(in_delta_layers, _MIXER_3_5),
+        _IGNORED,
+        looked_up=_LOOKED_UP,
     ),
     "qwen3_5_moe_text": Family(
         _qwen3_5_moe,
