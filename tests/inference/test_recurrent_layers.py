@@ -106,11 +106,12 @@ def test_a_stop_string_ends_a_lossless_text_where_no_token_can_be_taken_back() -
     model = random_model(dataclasses.replace(HYBRID, vocab_size=2048))
     model.tokenizer = kvjax.load("tiny").tokenizer
     settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": 0.0}
-    text = model.generate("Once upon a time", **settings)
-    settings |= {"stop": [text[len(text) // 2 :][:4]]}
-    expected = model.generate("Once upon a time", **settings)
-    assert len(expected) < len(text)
-    assert model.generate("Once upon a time", policy="h2o", budget=16, lossless=True, **settings) == expected
+    (text,) = model.generate(["Once upon a time"], **settings)
+    words = text.split()
+    settings |= {"stop": [words[len(words) // 2]]}
+    expected = model.generate(["Once upon a time"], **settings)
+    assert len(expected[0]) < len(text)
+    assert model.generate(["Once upon a time"], policy="h2o", budget=16, lossless=True, **settings) == expected
 
 
 def test_what_needs_attention_in_all_layers_is_refused(tmp_path: Any) -> None:
@@ -135,7 +136,7 @@ def test_compression_leaves_recurrent_layers_as_they_are() -> None:
 
 
 def test_a_text_is_read_again_over_a_recurrent_state() -> None:
-    policy = kvjax.policy("kvzip", prompt=[1, 2])
+    policy = kvjax.policy("kvzip", prompt=(1, 2), later=(3,))
     state, _ = kvjax.prefill(MODEL, policy, TEXT[:, :70], 16, lengths=LENGTHS, max_new_tokens=10)
     full, _ = kvjax.prefill(MODEL, "full", TEXT[:, :70], lengths=LENGTHS, max_new_tokens=10)
     assert [positions.shape[-1] for positions in held_positions(state)] == [16]
