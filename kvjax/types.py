@@ -57,7 +57,7 @@ class LayerConfig:
 
     Args:
         width: width of the hidden state.
-        kv_heads: heads of keys and values on this device.
+        kv_heads: heads of keys and values on this device; 0 for a layer without attention.
         groups: query heads per KV head.
         key_width: elements of a query or a key.
         value_width: elements of a value.
@@ -97,6 +97,11 @@ class LayerConfig:
     def slot_width(self) -> int:
         """Elements that a slot stores of a token's key and value."""
         return self.key_width + (0 if self.keys_are_values else self.value_width)
+
+    @property
+    def attends(self) -> bool:
+        """True if the layer has attention, whose slots a budget applies to."""
+        return self.kv_heads > 0
 
     def numbers(self, rows: int) -> Int[Array, "b h"] | None:
         """Return the indices of this device's KV heads in the layer, for each row; None for all of them in order."""

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope, Weights, random_weights
 from kvjax.models.attention import Attention
-from kvjax.models.config import Latent, Mixture, QueryGrowth
+from kvjax.models.config import DeltaRule, Latent, Mixture, QueryGrowth
 from kvjax.models.decoder import LayerWeights
 
 
@@ -53,6 +53,14 @@ LLAMA4 = small_config(
 LATENT = small_config(4, 1, head_width=24, latent=Latent(16, 6, 10, 8, 20), rope=Rope(width=8, interleaved=True))
 SINKS = small_config(4, 2, sinks=True)
 NORMS_AFTER_ROPE = small_config(4, 2, query_key_norms=True, norms_after_rope=True)
+HYBRID = small_config(
+    *(4, 2),
+    layers=3,
+    query_key_norms=True,
+    output_gate=True,
+    delta_rule=DeltaRule((0, 2), key_heads=2, value_heads=4, key_width=6, value_width=8),
+)
+"""A recurrent state in all layers but one."""
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 
@@ -115,6 +123,8 @@ _LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 40, "qk_
 _LATENT |= {"qk_nope_head_dim": 12, "pad_token_id": 0}
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 24}
 _ROUTED |= {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+_DELTA: dict[str, Any] = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_DELTA |= {"linear_key_head_dim": 12, "linear_value_head_dim": 20}
 
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
@@ -214,6 +224,21 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         "DeepseekV3Config", **_LATENT | _ROUTED | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
     ),
     "glm4_moe_lite": lambda: _huggingface("Glm4MoeLiteConfig", **_LATENT | _ROUTED),
+    "olmo_hybrid": lambda: _huggingface(
+        "OlmoHybridConfig",
+        num_hidden_layers=4,
+        initializer_range=0.15,  # at 0.2 float32 alone makes a difference of 1.3e-4
+        rope_parameters={"rope_type": "default", "rope_theta": None},
+        # transformers saves taps in three tensors of one size, also where there are more values than keys
+        **{"linear_key_head_dim": 12, "linear_value_head_dim": 12},
+        pad_token_id=0,
+    ),
+    "olmo_hybrid-rope": lambda: _huggingface(
+        "OlmoHybridConfig",
+        layer_types=["full_attention", "linear_attention"],
+        **{"linear_key_head_dim": 20, "linear_value_head_dim": 20, "linear_allow_neg_eigval": False},
+        pad_token_id=0,
+    ),
     "granite": lambda: _huggingface(
         "GraniteConfig",
         embedding_multiplier=3.0,
@@ -223,6 +248,26 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     ),
     "phi3": lambda: _huggingface(
         "Phi3Config", **_SPECIAL, sliding_window=16, rope_parameters=_LONGROPE | {"partial_rotary_factor": 0.75}
+    ),
+    "qwen3_next": lambda: _huggingface(
+        "Qwen3NextConfig",
+        **_DELTA,
+        num_hidden_layers=4,
+        mlp_only_layers=[1],
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=32,
+    ),
+    "qwen3_5": lambda: _huggingface("Qwen3_5TextConfig", **_DELTA, num_hidden_layers=4),
+    "qwen3_5_moe": lambda: _huggingface(
+        "Qwen3_5MoeTextConfig",
+        **_DELTA,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=32,
     ),
     "gemma": lambda: _huggingface("GemmaConfig", head_dim=24),
     "gemma2": lambda: _huggingface("Gemma2Config", head_dim=24, query_pre_attn_scalar=10, sliding_window=16),
@@ -282,5 +327,7 @@ def random_checkpoint(name: str, directory: Path, vocab_size: int | None = None,
         for place, parameter in model.named_parameters():
             if parameter.ndim == 1 or place.endswith("bias"):  # biases and norm scales start as zeros and ones
                 parameter.add_(0.3 * torch.randn_like(parameter))
+            if place.endswith("A_log"):  # states would forget a token at once
+                parameter.sub_(3)
     model.save_pretrained(directory, **saving)
     return model

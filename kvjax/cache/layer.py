@@ -47,10 +47,14 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
     `grow`. The mixer calls methods of its own kind of cache, such as `attend` of `kvjax.cache.slots.Slots`.
     """
 
+    kind: ClassVar[str] = "other"
+    """Name under which the bytes of such caches are reported."""
     specs: ClassVar[Any] = OF_ROWS
     """`PartitionSpec` of the arrays on a mesh: one for all of them, or a cache of this kind with specs for arrays."""
     reads: ClassVar[tuple[int, ...]] = ()
     """Indices of earlier layers whose caches this layer reads."""
+    rewinds: ClassVar[bool] = False
+    """True if `truncate` may take back tokens that were read before the cache was `open`, too, and were not evicted."""
 
     undefined: Bool[Array, " b"] | None = None
     """True for rows whose results are meaningless, because a score is NaN; the loop clears it."""

@@ -13,9 +13,10 @@ import numpy as np
 from kvjax import methods
 from kvjax.generation.detokenize import Spelling
 from kvjax.generation.generate import Generation, texts_of
-from kvjax.inference.state import allocated_slots, cache_bytes, full_cache_bytes, slot_limits
+from kvjax.inference.state import allocated_slots, bytes_by_kind, cache_bytes, full_cache_bytes, slot_limits
 from kvjax.methods.fastgen import PUNCTUATION, SPECIAL, Profiled, TokenClasses
 from kvjax.policies.policy import Policy
+from kvjax.types import Heads
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -29,16 +30,19 @@ def print_written(what: str, place: Path) -> None:
 def report(generation: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON fields of one prompt: its texts, from `samples`, and what they cost."""
     state, local, small = generation.state, _local_windows(generation), generation.state.evicting
-    rounds = generation.tokens_per_round
+    attending = [index for index, layer in enumerate(small.layers) if isinstance(layer, Heads)]
+    limits = zip(attending, slot_limits(small), strict=True)
+    rounds, kinds = generation.tokens_per_round, bytes_by_kind(state)
     return {
         "text": texts["text"],
         "prompt_tokens": len(generation.prompts[0]),
         "new_tokens": len(generation.tokens[0]),
         "policy": methods.name_of(policy),
-        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(small)) if i not in local]))),
+        "budget": round(float(np.mean([limit for index, limit in limits if index not in local]))),
         "allocated_slots": round(allocated_slots(small)),
         "cache_bytes": cache_bytes(state),
         "full_cache_bytes": full_cache_bytes(state),
+        **({} if len(kinds) < 2 else {"cache_bytes_by_kind": kinds}),
         "compile_seconds": generation.compile_seconds,
         "prefill_seconds": generation.prefill_seconds,
         "decode_tokens_per_second": generation.decode_tokens_per_second,
@@ -103,9 +107,16 @@ def summary(generation: Generation, report: dict[str, Any]) -> str:
         f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
         f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
         f"{report['policy']} kept {tokens:.0f} of {report['prompt_tokens']} prompt tokens per head, "
-        f"budget {report['budget']}: {report['allocated_slots']} slots{_local(generation)}{_excess(generation, report)}"
-        f"{_spare(generation)}{_drafts(report)}"
+        f"budget {report['budget']}: {report['allocated_slots']} slots{_kinds(report)}{_local(generation)}"
+        f"{_excess(generation, report)}{_spare(generation)}{_drafts(report)}"
     )
+
+
+def _kinds(report: dict[str, Any]) -> str:
+    """Report the bytes of layers without slots by kind, if there are some."""
+    kinds: dict[str, int] = report.get("cache_bytes_by_kind", {})
+    sizes = [f"{kinds[kind]:,} of {kind} layers" for kind in kinds if kind != "slots"]
+    return f"\n{' and '.join(sizes)} are among these bytes under any policy and budget." if sizes else ""
 
 
 def _drafts(report: dict[str, Any]) -> str:

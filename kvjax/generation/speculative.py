@@ -210,9 +210,9 @@ class SpeculativeBatch(PrefilledBatch):
         if not isinstance(state.cache, SpeculativeCache):
             return super().cut(state, surplus)
         decoder, cache = parts_of(state)
-        # Tokens that the draft has read, too, stay, as those of several steps of a cache that evicts.
-        length = on_host(cache.position) - surplus
-        if not surplus.any() or (length < on_host(cache.draft.position)).any():
+        # Tokens that the draft or a recurrent layer has read stay, as those of several steps of a cache that evicts.
+        length, rewinds = on_host(cache.position) - surplus, all(layer.rewinds for layer in cache.layers)
+        if not surplus.any() or not rewinds or (length < on_host(cache.draft.position)).any():
             return state
         return State(decoder, _truncated(cache.replace(key=None), jnp.asarray(length)).replace(key=cache.key))
 

@@ -49,8 +49,8 @@ def plan_slots(
     """Plan the slots that each row and head may use, and those of the buffers, by layer.
 
     Args:
-        budget: slots per head, a fraction, or slots for each layer. Layers that are bounded by their own window get
-            as many slots as the window is wide; the budget is distributed over the other layers.
+        budget: slots per head, a fraction, or slots for each layer with attention. Layers that are bounded by their own
+            window get as many slots as the window is wide; the budget is distributed over the others with attention.
         lengths: tokens of each prompt.
         max_new_tokens: planned number of later tokens, of all rows or of each.
         width: tokens of the longest prompt.
@@ -71,8 +71,10 @@ def plan_slots(
     if plan.sizing.mode != "budget":
         slots = full_slots(width, int(np.max(max_new_tokens)))
         buffers = tuple(min(slots, round_slots(window + beyond_window)) for window in widths)
-        return _of_heads(np.minimum(total, windows + beyond_window), config), buffers
+        return _of_heads(np.minimum(total, windows + beyond_window), config), _with_slots(buffers, config)
     windowed = np.stack([layer.bounded_by_window(total) for layer in config.layer_configs])
+    attends = np.array([layer.attends for layer in config.layer_configs])
+    fixed = windowed | ~attends[:, None]
     if windowed.any() and policy.score.requires.shared_slots == "layers":
         raise ValueError(
             f"{name_of(policy)} with one score for all layers needs the same tokens in all of them, but some layers of "
@@ -81,25 +83,27 @@ def plan_slots(
     if one:
         limits = np.zeros((config.layers, rows), np.int64)
         for row, slots in enumerate(per_row):
-            free = ~windowed[:, row]
+            free = ~fixed[:, row]
             limits[free, row] = layer_slots(plan, int(slots), int(free.sum()))
     else:
         slots = np.asarray(budget)
-        if len(slots) != config.layers or slots.min() < 1:
+        if len(slots) != attends.sum() or slots.min() < 1:
+            which = "layers" if attends.all() else "layers with attention"
             raise ValueError(
-                f"budget={slots.tolist()} is not a number of slots from 1 for each of {config.layers} layers."
+                f"budget={slots.tolist()} is not a number of slots from 1 for each of {attends.sum()} {which}."
             )
-        limits = np.repeat(slots.astype(np.int64)[:, None], rows, axis=1)
+        limits = np.zeros((config.layers, rows), np.int64)
+        limits[attends] = slots[:, None]
     limits = limits + plan.extra_slots
-    row = int(np.where(windowed, np.iinfo(np.int64).max, limits).min(0).argmin())
-    free = int((~windowed[:, row]).sum())
+    row = int(np.where(fixed, np.iinfo(np.int64).max, limits).min(0).argmin())
+    free = int((~fixed[:, row]).sum())
     if one:
         policy.protection.check_budget(
             int(per_row[row]), lambda slots: int(layer_slots(plan, slots, free).min()) + plan.extra_slots
         )
     else:
-        policy.protection.check_budget(int(limits[~windowed].min()))
-    if policy.score.requires.shared_slots == "layers" and (limits != limits[0]).any():
+        policy.protection.check_budget(int(limits[~fixed].min()))
+    if policy.score.requires.shared_slots == "layers" and (limits[attends] != limits[attends][0]).any():
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
     # A layer cannot use more slots than its window.
     limits = np.where(windowed, windows, np.minimum(limits, windows))
@@ -108,12 +112,17 @@ def plan_slots(
         if not in_window.all():
             largest = int(limits[layer, ~in_window].max())
             buffers[layer] = max(buffers[layer], planned(largest, int(lengths.min())))
-    return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
+    return _of_heads(limits, config), _with_slots([round_slots(int(slots)) for slots in buffers], config)
 
 
 def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
     """Return the largest limit of each layer, rounded like buffers so that programs are shared."""
-    return tuple(round_slots(int(limit.max())) for limit in limits)
+    return tuple(round_slots(int(limit.max(initial=0))) for limit in limits)
+
+
+def _with_slots(slots: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
+    # Slots of the buffers; layers without attention have none.
+    return tuple(count * layer.attends for count, layer in zip(slots, config.layer_configs, strict=True))
 
 
 def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b h"]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -125,6 +125,14 @@ class Cache(struct.PyTreeNode):
         return self.layers, self.pool
 
     @property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes of layers by the kinds of their caches, such as slots and recurrent states."""
+        sizes = {layer.kind: 0 for layer in self.layers}
+        for layer in self.layers:
+            sizes[layer.kind] += allocated_bytes(layer)
+        return sizes if self.pool is None else sizes | {"slots": sizes["slots"] + allocated_bytes(self.pool)}
+
+    @property
     def attending(self) -> list[Heads]:
         """Layers that have slots."""
         return [layer for layer in self.layers if isinstance(layer, Heads)]
@@ -166,12 +174,20 @@ class Cache(struct.PyTreeNode):
     @property
     def slots(self) -> tuple[Slots, ...]:
         """Slots of all layers, pages unpacked; raise a ValueError for a layer that has none."""
-        slots = list[Slots]()
-        for index, layer in enumerate(self.unpacked()):
-            if not isinstance(layer, Slots):
-                raise ValueError(f"layer {index} has no slots, but a {type(layer).__name__}.")
-            slots.append(layer)
-        return tuple(slots)
+        slots = self.slots_by_layer
+        for index, layer in enumerate(self.layers):
+            if index not in slots:
+                raise ValueError(f"this needs attention in all layers, and layer {index} has a {type(layer).__name__}.")
+        return tuple(slots.values())
+
+    @property
+    def slots_by_layer(self) -> dict[int, Slots]:
+        """Slots of the layers that have some, pages unpacked, by the layers' indices."""
+        return {index: layer for index, layer in enumerate(self.unpacked()) if isinstance(layer, Slots)}
+
+    def with_layers(self, layers: Mapping[int, LayerCache]) -> tuple[LayerCache, ...]:
+        """Return the caches of all layers, with others at some indices."""
+        return tuple(layers.get(index, layer) for index, layer in enumerate(self.layers))
 
     def unpacked(self) -> tuple[LayerCache, ...]:
         """Return the layers with pages unpacked into buffers, of equally many slots for all heads of a layer."""

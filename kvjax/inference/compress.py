@@ -20,7 +20,15 @@ from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import Tokens, bind_policy, check_length, check_on_host, check_tokens
 from kvjax.inference.press import Asking, Limits, Ranked, held_layers, press, stored
 from kvjax.inference.replay import read_again, replayed_queries
-from kvjax.inference.sharding import gather_slots, placed_policy, placed_rows, run_on_mesh, scatter_slots, unpacked
+from kvjax.inference.sharding import (
+    buffer_specs,
+    gather_slots,
+    placed_policy,
+    placed_rows,
+    run_on_mesh,
+    scatter_slots,
+    unpacked,
+)
 from kvjax.inference.state import State, check_state
 from kvjax.inference.windows import planned_ends
 from kvjax.methods.neighbors import text_order
@@ -171,22 +179,22 @@ def _check_same_tokens(state: State) -> None:
 @jax.jit
 def _renew_slots(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCache, ...]:
     def renew(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCache, ...]:
-        return scatter_slots(tuple(_renewed_layers(decoder, cache, limits)[0]), decoder.mesh)
+        return scatter_slots(cache.with_layers(_renewed_layers(decoder, cache, limits)[0]), decoder.mesh)
 
     return run_on_mesh(
-        renew, decoder, cache, limits, argument_specs=OF_HEADS, out_specs=lambda: (Slots.specs,) * len(limits)
+        renew, decoder, cache, limits, argument_specs=OF_HEADS, out_specs=lambda: buffer_specs(cache.layers)
     )
 
 
 def _renewed_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     # The slots as the policy would have them, had it read the tokens that are there as a prompt, and these tokens.
-    reading, slots = cache.newest, gather_slots(cache, decoder.mesh).slots
-    layers = zip(decoder.here().layers, slots, limits, strict=True)
+    reading, slots = cache.newest, gather_slots(cache, decoder.mesh).slots_by_layer
+    layers, dtype = decoder.here().layers, decoder.weights.dtype
     renewed = [
-        _renewed(layer, reading, view.replace(limit=limit), decoder.weights.dtype) for layer, view, limit in layers
+        _renewed(layers[index], reading, view.replace(limit=limits[index]), dtype) for index, view in slots.items()
     ]
     views, tokens = zip(*renewed, strict=True)
-    return views, tokens
+    return dict(zip(slots, views, strict=True)), tokens
 
 
 def _renewed(layer: Layer, reading: TokenBatch, view: Slots, dtype: DTypeLike) -> tuple[Slots, LayerTokens]:

@@ -90,7 +90,7 @@ def _check_layers(policy: Policy, *, config: ModelConfig, mesh: Mesh | None, dty
         local = on_device(config, mesh)
         shapes = local.layer_configs
         tokens = max(TOKENS, policy.score.requires.min_prompt)
-        for index in sorted({shapes.index(shape) for shape in shapes}):
+        for index in sorted({shapes.index(shape) for shape in shapes if shape.attends}):
             shape, number = shapes[index], jnp.asarray(index)
             rows = 5 if shape.kv_heads != 5 else 7  # not to be mistaken for the heads
             parts = (0, 0), (0, tokens), (tokens, 1)

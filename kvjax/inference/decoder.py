@@ -328,9 +328,10 @@ def check_step(decoder: Decoder, cache: Cache) -> None:
     """Refuse a score whose requests at generated tokens need the same slots in all heads, if heads have pages."""
 
     def check(policy: Policy, cache: Cache) -> tuple[()]:
-        reading, shape = cache.newest.replace(given=False), decoder.config.layer_configs[0]
-        new = reading.ahead(shape, 0, decoder.weights.dtype)
-        check_asks(policy, policy.layer(0).score.attention_stats(cache.attending[0], new))
+        shapes = decoder.config.layer_configs
+        first = next(index for index, shape in enumerate(shapes) if shape.attends)
+        new = cache.newest.replace(given=False).ahead(shapes[first], first, decoder.weights.dtype)
+        check_asks(policy, policy.layer(first).score.attention_stats(cache.attending[0], new))
         return ()
 
     if cache.pool is not None:

@@ -70,6 +70,8 @@ class PairedLayer(Layer, kw_only=True):
     full_slots: int = setting(0)
 
     def init_cache(self, limit: Int[Array, "b h"], slots: int, dtype: DTypeLike) -> LayerCache:
+        if not self.shape.attends:  # a state that no policy changes
+            return super().init_cache(limit, slots, dtype)
         of_full = Layer(self.weights, self.verifier, self.number, self.config, self.like)
         full = of_full.init_cache(jnp.asarray(self.full_limit), slots, dtype)
         draft = super().init_cache(limit, slots, dtype)
@@ -109,12 +111,10 @@ def paired_reader(reader: Bound, draft: Prompts, full: Prompts) -> PairedReader 
     attends_alike = draft.policy.selection is None and not any(policy.codec.quantized for policy in policies)
     whole = draft.chunk is None and full.chunk is None and not reads_all_first(draft.policy)
     apart = requires.shared_slots == "layers" or requires.host_memory or reader.mesh is not None
-    if not (attends_alike and whole) or apart or not _all_slots(reader):
+    layers = zip(reader.weights.layers, reader.config.layer_configs, strict=True)
+    has_slots = all(layer.mixer.cache_kind is Slots or not shape.attends for layer, shape in layers)
+    if not (attends_alike and whole) or apart or not has_slots:
         return None
     return PairedReader(
         **values_of(Bound, reader), verifier=full.policy, full_limits=full.limits, full_slots=full.capacities
     )
-
-
-def _all_slots(reader: Bound) -> bool:
-    return all(layer.mixer.cache_kind is Slots for layer in reader.weights.layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,13 +39,13 @@ Pressed = tuple[Caches, Bool[Array, " b"]]
 """Layers (with selected slots, under plans with slots for each head), and a mask of rows with scores of NaN."""
 
 Asking = tuple[tuple[Float[Array, "b h g n d"], ...], Bool[Array, "b n"]]
-"""Queries of each layer that stand for later ones, and a mask of those that are no padding."""
+"""Queries of each layer with slots that stand for later ones, and a mask of those that are no padding."""
 
 Limits = tuple[Int[Array, "b h"], ...]
 """Slots that each head may use, by layer."""
 
-Ranked = tuple[Sequence[Slots], Sequence[LayerTokens]]
-"""All slots of a device's heads, by layer, and the tokens that rank them."""
+Ranked = tuple[Mapping[int, Slots], Sequence[LayerTokens]]
+"""All slots of a device's heads, by the indices of the layers that have some, and the tokens that rank them."""
 
 
 def reads_all_first(policy: Policy) -> bool:
@@ -63,21 +63,21 @@ def unevicted(prompts: Prompts, config: ModelConfig, mesh: Mesh | None) -> Promp
     return prompts._replace(policy=policy, limits=limits, capacities=among_devices(windows, mesh))
 
 
-def ranking_inputs(decoder: Bound, cache: Cache) -> tuple[list[Policy], Sequence[Slots], list[LayerTokens]]:
-    """Return the policy of each layer, its slots, and the newest token, as far as a ranking may use it."""
-    reading, layers = cache.newest, decoder.here().layers
-    new = [reading.ahead(layer.shape, index, decoder.weights.dtype) for index, layer in enumerate(layers)]
-    return [layer.policy for layer in layers], gather_slots(cache, decoder.mesh).slots, new
+def ranking_inputs(decoder: Bound, cache: Cache) -> tuple[list[Policy], dict[int, Slots], list[LayerTokens]]:
+    """Return the policy of each layer with slots, its slots, and the newest token, as far as a ranking may use it."""
+    reading, layers, slots = cache.newest, decoder.here().layers, gather_slots(cache, decoder.mesh).slots_by_layer
+    new = [reading.ahead(layers[index].shape, index, decoder.weights.dtype) for index in slots]
+    return [layers[index].policy for index in slots], slots, new
 
 
 def held_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     """Return the slots of a cache with other limits, to be ranked by the newest token."""
     policies, views, new = ranking_inputs(decoder, cache)
-    if not foreseen(policies, views, new):
+    if not foreseen(policies, list(views.values()), new):
         raise ValueError(
             f"{policies[0].label} ranks slots by the token that needs one, so it has no ranking before that token."
         )
-    return [view.replace(limit=limit) for view, limit in zip(views, limits, strict=True)], new
+    return {index: view.replace(limit=limits[index]) for index, view in views.items()}, new
 
 
 @functools.partial(jax.jit, static_argnames=("capacities", "layers_of"))
@@ -119,7 +119,9 @@ def _press_on_device(
     capacities: tuple[int, ...],
     layers_of: Callable[[Bound, Cache, Limits], Ranked],
 ) -> Pressed:
-    policies, (views, new) = [layer.policy for layer in decoder.layers], layers_of(decoder, cache, limits)
+    by_layer, new = layers_of(decoder, cache, limits)
+    indices, views, of_layers = list(by_layer), list(by_layer.values()), decoder.layers
+    policies = [of_layers[index].policy for index in indices]
     layers = list(zip(policies, views, new, strict=True))
     for policy, view, tokens in layers:
         if flatten_requests(policy.plan.attention_stats(view, tokens))[0]:
@@ -129,16 +131,16 @@ def _press_on_device(
         views = allocated_together(policies, views, new)
     else:
         views = [allocated(policy, view, (), tokens) for policy, view, tokens in layers]
-    pressed, undefined = list[LayerCache](), jnp.zeros(len(views[0].limit), bool)
-    for index, (policy, view, tokens, capacity) in enumerate(zip(policies, views, new, capacities, strict=True)):
-        keep = functools.partial(keep_best, policy, view, tokens, capacity, select_heads=sizing.per_head)
-        queries = None if asking is None else Queries(asking[0][index], asking[1])
+    pressed, undefined = dict[int, LayerCache](), jnp.zeros(len(views[0].limit), bool)
+    for place, (index, policy, view, tokens) in enumerate(zip(indices, policies, views, new, strict=True)):
+        keep = functools.partial(keep_best, policy, view, tokens, capacities[index], select_heads=sizing.per_head)
+        queries = None if asking is None else Queries(asking[0][place], asking[1])
         if queries is None and isinstance(policy.residual, SlotResidual):
             _check_no_queries(policy, keep, Queries(tokens.q, tokens.valid))
         selected = keep(queries=queries)
         undefined = undefined if selected.undefined is None else undefined | selected.undefined
-        pressed.append(selected.slots)
-    return scatter_slots(tuple(pressed), decoder.mesh), undefined
+        pressed[index] = selected.slots
+    return scatter_slots(cache.with_layers(pressed), decoder.mesh), undefined
 
 
 def _check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries) -> None:

@@ -112,11 +112,16 @@ def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:
 
 def prompt_specs(layers: Sequence[Layer]) -> Any:
     """Return the specs of layers after prompts, which leave selected slots under plans with slots for each head."""
-
+    kinds = [layer.weights.mixer.cache_kind for layer in layers]
     return tuple(
-        Selected.specs if layer.policy.plan.sizing.per_head else layer.weights.mixer.cache_kind.specs
-        for layer in layers
+        Selected.specs if layer.policy.plan.sizing.per_head and kind is Slots else kind.specs
+        for layer, kind in zip(layers, kinds, strict=True)
     )
+
+
+def buffer_specs(layers: Caches) -> Any:
+    """Return the specs of layers whose pages, if they have some, are unpacked into buffers."""
+    return tuple(Slots.specs if isinstance(layer, Pages) else type(layer).specs for layer in layers)
 
 
 def page_specs(pool: Pool, layers: int) -> Any:
@@ -170,7 +175,7 @@ def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
         return scatter_slots(cache.replace(layers=layers, pool=pool).unpacked(), mesh)
 
     def specs() -> tuple[PyTree, PyTree]:
-        return page_specs(pool, len(cache.layers)), (Slots.specs,) * len(cache.layers)
+        return (tuple(type(layer).specs for layer in cache.layers), pool.specs), buffer_specs(cache.layers)
 
     return cache.replace(layers=on_mesh(unpack, mesh, specs)(cache.layers, cache.pool), pool=None)
 

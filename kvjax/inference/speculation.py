@@ -164,9 +164,9 @@ class Speculation(Decoder, kw_only=True):
             full, logits = self.full.prefill(tokens, lengths, **settings)
         else:
             pairs, position, seed, logits = self.full.read(reader, prompts)
-            layers: list[Any] = [(pair.draft, pair.full) for pair in pairs if isinstance(pair, PairedSlots)]
-            of_draft, of_verifier = zip(*layers, strict=True)
             # The caches may be updated in place, so they share no arrays.
+            of_draft = tuple(p.draft if isinstance(p, PairedSlots) else jax.tree.map(jnp.copy, p) for p in pairs)
+            of_verifier = tuple(pair.full if isinstance(pair, PairedSlots) else pair for pair in pairs)
             draft, _ = self.draft.fill(prompts, (of_draft, jnp.copy(position), jnp.copy(seed), logits))
             full, logits = self.full.fill(of_full, (of_verifier, position, seed, logits))
         return self.joined((full, draft)), logits

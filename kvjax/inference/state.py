@@ -213,6 +213,15 @@ def cache_bytes(state: State) -> int:
     return allocated_bytes(state.cache.memory)
 
 
+def bytes_by_kind(state: State) -> dict[str, int]:
+    """Return the bytes of the caches by the kinds of layers, such as slots and recurrent states."""
+    sizes = dict[str, int]()
+    for cache in state.cache.caches:
+        for kind, size in cache.bytes_by_kind.items():
+            sizes[kind] = sizes.get(kind, 0) + size
+    return sizes
+
+
 @on_the_host
 def full_cache_bytes(state: State) -> int:
     """Return the bytes that policy `full` would allocate for these rows, with their prompts and all planned tokens.
@@ -232,7 +241,9 @@ def full_cache_bytes(state: State) -> int:
         layer_slots = slots if layer.window is None else min(slots, round_slots(layer.window))
         return layer_slots * (layer.slot_width * size + number) + number
 
-    return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in state.config.layer_configs)
+    sizes = state.cache.caches[0].bytes_by_kind
+    without_slots = sum(sizes.values()) - sizes.get("slots", 0)
+    return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in state.config.layer_configs) + without_slots
 
 
 def allocated_slots(state: State) -> float:

@@ -116,5 +116,8 @@ def _read(
     layer: Layer, reading: TokenBatch, x: Float[Array, "1 t width"], *, lag: int
 ) -> tuple[Float[Array, "1 t width"], Float[Array, " h"]]:
     """Run a layer over a repeated text, and return its output and F of its heads."""
+    if not layer.shape.attends:
+        none = jnp.zeros((len(x), 0), jnp.int32)
+        return block(layer, layer.init_cache(none, 0, x.dtype), reading, x)[0], jnp.zeros(0, x.dtype)
     x, cache = block(layer, _Repetition(lag=lag), reading, x)
     return x, cache.score

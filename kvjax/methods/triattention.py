@@ -35,9 +35,11 @@ class QueryMeans(NamedTuple):
 
 
 def require_ropes(model: LanguageModel) -> None:
-    """Refuse a model that has a layer without RoPE."""
+    """Refuse a model that has a layer without attention, or without RoPE."""
     if any(layer.rope is None for layer in model.config.layer_configs):
-        raise ValueError(f"policy triattention needs RoPE in all layers, which {model.name!r} does not have.")
+        raise ValueError(
+            f"policy triattention needs attention with RoPE in all layers, which {model.name!r} does not have."
+        )
 
 
 def pair_norms(rope: Rope | None, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:

@@ -21,7 +21,7 @@ from pallas_kernels.attention import wide
 
 @struct.dataclass
 class Attention:
-    """Weights of grouped-query attention; the last three are None in models without them."""
+    """Weights of grouped-query attention; the last four are None in models without them."""
 
     query: Linear
     key: Linear
@@ -30,6 +30,7 @@ class Attention:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     sink_logits: Float[Array, " heads"] | None = None
+    gate: Linear | None = None
 
     cache_kind: ClassVar[type[Slots]] = Slots
 
@@ -64,6 +65,8 @@ class Attention:
         attended, cache = cache.attend(tokens, q, k, v, sinks)
         b, t, _ = x.shape
         attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
+        if self.gate is not None:
+            attended = attended * jax.nn.sigmoid(self.gate(x))
         if shape.spread == ALONE:
             return self.output(attended), cache
         out = dataclasses.replace(self.output, bias=None)(shape.spread.own_features(attended))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int
@@ -27,7 +27,9 @@ class Mixture:
         router_bias: True if the router adds a bias to its logits (gpt-oss).
         probability: function from the router's logits to the weights of experts.
         weighted_inputs: True if weights multiply the inputs of experts, and not their outputs (Llama 4).
-        shared_width: inner size of an expert that every token uses, with weight 1; None for none.
+        shared_width: inner size of an expert that every token uses; None for none.
+        shared_gate: True if the weight of that expert is the sigmoid of a projection of the input (Qwen3-Next), and
+            not 1.
         scale: factor of the weights of a token's experts (DeepSeek).
         selection_bias: True if a bias is added to the weights that rank experts, but not to those they get (DeepSeek
             V3).
@@ -45,6 +47,7 @@ class Mixture:
     probability: Literal["softmax", "sigmoid"] = "softmax"
     weighted_inputs: bool = False
     shared_width: int | None = None
+    shared_gate: bool = False
     scale: float = 1.0
     selection_bias: bool = False
     groups: int = 1
@@ -64,6 +67,40 @@ class Mixture:
     def divides(self, devices: int) -> bool:
         """Return whether each device can have as many experts, and as many columns of the shared one."""
         return self.count % devices == 0 and (self.shared_width or 0) % devices == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaRule:
+    """Layers with the gated delta rule in place of attention; see `kvjax.models.gated_delta`.
+
+    Args:
+        layers: numbers of these layers.
+        key_heads: heads of queries and keys.
+        value_heads: heads of values and of the state; a multiple of `key_heads`.
+        key_width: size of one query or key.
+        value_width: size of one value.
+        taps: tokens that the convolution reads, the newest included.
+        write_scale: factor of the sigmoid that says how much of a value is written; 2 allows negative eigenvalues.
+        norm_eps: constant added to the variance of outputs.
+    """
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int = 4
+    write_scale: float = 1.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ValueError(f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly.")
+
+    @property
+    def groups(self) -> int:
+        """Number of value heads that share one key head."""
+        return self.value_heads // self.key_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +172,7 @@ class ModelConfig:
         clamped_swiglu: slope and limit of a product g sigmoid(slope g) (u + 1) of gate g, bounded above, and u, bounded
             on both sides (gpt-oss: 1.702 and 7); None for activation(g) u.
         parallel: True if attention and MLP read the same input and their outputs are added (GPT-J, Falcon).
-        position: encoding of positions: `rope`, `learned` embeddings or `alibi` biases.
+        position: encoding of positions: `rope`, `learned` embeddings, `alibi` biases, or `none`.
         rope: settings of RoPE if `position` is `rope`.
         ropes: RoPE of each layer (None for a layer without), replacing `rope`; None for `rope` in all layers.
         slopes: ALiBi slope of each query head; None for the slopes of Press et al. (2022).
@@ -145,7 +182,8 @@ class ModelConfig:
         norm_scales: True if norms have learned scales (not in nanochat).
         norm_offset: True if norms multiply by 1 + scale (Gemma).
         embedding_norm: True if token embeddings are normalized, without a scale (nanochat).
-        pre_norms: True if the inputs of attention and MLP are normalized (not in OLMo 2).
+        pre_norms: True if the inputs of attention and MLP are normalized (not in OLMo 2). Layers of `delta_rule` always
+            normalize inputs, and no outputs.
         post_norms: True if the outputs of attention and MLP are also normalized before they are added (Gemma 2).
         query_key_norms: True if queries and keys are normalized (Qwen3).
         norms_after_rope: True if these norms follow RoPE instead of preceding it (Hunyuan). Stored keys then stay at
@@ -164,6 +202,8 @@ class ModelConfig:
         attention_scale: factor of the products of queries and keys; None for 1 / sqrt(head_width).
         attention_scales: factor of each layer, replacing `attention_scale`; None for the same in all layers.
         query_growth: factor of queries that grows with their positions (Ministral 3); None for 1.
+        output_gate: True if the output of attention is multiplied by the sigmoid of a projection of its input
+            (Qwen3.5).
         sinks: True if the softmax of each query head has a learned logit in its denominator (gpt-oss).
         soft_cap: bound on attention logits, cap tanh(x / cap) (Gemma 2: 50); None for no bound.
         logit_soft_cap: the same bound on the final logits (Gemma 2: 30).
@@ -171,6 +211,7 @@ class ModelConfig:
         sliding_window: tokens that a query attends to, itself included; None for all of them (Mistral 7B v0.1: 4096).
         windows: window of each layer (None for all tokens), replacing `sliding_window`; None for `sliding_window` in
             all layers.
+        delta_rule: layers with the gated delta rule in place of attention; None for a model without them.
         bos: id of the token that starts a text; None if the model uses none.
         eos: ids that end a text.
         spread: sharding over devices, for the program of one device. All other fields describe the whole model;
@@ -195,7 +236,7 @@ class ModelConfig:
     gated_mlp: bool = True
     clamped_swiglu: tuple[float, float] | None = None
     parallel: bool = False
-    position: Literal["rope", "learned", "alibi"] = "rope"
+    position: Literal["rope", "learned", "alibi", "none"] = "rope"
     rope: Rope | None = None
     ropes: tuple[Rope | None, ...] | None = None
     slopes: tuple[float, ...] | None = None
@@ -222,12 +263,14 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_scales: tuple[float, ...] | None = None
     query_growth: QueryGrowth | None = None
+    output_gate: bool = False
     sinks: bool = False
     soft_cap: float | None = None
     logit_soft_cap: float | None = None
     logit_scale: float | None = None
     sliding_window: int | None = None
     windows: tuple[int | None, ...] | None = None
+    delta_rule: DeltaRule | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
     spread: Spread = ALONE
@@ -236,6 +279,17 @@ class ModelConfig:
     def groups(self) -> int:
         """Number of query heads that share one key and value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def shared_heads(self) -> tuple[int, ...]:
+        """Numbers of heads that devices share: those of keys and values, and in recurrent layers of keys."""
+        return (self.kv_heads,) if self.delta_rule is None else (self.kv_heads, self.delta_rule.key_heads)
+
+    @property
+    def mixed_features(self) -> tuple[int, ...]:
+        """Numbers of features that the output weights of attention and of recurrent layers take."""
+        rule, attention = self.delta_rule, self.heads * (self.value_width or self.head_width)
+        return (attention,) if rule is None else (attention, rule.value_heads * rule.value_width)
 
     @functools.cached_property
     def bounded(self) -> bool:
@@ -281,9 +335,11 @@ class ModelConfig:
         scale = self.head_width**-0.5 if self.attention_scale is None else self.attention_scale
         scales = (scale,) * self.layers if self.attention_scales is None else self.attention_scales
         windows = (self.sliding_window,) * self.layers if self.windows is None else self.windows
-        bounded = [window for window in windows if window is not None]
-        furthest = max(bounded) if len(bounded) == self.layers else None
-        return tuple(
+        without = () if self.delta_rule is None else self.delta_rule.layers
+        bounded = [window for index, window in enumerate(windows) if index in without or window is not None]
+        furthest = max((window for window in bounded if window is not None), default=None)
+        furthest = furthest if len(bounded) == self.layers else None
+        configs = tuple(
             LayerConfig(
                 width=self.width,
                 kv_heads=self.kv_heads // self.spread.heads,
@@ -301,6 +357,10 @@ class ModelConfig:
                 keys_are_values=self.latent is not None,
             )
             for scale, window, rope in zip(scales, windows, self._layer_ropes, strict=True)
+        )
+        none: dict[str, Any] = {"kv_heads": 0, "rope": None, "window": None, "local": False, "normed": False}
+        return tuple(
+            dataclasses.replace(config, **none) if index in without else config for index, config in enumerate(configs)
         )
 
     def layer(self, index: int) -> LayerConfig:
@@ -347,6 +407,8 @@ class ModelConfig:
             if rope is not None and rope.width > self.head_width:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
         plain = self.norm == "rms" and self.norm_scales and not self.norm_offset
+        if self.delta_rule is not None and set(self.delta_rule.layers) >= set(range(self.layers)):
+            raise ValueError("a model without attention has no slots; give delta_rule fewer layers.")
         if self.query_key_norm_over == "heads" and not (plain and self.query_key_norms):
             raise ValueError("query_key_norm_over='heads' goes with query_key_norms=True and plain RMS norms only.")
         if not self.query_key_scales and (self.query_key_norm_over == "heads" or not self.query_key_norms):

@@ -33,6 +33,7 @@ class Experts:
     experts: DenseMlp
     router_bias: Float[Array, " e"] | None = None
     shared: DenseMlp | None = None
+    shared_gate: Float[Array, "1 width"] | None = None
     selection_bias: Float[Array, " e"] | None = None
 
     def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
@@ -45,7 +46,8 @@ class Experts:
             chosen = jnp.where((local >= 0) & (local < count), local, count)  # experts of other devices get no block
         mixed = self._mix(rows, weights, chosen, config).astype(x.dtype)
         if self.shared is not None:
-            mixed += self.shared.in_blocks(rows, config)
+            outputs = self.shared.in_blocks(rows, config)
+            mixed += outputs if self.shared_gate is None else outputs * jax.nn.sigmoid(product(rows, self.shared_gate))
         total = config.spread.over_devices(mixed) if config.spread.experts else mixed
         return total.reshape(x.shape)
 

@@ -27,7 +27,9 @@ shards columns of the MLP, and it shards the slots of each head.
 
 AXES: Mapping[str, tuple[str | None, ...]] = {
     "embedding": ("vocab", None),
-    **dict.fromkeys(("query.weight", "key.weight", "value.weight"), ("heads", None)),
+    **dict.fromkeys(("query.weight", "key.weight", "value.weight", "mixer.gate.weight"), ("heads", None)),
+    **dict.fromkeys(("mixer.beta", "mixer.decay", "query_taps", "key_taps", "value_taps"), ("heads", None)),
+    **dict.fromkeys(("decay_bias", "log_rate"), ("heads",)),
     "output.weight": (None, "attended"),
     "sink_logits": ("heads",),
     **dict.fromkeys(("query_norm.scale", "key_norm.scale"), ("normed",)),
@@ -82,14 +84,15 @@ def mesh_of(devices: Sequence[Any], shape: tuple[int, ...]) -> Mesh:
 def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
     """Return a mesh of the same devices with the axes of programs: `ROWS`, `HEADS` and `SLOTS`.
 
-    `HEADS` gets the greatest common divisor of the number of KV heads and the size of `model`. The remaining factor of
+    `HEADS` gets the greatest common divisor of the numbers of KV heads (and of key heads in recurrent layers) and the
+    size of `model`. The remaining factor of
     `model` joins `slots` in `SLOTS`: its devices hold the same heads and shard the slots of each.
     """
     check_mesh(mesh)
     names = [name for name in MESH_AXES if name in mesh.axis_names]
     devices = np.transpose(mesh.devices, [mesh.axis_names.index(name) for name in names])
     data, model, slots = (mesh.shape.get(axis, 1) for axis in MESH_AXES)
-    heads = math.gcd(config.kv_heads, model)
+    heads = math.gcd(model, *config.shared_heads)
     shape = data, heads, model // heads * slots
     return Mesh(devices.reshape(shape), (ROWS, HEADS, SLOTS), axis_types=(AxisType.Auto,) * 3)
 
@@ -136,7 +139,7 @@ def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = Fa
         return config
     devices = mesh.shape[HEADS] * mesh.shape[SLOTS]
     # If one device has all heads, no sum follows attention; sharded output weights would need one.
-    shares_outputs = mesh.shape[HEADS] > 1 and config.heads * (config.value_width or config.head_width) % devices == 0
+    shares_outputs = mesh.shape[HEADS] > 1 and not any(features % devices for features in config.mixed_features)
     spread = Spread(
         heads=mesh.shape[HEADS],
         slots=mesh.shape[SLOTS] if shares_slots else 1,

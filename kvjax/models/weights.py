@@ -15,9 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, PRNGKeyArray, UInt8
 
 from kvjax.models.attention import Attention
-from kvjax.models.config import Latent, ModelConfig
+from kvjax.models.config import DeltaRule, Latent, ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights
 from kvjax.models.experts import Experts
+from kvjax.models.gated_delta import GatedDelta
 from kvjax.models.integers import OFFSET
 from kvjax.models.latent import LatentAttention
 from kvjax.models.linear import Linear, Norm
@@ -67,9 +68,28 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             return dense(config.mlp_width)
         router_bias = leaf(mixture.count) if mixture.router_bias else None
         shared = None if mixture.shared_width is None else dense(mixture.shared_width)
-        selection_bias = leaf(mixture.count) if mixture.selection_bias else None
-        experts = dense(mixture.width, mixture.count)
-        return Experts(leaf(mixture.count, config.width), experts, router_bias, shared, selection_bias)
+        return Experts(
+            router=leaf(mixture.count, config.width),
+            experts=dense(mixture.width, mixture.count),
+            router_bias=router_bias,
+            shared=shared,
+            shared_gate=leaf(1, config.width) if mixture.shared_gate else None,
+            selection_bias=leaf(mixture.count) if mixture.selection_bias else None,
+        )
+
+    def attention(shape: LayerConfig) -> Attention:
+        heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
+        scaled, features = config.query_key_norms and config.query_key_scales, shape.heads * shape.value_width
+        return Attention(
+            query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
+            key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
+            value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
+            output=linear(config.width, features, bias=config.output_bias),
+            query_norm=norm(heads * shape.key_width) if scaled else None,
+            key_norm=norm(kv_heads * shape.key_width) if scaled else None,
+            sink_logits=leaf(shape.heads) if config.sinks else None,
+            gate=linear(features, config.width, bias=config.qkv_bias) if config.output_gate else None,
+        )
 
     def latent_attention(widths: Latent) -> LatentAttention:
         queries, rank = config.heads * (widths.key_width + widths.rotated), widths.query_width
@@ -84,27 +104,37 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             output=linear(config.width, config.heads * widths.value_width, bias=config.output_bias),
         )
 
-    def attention(shape: LayerConfig) -> Attention:
-        heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
-        scaled = config.query_key_norms and config.query_key_scales
-        return Attention(
-            query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
-            key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
-            value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
-            output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
-            query_norm=norm(heads * shape.key_width) if scaled else None,
-            key_norm=norm(kv_heads * shape.key_width) if scaled else None,
-            sink_logits=leaf(shape.heads) if config.sinks else None,
+    def gated_delta(rule: DeltaRule) -> GatedDelta:
+        keys, values = rule.key_heads * rule.key_width, rule.value_heads * rule.value_width
+        return GatedDelta(
+            query=linear(keys, config.width, bias=False),
+            key=linear(keys, config.width, bias=False),
+            value=linear(values, config.width, bias=False),
+            gate=linear(values, config.width, bias=False),
+            output=linear(config.width, values, bias=False),
+            **{name: leaf(rule.value_heads, config.width) for name in ("beta", "decay")},
+            **{name: leaf(rule.value_heads) for name in ("decay_bias", "log_rate")},
+            **{name: leaf(keys, rule.taps) for name in ("query_taps", "key_taps")},
+            value_taps=leaf(values, rule.taps),
+            norm=Norm(leaf(rule.value_width)),
+            key_width=rule.key_width,
         )
 
+    def mixer(shape: LayerConfig) -> Attention | LatentAttention | GatedDelta:
+        if not shape.attends:
+            assert config.delta_rule is not None
+            return gated_delta(config.delta_rule)
+        return attention(shape) if config.latent is None else latent_attention(config.latent)
+
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
+        pre_norms, post_norms = config.pre_norms or not shape.attends, config.post_norms and shape.attends
         return LayerWeights(
-            attention_norm=norm() if config.pre_norms else None,
-            mixer=attention(shape) if config.latent is None else latent_attention(config.latent),
-            mlp_norm=norm() if config.pre_norms and not config.shared_norm else None,
+            attention_norm=norm() if pre_norms else None,
+            mixer=mixer(shape),
+            mlp_norm=norm() if pre_norms and not config.shared_norm else None,
             mlp=mlp(index),
-            attention_post_norm=norm() if config.post_norms else None,
-            mlp_post_norm=norm() if config.post_norms else None,
+            attention_post_norm=norm() if post_norms else None,
+            mlp_post_norm=norm() if post_norms else None,
         )
 
     learned = config.position == "learned"

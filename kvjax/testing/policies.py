@@ -134,19 +134,20 @@ TEXTS = Texts()
 
 def _ranks_prompts_only(state: State) -> bool:
     """Return whether generated tokens leave scores as they are: then the end of a text may rank its tokens."""
+    policies, slots, tokens = ranking_inputs(state.decoder, state.cache)
     return any(
         policy.score.attention_stats(view, new.replace(given=False)) is None
-        for policy, view, new in zip(*ranking_inputs(state.decoder, state.cache), strict=True)
+        for policy, view, new in zip(policies, slots.values(), tokens, strict=True)
     )
 
 
 def _scores_by_position(state: State) -> list[Float[np.ndarray, "b h n"]]:
     """Return each layer's scores, in the order of positions; none if they depend on the token that needs a slot."""
-    inputs = ranking_inputs(state.decoder, state.cache)
-    if not foreseen(*inputs):
+    policies, slots, tokens = ranking_inputs(state.decoder, state.cache)
+    if not foreseen(policies, list(slots.values()), tokens):
         return []
     scores = list[np.ndarray]()
-    for policy, view, new in zip(*inputs, strict=True):
+    for policy, view, new in zip(policies, slots.values(), tokens, strict=True):
         position, score = np.asarray(view.position), np.asarray(as_numbers(policy.ranking(view, new), view))
         order = np.argsort(np.where(position < 0, np.iinfo(np.int32).max, position), axis=-1, kind="stable")
         live = np.take_along_axis(position, order, -1) >= 0

@@ -77,6 +77,8 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             compared(["h2o"], 2, (1, 8), model="LLAMA4"),
             compared(["h2o"], 2, (2, 4), model="WIDE_NORMS"),
             compared(["less-performer"], 2, (2, 4), model="SINKS"),
+            # Key heads of recurrent layers on two devices.
+            compared(["h2o"], 2, (2, 4), model="HYBRID"),
         ],
         slow(
             [
@@ -85,6 +87,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
                 compared(["keyformer"], 2, (1, 2), model="LEARNED"),
                 compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="LLAMA4"),
                 compared(["h2o", "less-performer", "fastgen"], 2, (2, 4), model="SINKS"),
+                compared(["h2o", "fastgen"], 2, (2, 2), (2, 1, 4), model="HYBRID"),
             ]
         ),
         *EVERYTHING,

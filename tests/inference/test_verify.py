@@ -12,7 +12,20 @@ import pytest
 import kvjax
 from kvjax.inference.verify import truncate, verify
 from kvjax.rope import Rope
-from tests.small_models import GQA, LEARNED, LOCAL, MHA, MIXED, MQA, SINKS, SLOPED, YARN, random_model, small_config
+from tests.small_models import (
+    GQA,
+    HYBRID,
+    LEARNED,
+    LOCAL,
+    MHA,
+    MIXED,
+    MQA,
+    SINKS,
+    SLOPED,
+    YARN,
+    random_model,
+    small_config,
+)
 
 TEXT = np.random.default_rng(4).integers(0, 64, (3, 30))
 CONFIGS = {
@@ -24,6 +37,7 @@ CONFIGS = {
     "sinks": SINKS,
     "moe": MIXED,
     "yarn": YARN,
+    "recurrent": HYBRID,
 }
 CASES = [(name, None) for name in CONFIGS] + [("gqa", "int8"), ("alibi", "int8")]
 

@@ -52,7 +52,7 @@ ROUNDED = {"falcon-rw": 256}
 """Models whose ALiBi transformers rounds to bfloat16, and how many tokens that leaves exact."""
 
 
-OVERLAPPING = ("cerebras-gpt", "falcon-11b", "ernie4_5-bias", "nanochat-bias")
+OVERLAPPING = ("cerebras-gpt", "falcon-11b", "ernie4_5-bias", "nanochat-bias", "qwen3_5_moe", "olmo_hybrid-rope")
 """Variants whose settings others try, too."""
 
 
@@ -266,6 +266,19 @@ def multimodal(name: str) -> Any:
         return transformers.Qwen3VLConfig(
             text_config=text | {"rope_parameters": rope}, vision_config=vision | {"deepstack_visual_indexes": [0]}
         )
+    if name.startswith("qwen3_5"):
+        rope |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+        text |= {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": rope}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        if name == "qwen3_5":
+            return transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+        del text["intermediate_size"]
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        return transformers.Qwen3_5MoeConfig(
+            text_config=text | {"shared_expert_intermediate_size": 24}, vision_config=vision
+        )
     if name == "llama4":
         text |= {"intermediate_size_mlp": 40, "num_local_experts": 2, "interleave_moe_layer_step": 2}
         return transformers.Llama4Config(
@@ -278,7 +291,8 @@ def multimodal(name: str) -> Any:
     )
 
 
-HALVES = ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen2_5_vl+yarn", "qwen3_vl", "qwen3_vl+yarn"]
+HALVES = ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen2_5_vl+yarn", "qwen3_vl", "qwen3_vl+yarn", "qwen3_5"]
+HALVES += [slow("qwen3_5_moe")]
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -312,7 +326,7 @@ def test_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
 
 
 GREEDY = ("gemma3", "phi3", "gpt2", "mpt", "gpt_oss", "granite_swa", "exaone4", "cohere2", "glm", "glm4", "ernie4_5")
-GREEDY += ("arcee", "seed_oss", "hunyuan_v1_dense", "apertus", "nanochat", "vaultgemma")
+GREEDY += ("arcee", "seed_oss", "hunyuan_v1_dense", "apertus", "nanochat", "vaultgemma", "qwen3_next")
 """Models of which the default suite compares greedy text."""
 
 

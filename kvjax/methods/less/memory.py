@@ -70,6 +70,11 @@ class LowRankMemory(Residual, interface=True):
         from kvjax.methods.less.feature_maps import performer_kernels, unstack
 
         kernels, trained = self.layers, ()
+        if self.kernels == "learned" and not all(layer.attends for layer in model.config.layer_configs):
+            raise ValueError(
+                f"learned kernels need attention in all layers, which {model.name!r} does not have; use "
+                "kernels='performer'."
+            )
         if kernels is None and self.kernels == "performer":
             kernels = performer_kernels(jax.random.key(self.kernel_seed), model.config, features=self.features or 8)
         elif kernels is None:

@@ -23,7 +23,9 @@ from kvjax.models.families import (
     mpt,
     nanochat,
     olmo,
+    olmo_hybrid,
     qwen,
+    qwen_hybrid,
 )
 from kvjax.models.families.family import Family as Family
 from kvjax.models.families.family import LoadError as LoadError
@@ -35,7 +37,7 @@ from kvjax.models.families.settings import special_token_ids as special_token_id
 FAMILIES: Mapping[str, Family] = {
     model_type: family
     for module in (
-        *(llama, llama4, mistral, qwen, olmo, granite, gpt_oss, gemma, glm, cohere, latent),
+        *(llama, llama4, mistral, qwen, qwen_hybrid, olmo, olmo_hybrid, granite, gpt_oss, gemma, glm, cohere, latent),
         *(apertus, hunyuan, nanochat, falcon, gpt, mpt),
     )
     for model_type, family in module.FAMILIES.items()
@@ -78,6 +80,8 @@ TEXT_HALVES: Mapping[str, TextHalf] = {
     "mistral3": TextHalf("mistral", tied=True),
     "qwen2_5_vl": _QWEN2_VL,
     "qwen2_vl": _QWEN2_VL,
+    "qwen3_5": TextHalf("qwen3_5_text"),
+    "qwen3_5_moe": TextHalf("qwen3_5_moe_text"),
     "qwen3_vl": TextHalf("qwen3", "qwen3_vl_text", {"rope_theta": 500_000.0}),
     "llava": TextHalf("llama", either_ties=True),
 }
@@ -86,8 +90,19 @@ TEXT_HALVES: Mapping[str, TextHalf] = {
 
 _REASONS: Mapping[str, tuple[str, ...]] = {
     "most of its layers have a recurrent state instead of keys and values": (
-        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "olmo_hybrid", "falcon_h1", "nemotron_h"),
-        *("jamba", "bamba", "zamba2", "lfm2", "lfm2_moe", "recurrent_gemma", "mamba", "mamba2"),
+        *(
+            "granitemoehybrid",
+            "falcon_h1",
+            "nemotron_h",
+            "jamba",
+            "bamba",
+            "zamba2",
+            "lfm2",
+            "lfm2_moe",
+            "recurrent_gemma",
+            "mamba",
+            "mamba2",
+        ),
     ),
     "its layers store a latent vector instead of keys and values": (*("longcat_flash",),),
     "some of its layers read the keys and values of other layers": ("gemma3n", "gemma4", "gemma4_unified"),

@@ -65,7 +65,8 @@ class Family:
 
     Args:
         config: function that reads its config.json, once that is `complete`.
-        sources: source of each leaf of `Weights`; names of layers' leaves have no layer number.
+        sources: source of each leaf of `Weights`; names of layers' leaves have no layer number, unless a source is that
+            of one layer alone.
         defaults: values of settings that many a config.json omits, where they are not null or false.
         only: the supported values of some settings; other values are refused.
         variant: function from the config to sources that replace entries of `sources`.
@@ -103,7 +104,7 @@ class Family:
     def source(self, leaf: str) -> Source:
         """Return the source of a leaf such as `layers.3.mixer.query.weight`, which names the layer's tensor."""
         match = re.match(r"layers\.(\d+)\.", leaf)
-        source = self.sources[leaf if match is None else "layers." + leaf[match.end() :]]
+        source = self.sources.get(leaf) or self.sources["layers." + leaf[match.end() :] if match else leaf]
         return source.in_layer(match and match[1])
 
 

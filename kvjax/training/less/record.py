@@ -264,6 +264,8 @@ def collect(
     """
     check_trainable(policy, mask)
     bound_policy, layers = bind_policy(model, policy, budget, plan), model.config.layer_configs
+    if not all(layer.attends for layer in layers):
+        raise ValueError(f"kernels are trained for attention in all layers, which {model.name!r} does not have.")
     if bound_policy.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
     total, n = tokens.shape

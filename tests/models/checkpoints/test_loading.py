@@ -412,8 +412,19 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
             {"model_type": "bloom"},
             r"model_type\) 'bloom' is not supported; supported are llama, .*qwen2, .*falcon, .*gpt2",
         ),
-        ({"model_type": "qwen3_next"}, "'qwen3_next' is not supported: most of its layers have a recurrent state"),
-        ({"model_type": "qwen3_5_text"}, "'qwen3_5_text' is not supported: most of its layers have a recurrent state"),
+        ({"model_type": "falcon_h1"}, "'falcon_h1' is not supported: most of its layers have a recurrent state"),
+        (
+            {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": ["linear_attention", "mamba"]},
+            "layer_types must be 2 of linear_attention, full_attention, not ",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "linear_num_value_heads": 5, "linear_num_key_heads": 2},
+            "5 value heads cannot share 2 key heads evenly",
+        ),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 2},
+            "a model without attention has no slots; give delta_rule fewer layers",
+        ),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its layers store a latent vector"),
         ({"model_type": "gemma4_text"}, "'gemma4_text' is not supported: some of its layers read the keys and values"),
         (
