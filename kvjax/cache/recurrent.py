@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from kvjax.cache.layer import LayerCache
 from kvjax.types import HEADS, OF_HEADS, OF_ROWS, ROWS, TokenBatch
 from kvjax.utils.fields import values_of
 
-_OF_COLUMNS = PartitionSpec(ROWS, None, HEADS)
+_OF_COLUMNS: Any = PartitionSpec(ROWS, None, HEADS)
 
 
 class Writes(NamedTuple):
@@ -93,12 +93,12 @@ class OpenRecurrent(Recurrent, kw_only=True):
 
     def truncate(self, length: Int[Array, " b"]) -> Recurrent:
         """Return the cache after the tokens before `length`; others have neither written nor let the state decay."""
-        if self.trail is None or self.trail.writes is None:
+        trail = self.trail
+        if trail is None or trail.writes is None:
             raise ValueError("a recurrent layer cannot take back tokens that were read before it was opened.")
-        position, inputs, writes = self.trail
-        kept = (position >= 0) & (position < length[:, None])
-        columns = jnp.concatenate([self.columns, inputs], axis=1)
-        at = kept[:, None, None]
+        kept = (trail.position >= 0) & (trail.position < length[:, None])
+        columns = jnp.concatenate([self.columns, trail.inputs], axis=1)
+        writes, at = trail.writes, kept[:, None, None]
         writes = writes._replace(u=jnp.where(at[..., None], writes.u, 0), decay=jnp.where(at, writes.decay, 0))
         newest = _newest(columns, kept.sum(1, dtype=jnp.int32), self.columns.shape[1])
         return Recurrent(columns=newest, state=written(self.state, writes))

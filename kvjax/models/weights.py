@@ -86,23 +86,28 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     def gated_delta(rule: DeltaRule) -> GatedDelta:
         keys, values = rule.key_heads * rule.key_width, rule.value_heads * rule.value_width
         return GatedDelta(
-            **{name: linear(keys, config.width, bias=False) for name in ("query", "key")},
-            **{name: linear(values, config.width, bias=False) for name in ("value", "gate")},
+            query=linear(keys, config.width, bias=False),
+            key=linear(keys, config.width, bias=False),
+            value=linear(values, config.width, bias=False),
+            gate=linear(values, config.width, bias=False),
             output=linear(config.width, values, bias=False),
-            **{name: leaf(rule.value_heads, config.width) for name in ("beta", "decay")},
-            **{name: leaf(rule.value_heads) for name in ("decay_bias", "log_rate")},
-            **{name: leaf(keys, rule.taps) for name in ("query_taps", "key_taps")},
+            beta=leaf(rule.value_heads, config.width),
+            decay=leaf(rule.value_heads, config.width),
+            decay_bias=leaf(rule.value_heads),
+            log_rate=leaf(rule.value_heads),
+            query_taps=leaf(keys, rule.taps),
+            key_taps=leaf(keys, rule.taps),
             value_taps=leaf(values, rule.taps),
             norm=Norm(leaf(rule.value_width)),
             key_width=rule.key_width,
         )
 
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
-        attends = config.delta_rule is None or index not in config.delta_rule.layers
-        pre_norms, post_norms = config.pre_norms or not attends, config.post_norms and attends
+        rule = None if shape.attends else config.delta_rule
+        pre_norms, post_norms = config.pre_norms or rule is not None, config.post_norms and rule is None
         return LayerWeights(
             attention_norm=norm() if pre_norms else None,
-            mixer=attention(shape) if attends else gated_delta(config.delta_rule),
+            mixer=attention(shape) if rule is None else gated_delta(rule),
             mlp_norm=norm() if pre_norms and not config.shared_norm else None,
             mlp=mlp(index),
             attention_post_norm=norm() if post_norms else None,
