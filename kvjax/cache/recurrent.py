@@ -93,12 +93,12 @@ class OpenRecurrent(Recurrent, kw_only=True):
 
     def truncate(self, length: Int[Array, " b"]) -> Recurrent:
         """Return the cache after the tokens before `length`; others have neither written nor let the state decay."""
-        if self.trail is None or (writes := self.trail.writes) is None:
+        trail = self.trail
+        if trail is None or trail.writes is None:
             raise ValueError("a recurrent layer cannot take back tokens that were read before it was opened.")
-        position, inputs, _ = self.trail
-        kept = (position >= 0) & (position < length[:, None])
-        columns = jnp.concatenate([self.columns, inputs], axis=1)
-        at = kept[:, None, None]
+        kept = (trail.position >= 0) & (trail.position < length[:, None])
+        columns = jnp.concatenate([self.columns, trail.inputs], axis=1)
+        writes, at = trail.writes, kept[:, None, None]
         writes = writes._replace(u=jnp.where(at[..., None], writes.u, 0), decay=jnp.where(at, writes.decay, 0))
         newest = _newest(columns, kept.sum(1, dtype=jnp.int32), self.columns.shape[1])
         return Recurrent(columns=newest, state=written(self.state, writes))

@@ -19,18 +19,19 @@ from tests.oracles.gated_delta import gated_delta
 ROWS, HEADS, GROUPS, WIDTH, VALUES = 2, 2, 2, 5, 3
 
 
-def drawn(seed: int, count: int, rate: float = 0.1, write: float = 1.0) -> tuple[Operands, np.ndarray]:
-    """Tokens with keys of length 1 that are alike, and a state before them."""
+def drawn(seed: int, count: int, rate: float = 0.1, write: float = 1.0) -> tuple[Any, np.ndarray]:
+    """Operands in NumPy: tokens with keys of length 1 that are alike, and a state before them."""
     rng, heads = np.random.default_rng(seed), (ROWS, HEADS)
     q, k = rng.normal(size=(2, *heads, count, WIDTH))
     k = (k + 1) / np.linalg.norm(k + 1, axis=-1, keepdims=True)
     v = rng.normal(size=(*heads, GROUPS, count, VALUES))
     beta = write * rng.uniform(size=(*heads, GROUPS, count))
     decay = -rate * rng.exponential(size=beta.shape)
-    return Operands(q, k, v, beta, decay), rng.normal(size=(*heads, GROUPS, WIDTH, VALUES))
+    operands: Any = Operands
+    return operands(q, k, v, beta, decay), rng.normal(size=(*heads, GROUPS, WIDTH, VALUES))
 
 
-def arrays(tokens: Operands) -> Operands:
+def arrays(tokens: Any) -> Operands:
     return Operands(*map(jnp.asarray, tokens))
 
 
@@ -49,7 +50,7 @@ def part(tokens: Operands, at: int) -> Operands:
 )
 def test_chunks_equal_the_rule_of_the_paper(seed: int, count: int, rate: float, write: float, segment: int) -> None:
     tokens, state = drawn(seed, count, rate, write)
-    expected, last = gated_delta(*tokens, state)
+    expected, last = gated_delta(*tokens, state=state)
     with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
         # Chunks side by side, as on accelerators.
         patch.setattr(delta_rule, "platform_of", lambda _: "cpu" if segment == 1 else "gpu")
@@ -62,7 +63,7 @@ def test_chunks_equal_the_rule_of_the_paper(seed: int, count: int, rate: float, 
 
 def test_tokens_one_by_one_equal_the_rule_of_the_paper(x64: None) -> None:
     tokens, first = drawn(0, 9)
-    expected, last = gated_delta(*tokens, first)
+    expected, last = gated_delta(*tokens, state=first)
     state, writes = jnp.asarray(first), list[Any]()
     for at in range(9):
         reads = read_token(part(arrays(tokens), at), state)
@@ -89,6 +90,6 @@ def test_inverses_of_triangular_matrices(size: int, x64: None) -> None:
 
 def test_float32_follows_long_texts() -> None:
     tokens, state = drawn(2, 2000, rate=1e-3)
-    _, last = gated_delta(*tokens, state)
+    _, last = gated_delta(*tokens, state=state)
     reads = read_text(Operands(*(jnp.asarray(each, jnp.float32) for each in tokens)), jnp.asarray(state, jnp.float32))
     np.testing.assert_allclose(reads.state, last, atol=1e-4)
