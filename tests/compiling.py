@@ -9,9 +9,13 @@ from typing import Any
 import jax
 from jax._src import compiler
 
-FAST: dict[str, bool | int] = {
+LOOPS = ("simplify-while-loops", "while-loop-invariant-code-motion", "while-loop-constant-sinking")
+"""Passes that make loops faster; those of tests are short."""
+
+FAST: dict[str, bool | int | str] = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,  # workers share the cores: parts of a program only cost more
+    "xla_disable_hlo_passes": ",".join((*LOOPS, "reshape-mover", "tree_reduction_rewriter")),
 }
 
 
@@ -39,11 +43,11 @@ def fast_environment() -> dict[str, str]:
 
 
 @functools.cache
-def _known() -> dict[str, bool | int]:
+def _known() -> dict[str, bool | int | str]:
     return {name: value for name, value in FAST.items() if _is_known({name: value})}
 
 
-def _is_known(options: dict[str, bool | int]) -> bool:
+def _is_known(options: dict[str, bool | int | str]) -> bool:
     """Return whether this version of XLA has an option; without it the suite is slower and nothing else."""
     try:
         jax.jit(lambda x: x + 1, compiler_options=options)(1.0)

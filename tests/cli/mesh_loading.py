@@ -20,6 +20,7 @@ from kvjax.models.checkpoints.loading import read_checkpoint
 from kvjax.models.checkpoints.tensors import Tensor
 from kvjax.models.mlp import DenseMlp
 from kvjax.models.sharding import weight_shardings
+from tests.compiling import compile_fast
 
 
 def in_shards(*fields: Any) -> Tensor:
@@ -35,6 +36,7 @@ def in_shards(*fields: Any) -> Tensor:
 def main(directory: str) -> None:
     """Compare weights, their places and greedy tokens with those on one device."""
     jax.config.update("jax_num_cpu_devices", 8)
+    compile_fast()
     plain = kvjax.load(directory)
     prompts = [list(range(10, 30)), list(range(50, 70))]
     greedy: dict[str, Any] = dict(policy="h2o", budget=12, max_new_tokens=6, temperature=0.0)

@@ -78,7 +78,7 @@ def test_a_mesh_gets_its_shards(tiny: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert run.returncode == 0 and run.stdout.strip() == "all as on one device", run.stderr
 

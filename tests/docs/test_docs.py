@@ -17,6 +17,7 @@ import pytest
 
 import kvjax
 from kvjax.methods import PAPERS, describe
+from tests.compiling import fast_environment
 from tests.fake_engine import FakeEngine, events, served
 from tests.paths import ROOT
 
@@ -139,11 +140,7 @@ def on_eight_devices(line: str) -> str:
 def run_lines(lines: list[str], directory: Path) -> list[dict[str, Any]]:
     """What came of lines, all in one process."""
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("One", "A cat")))
-    environment = os.environ | {
-        "JAX_NUM_CPU_DEVICES": "8",
-        "PYTHONPATH": str(ROOT),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
+    environment = os.environ | fast_environment() | {"JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(ROOT)}
     script = [sys.executable, "-m", "tests.doc_lines"]
     run = subprocess.run(
         script, cwd=directory, env=environment, input="\n".join(lines), capture_output=True, text=True, check=False

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cases import slow
+from tests.compiling import fast_environment
 from tests.docs.notebooks import FILES, run
 
 NAMES = {"quickstart", "write_a_policy", "memory_vs_quality", "train_less", "functional_decode"}
@@ -74,7 +75,7 @@ def check_run(file: Path, without: str = "") -> None:
     for package in ("nbformat", "nbclient", "ipykernel", "matplotlib"):
         pytest.importorskip(package, reason="running notebooks needs the notebooks extra")
     # Compiling takes most of the time.
-    made = run(file, without, JAX_DISABLE_MOST_OPTIMIZATIONS="1", KVJAX_CACHE_DIR="")
+    made = run(file, without, KVJAX_CACHE_DIR="", **fast_environment())
     for cell, stored in zip(made.cells, cells_of(file), strict=True):
         if cell.cell_type == "code" and without not in cell.metadata.get("tags", []):
             ran = "".join(output.get("text", "") for output in cell.outputs)

@@ -22,6 +22,7 @@ import kvjax
 from kvjax.cli import chat
 from kvjax.generation import saved_chat
 from kvjax.generation.chat import Conversation
+from tests.compiling import fast_environment
 from tests.paths import DATA, ROOT
 
 SMALL: dict[str, Any] = dict(policy="h2o", budget=16, max_new_tokens=20, temperature=0.0)
@@ -242,7 +243,7 @@ def test_lines_of_a_pipe_are_turns() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvjax", "chat", *WORDS],
         input="\n".join(TURNS),
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        env=os.environ | fast_environment() | {"JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         capture_output=True,
         text=True,

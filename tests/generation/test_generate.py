@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from kvjax.inference.prepare import prepare
 from kvjax.methods import describe
 from kvjax.utils.settings import config_directories, parse_value, read_config, seed_number
 from tests.cases import slow
+from tests.compiling import fast_environment
 from tests.small_models import GQA, random_model
 
 CONFIGS = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
@@ -95,7 +97,8 @@ def test_what_varies_between_calls_compiles_nothing(model: kvjax.Model) -> None:
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvjax.generate", *arguments]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, encoding="utf-8", check=False)
+    settings = dict[str, Any](env=os.environ | fast_environment(), capture_output=True, text=True, encoding="utf-8")
+    return subprocess.run(command, input=stdin, check=False, **settings)
 
 
 def test_command_line_prints_text_and_a_summary() -> None:

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 import kvjax
+from tests.compiling import fast_environment
 from tests.paths import ROOT
 
 PROMPT = "Once upon a time there was a little dragon"
@@ -21,7 +22,7 @@ PROMPT = "Once upon a time there was a little dragon"
 def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that serves the embedded model on two rows, and its address."""
     words = "serve --model tiny --policy h2o --budget 64 --rows 2 --chunk 64 --port 0 --no-warmup"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | fast_environment() | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "kvjax", *words.split()]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

@@ -253,7 +253,7 @@ def test_a_mesh_is_a_number_for_each_axis() -> None:
 def test_a_mesh_trains_as_one_device_does(tmp_path: Path) -> None:
     """And goes on with what another mesh has saved; in a process with eight devices."""
     words = [sys.executable, "-m", "tests.training.less.mesh_training", str(tmp_path)]
-    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0 and run.stdout.endswith("all as on one device\n"), run.stderr
 
 
