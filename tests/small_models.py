@@ -108,6 +108,10 @@ _LLAMA4 = {"num_hidden_layers": 4, "head_dim": 24, "intermediate_size_mlp": 80, 
 _LLAMA4 |= {"interleave_moe_layer_step": 2, "floor_scale": 16, "attention_chunk_size": 512}
 _LLAMA4 |= {"rope_parameters": _LLAMA3 | {"high_freq_factor": 1.0}, "no_rope_layers": []}
 
+_GEMMA4 = {"num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32, "sliding_window": 16}
+_GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+_GEMMA4 |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128}
+
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
     "llama-gqa": lambda: _huggingface("LlamaConfig"),
@@ -218,6 +222,12 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={"full_attention": _LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
     ),
+    "gemma4": lambda: _huggingface("Gemma4TextConfig", **_GEMMA4),
+    "gemma4-experts": lambda: _huggingface(
+        "Gemma4TextConfig",
+        **_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
+        **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
+    ),
 }
 """Hugging Face configs of every variant that kvjax reads."""
 
@@ -237,5 +247,8 @@ def random_checkpoint(name: str, directory: Path, vocab_size: int | None = None,
         for place, parameter in model.named_parameters():
             if parameter.ndim == 1 or place.endswith("bias"):  # biases and norm scales start as zeros and ones
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        for place, buffer in model.named_buffers():
+            if place.endswith("layer_scalar"):
+                buffer.add_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(directory, **saving)
     return model

@@ -20,11 +20,14 @@ from pallas_kernels.attention import wide
 
 @struct.dataclass
 class Attention:
-    """Weights of grouped-query attention; the last three are None in models without them."""
+    """Weights of grouped-query attention.
+
+    `value` is None if values are the projected keys; the last three are None in models without them.
+    """
 
     query: Linear
     key: Linear
-    value: Linear
+    value: Linear | None
     output: Linear
     query_norm: Norm | None = None
     key_norm: Norm | None = None
@@ -77,7 +80,8 @@ class Attention:
         Query head i uses KV head i // g: the heads of one group are adjacent.
         """
         b, t, _ = x.shape
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        q, k = self.query(x), self.key(x)
+        v = k if self.value is None else self.value(x)
         if config.query_key_norm_over == "heads":
             q, k = self._normalise_heads(config, q, k)
         q = q.reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
@@ -85,6 +89,7 @@ class Attention:
         v = v.reshape(b, t, shape.kv_heads, shape.value_width)
         if shape.normed and config.query_key_norm_over == "head":
             q, k = normalise(self.query_norm, q, config), normalise(self.key_norm, k, config)
+        v = normalise(None, v, config) if config.value_norms else v
         if config.qkv_clip is not None:
             q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
         growth = config.query_growth

@@ -28,6 +28,8 @@ class Mixture:
         probability: function from the router's logits to the weights of experts.
         weighted_inputs: True if weights multiply the inputs of experts, and not their outputs (Llama 4).
         shared_width: inner size of an expert that every token uses, with weight 1; None for none.
+        beside_mlp: True if experts and the MLP read the same hidden states, with norms of their own, and are added
+            (Gemma 4).
     """
 
     count: int
@@ -39,6 +41,7 @@ class Mixture:
     probability: Literal["softmax", "sigmoid"] = "softmax"
     weighted_inputs: bool = False
     shared_width: int | None = None
+    beside_mlp: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.used <= self.count:
@@ -81,7 +84,12 @@ class ModelConfig:
         max_positions: longest sequence that the model was trained for, in tokens.
         chunked: True if some layers attend within chunks of at least `max_positions` tokens (Llama 4). A text must fit
             into one chunk.
-        value_width: size of one head's values; None for `head_width`.
+        value_width: size of one head's values; None for that of its keys.
+        head_widths: size of one head in each layer, replacing `head_width`; None for `head_width` in all layers.
+        layer_kv_heads: key and value heads of each layer, replacing `kv_heads`; None for `kv_heads` in all layers.
+        mlp_widths: inner size of the MLP of each layer, replacing `mlp_width`; None for `mlp_width` in all layers.
+        tied_values: True for each layer whose values are its projected keys, before norm and RoPE (Gemma 4); None for
+            a projection of their own in all layers.
         norm: `rms` or `layer` normalization.
         norm_eps: constant added to the variance.
         activation: activation function of the MLP.
@@ -102,9 +110,11 @@ class ModelConfig:
         post_norms: True if the outputs of attention and MLP are also normalized before they are added (Gemma 2).
         query_key_norms: True if queries and keys are normalized before RoPE (Qwen3).
         query_key_norm_over: what these norms take the mean square of: each head, or all `heads` together (OLMo 2).
+        value_norms: True if each head of values is normalized, without a scale (Gemma 4).
         query_key_scales: True if these norms have learned scales. Without scales, only layers with RoPE have such norms
             (Llama 4).
         residual_scale: factor of the outputs of attention and MLP where they are added (Granite); None for 1.
+        layer_scales: True if the hidden states after each layer are multiplied by a learned number (Gemma 4).
         shared_norm: True if the MLP uses the norm of the attention (`parallel` blocks only).
         qkv_bias: True if the query, key and value projections add a bias.
         output_bias: True if the attention's output projection adds a bias.
@@ -138,6 +148,10 @@ class ModelConfig:
     max_positions: int
     chunked: bool = False
     value_width: int | None = None
+    head_widths: tuple[int, ...] | None = None
+    layer_kv_heads: tuple[int, ...] | None = None
+    mlp_widths: tuple[int, ...] | None = None
+    tied_values: tuple[bool, ...] | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
@@ -157,8 +171,10 @@ class ModelConfig:
     post_norms: bool = False
     query_key_norms: bool = False
     query_key_norm_over: Literal["head", "heads"] = "head"
+    value_norms: bool = False
     query_key_scales: bool = True
     residual_scale: float | None = None
+    layer_scales: bool = False
     shared_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -218,18 +234,20 @@ class ModelConfig:
         if self.position == "alibi":
             of_heads = alibi_slopes(self.heads) if self.slopes is None else np.array(self.slopes)
             slopes = tuple(map(tuple, of_heads.reshape(self.kv_heads, self.groups).tolist()))
-        scale = self.head_width**-0.5 if self.attention_scale is None else self.attention_scale
-        scales = (scale,) * self.layers if self.attention_scales is None else self.attention_scales
+        widths, kv_heads = self.widths_of_heads, self.kv_heads_of_layers
+        scales = self.attention_scales
+        if scales is None:
+            scales = [width**-0.5 if self.attention_scale is None else self.attention_scale for width in widths]
         windows = (self.sliding_window,) * self.layers if self.windows is None else self.windows
         bounded = [window for window in windows if window is not None]
         furthest = max(bounded) if len(bounded) == self.layers else None
         return tuple(
             LayerConfig(
                 width=self.width,
-                kv_heads=self.kv_heads // self.spread.heads,
-                groups=self.groups,
-                key_width=self.head_width,
-                value_width=self.head_width if self.value_width is None else self.value_width,
+                kv_heads=kv_heads[index] // self.spread.heads,
+                groups=self.heads // kv_heads[index],
+                key_width=widths[index],
+                value_width=widths[index] if self.value_width is None else self.value_width,
                 rope=rope,
                 scale=scale,
                 soft_cap=self.soft_cap,
@@ -239,7 +257,7 @@ class ModelConfig:
                 spread=self.spread,
                 normed=self.query_key_norms and (self.query_key_scales or rope is not None),
             )
-            for scale, window, rope in zip(scales, windows, self._layer_ropes, strict=True)
+            for index, (scale, window, rope) in enumerate(zip(scales, windows, self._layer_ropes, strict=True))
         )
 
     def layer(self, index: int) -> LayerConfig:
@@ -247,16 +265,33 @@ class ModelConfig:
         return self.layer_configs[index]
 
     @property
+    def widths_of_heads(self) -> tuple[int, ...]:
+        """Size of one head of queries and keys in each layer."""
+        return self.head_widths or (self.head_width,) * self.layers
+
+    @property
+    def kv_heads_of_layers(self) -> tuple[int, ...]:
+        """Key and value heads of each layer, on all devices."""
+        return self.layer_kv_heads or (self.kv_heads,) * self.layers
+
+    @property
+    def widths_of_mlps(self) -> tuple[int, ...]:
+        """Inner size of the MLP of each layer, on all devices."""
+        return self.mlp_widths or (self.mlp_width,) * self.layers
+
+    @property
     def _layer_ropes(self) -> tuple[Rope | None, ...]:
         return (self.rope,) * self.layers if self.ropes is None else self.ropes
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly.")
-        for name in ("windows", "ropes", "attention_scales"):
+        by_layer = ("head_widths", "layer_kv_heads", "mlp_widths", "tied_values")
+        for name in ("windows", "ropes", "attention_scales", *by_layer):
             entries = getattr(self, name)
             if entries is not None and len(entries) != self.layers:
                 raise ValueError(f"{name} has {len(entries)} entries for {self.layers} layers; give one for each.")
+        for kv_heads in self.kv_heads_of_layers:
+            if self.heads % kv_heads:
+                raise ValueError(f"{self.heads} query heads cannot share {kv_heads} KV heads evenly.")
         positive = ("value_width", "embedding_scale", "qkv_clip", "attention_scale", "soft_cap", "logit_soft_cap")
         for name in (*positive, "logit_scale", "residual_scale", "sliding_window"):
             value = getattr(self, name)
@@ -277,9 +312,9 @@ class ModelConfig:
             ropes = f"rope={self.rope}" if self.ropes is None else f"ropes={self.ropes}"
             remedy = "give a Rope" if self.position == "rope" else "leave it None"
             raise ValueError(f"position={self.position!r} does not fit {ropes}; {remedy}.")
-        for rope in self._layer_ropes:
-            if rope is not None and rope.width > self.head_width:
-                raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
+        for rope, width in zip(self._layer_ropes, self.widths_of_heads, strict=True):
+            if rope is not None and rope.width > width:
+                raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {width}.")
         if self.query_key_norm_over == "heads" and (self.norm != "rms" or self.norm_offset or not self.query_key_norms):
             raise ValueError("query_key_norm_over='heads' goes with query_key_norms=True and plain RMS norms only.")
         if not self.query_key_scales and (self.query_key_norm_over == "heads" or not self.query_key_norms):

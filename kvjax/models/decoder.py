@@ -52,7 +52,8 @@ class LayerWeights:
     """Weights of one decoder block.
 
     `attention_norm` is None if only outputs are normalized, and `mlp_norm` also if attention and MLP share one norm.
-    `mixer`, a `Mixer`, and `mlp` are pytrees. The last two are None in models without them.
+    `mixer`, a `Mixer`, and `mlp` are pytrees. The last three are None in models without them; `scale` multiplies the
+    hidden states after the layer.
     """
 
     attention_norm: Norm | None
@@ -61,6 +62,7 @@ class LayerWeights:
     mlp: Callable[[Float[Array, "b t width"], ModelConfig], Float[Array, "b t width"]]
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
+    scale: Float[Array, "1"] | None = None
 
 
 class RoundedFrom(NamedTuple):
@@ -171,10 +173,12 @@ def block(
 
     if config.parallel:
         mlp_input = normed if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config)
-        return x + scaled(mixed) + scaled(weights.mlp(mlp_input, config)), cache
-    x = x + scaled(mixed)
-    y = weights.mlp(x if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config), config)
-    return x + scaled(y if weights.mlp_post_norm is None else normalise(weights.mlp_post_norm, y, config)), cache
+        x = x + scaled(mixed) + scaled(weights.mlp(mlp_input, config))
+    else:
+        x = x + scaled(mixed)
+        y = weights.mlp(x if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config), config)
+        x = x + scaled(y if weights.mlp_post_norm is None else normalise(weights.mlp_post_norm, y, config))
+    return x if weights.scale is None else x * weights.scale, cache
 
 
 def layers_of(weights: Weights, config: ModelConfig, policy: Policy | None = None) -> list[Layer]:

@@ -89,7 +89,7 @@ def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
     names = [name for name in MESH_AXES if name in mesh.axis_names]
     devices = np.transpose(mesh.devices, [mesh.axis_names.index(name) for name in names])
     data, model, slots = (mesh.shape.get(axis, 1) for axis in MESH_AXES)
-    heads = math.gcd(config.kv_heads, model)
+    heads = math.gcd(model, *config.kv_heads_of_layers)
     shape = data, heads, model // heads * slots
     return Mesh(devices.reshape(shape), (ROWS, HEADS, SLOTS), axis_types=(AxisType.Auto,) * 3)
 
@@ -136,13 +136,14 @@ def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = Fa
         return config
     devices = mesh.shape[HEADS] * mesh.shape[SLOTS]
     # If one device has all heads, no sum follows attention; sharded output weights would need one.
-    shares_outputs = mesh.shape[HEADS] > 1 and config.heads * (config.value_width or config.head_width) % devices == 0
+    widths = config.widths_of_heads if config.value_width is None else (config.value_width,)
+    shares_outputs = mesh.shape[HEADS] > 1 and not any(config.heads * width % devices for width in widths)
     spread = Spread(
         heads=mesh.shape[HEADS],
         slots=mesh.shape[SLOTS] if shares_slots else 1,
         queries=1 if shares_slots else mesh.shape[SLOTS],
         outputs=mesh.shape[SLOTS] if shares_outputs else 1,
-        mlp=devices > 1 and config.mlp_width % devices == 0,
+        mlp=devices > 1 and not any(width % devices for width in config.widths_of_mlps),
         experts=devices > 1 and config.mixture is not None and config.mixture.divides(devices),
         vocab=devices > 1 and config.vocab_size % devices == 0,
     )

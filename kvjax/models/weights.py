@@ -21,6 +21,7 @@ from kvjax.models.experts import Experts
 from kvjax.models.integers import OFFSET
 from kvjax.models.linear import Linear, Norm
 from kvjax.models.mlp import DenseMlp
+from kvjax.models.mlp_and_experts import MlpAndExperts
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 16
@@ -59,32 +60,47 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             down=linear(*count, config.width, inner, bias=config.mlp_bias),
         )
 
-    def mlp(index: int) -> DenseMlp | Experts:
+    def mlp(index: int) -> DenseMlp | Experts | MlpAndExperts:
         mixture = config.mixture
         if mixture is None or index in mixture.dense_layers:
-            return dense(config.mlp_width)
+            return dense(config.widths_of_mlps[index])
         router_bias = leaf(mixture.count) if mixture.router_bias else None
         shared = None if mixture.shared_width is None else dense(mixture.shared_width)
-        return Experts(leaf(mixture.count, config.width), dense(mixture.width, mixture.count), router_bias, shared)
+        experts = Experts(leaf(mixture.count, config.width), dense(mixture.width, mixture.count), router_bias, shared)
+        if not mixture.beside_mlp:
+            return experts
+        return MlpAndExperts(
+            dense_norm=norm(),
+            dense=dense(config.widths_of_mlps[index]),
+            dense_post_norm=norm(),
+            router_scale=leaf(config.width),
+            experts_norm=norm(),
+            experts=experts,
+            experts_post_norm=norm(),
+            expert_scales=leaf(mixture.count),
+        )
 
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
         heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
         scaled = config.query_key_norms and config.query_key_scales
+        own_norms = config.mixture is not None and config.mixture.beside_mlp  # of the MLP and of the experts
+        values = linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias)
         return LayerWeights(
             attention_norm=norm() if config.pre_norms else None,
             mixer=Attention(
                 query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
                 key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
-                value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
+                value=None if config.tied_values and config.tied_values[index] else values,
                 output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
                 query_norm=norm(heads * shape.key_width) if scaled else None,
                 key_norm=norm(kv_heads * shape.key_width) if scaled else None,
                 sink_logits=leaf(shape.heads) if config.sinks else None,
             ),
-            mlp_norm=norm() if config.pre_norms and not config.shared_norm else None,
+            mlp_norm=norm() if config.pre_norms and not (config.shared_norm or own_norms) else None,
             mlp=mlp(index),
             attention_post_norm=norm() if config.post_norms else None,
             mlp_post_norm=norm() if config.post_norms else None,
+            scale=leaf(1) if config.layer_scales else None,
         )
 
     learned = config.position == "learned"

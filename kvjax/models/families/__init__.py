@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families import falcon, gemma, gpt, gpt_oss, llama, llama4, mistral, mpt, olmo, qwen
+from kvjax.models.families import falcon, gemma, gemma4, gpt, gpt_oss, llama, llama4, mistral, mpt, olmo, qwen
 from kvjax.models.families.family import Family as Family
 from kvjax.models.families.family import LoadError as LoadError
 from kvjax.models.families.family import Settings as Settings
@@ -16,7 +16,7 @@ from kvjax.models.families.settings import special_token_ids as special_token_id
 
 FAMILIES: Mapping[str, Family] = {
     model_type: family
-    for module in (llama, llama4, mistral, qwen, olmo, gpt_oss, gemma, falcon, gpt, mpt)
+    for module in (llama, llama4, mistral, qwen, olmo, gpt_oss, gemma, gemma4, falcon, gpt, mpt)
     for model_type, family in module.FAMILIES.items()
 }
 """Family of each `model_type`."""

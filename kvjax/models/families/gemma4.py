@@ -1,0 +1,139 @@
+"""Gemma 4 (text): Gemma 3 with wider heads in layers without a window, norms of values, and a factor of each layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.models.config import Mixture, ModelConfig
+from kvjax.models.families.family import SIZES, Family, LoadError, Settings, Source, fused_experts, module_sources
+from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
+from kvjax.models.families.settings import (
+    LAYER_TYPES,
+    flag,
+    integer,
+    optional_integer,
+    optional_number,
+    read_layer_types,
+    read_windows,
+    ropes_of_layers,
+)
+
+_FULL, _SLIDING = LAYER_TYPES
+_ROPES = {
+    _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    _FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
+
+def _layer_types(settings: Settings) -> list[str]:
+    """Return the type of each layer, by default with a window in five of six; the last layer has none."""
+    layers = integer(settings, "num_hidden_layers")
+    *others, _ = read_layer_types(settings, [LAYER_TYPES[(index + 1) % 6 > 0] for index in range(layers)])
+    return [*others, _FULL]
+
+
+def _of_layers(settings: Settings, types: list[str], key: str) -> tuple[int, ...]:
+    """Return a size of each layer: `key`, unless `per_layer_config` or a setting of layers without a window has more.
+
+    transformers writes `per_layer_config`; other config.json have `global_head_dim` and `num_global_key_value_heads`.
+    """
+    sizes, of_layers = [integer(settings, key)] * len(types), settings.get("per_layer_config")
+    if of_layers is None:
+        names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+        tied = flag(settings, "attention_k_eq_v")
+        whole = optional_integer(settings, names[key]) if key == "head_dim" or tied else None
+        return tuple(whole or size if kind == _FULL else size for kind, size in zip(types, sizes, strict=True))
+    if not isinstance(of_layers, dict) or not all(isinstance(layer, dict) for layer in of_layers.values()):
+        raise LoadError(f"per_layer_config must have an object for some layers, not {of_layers!r}.")
+    for name, layer in of_layers.items():
+        if not name.isdecimal() or int(name) >= len(types):
+            raise LoadError(f"per_layer_config has {name!r}, which is the number of none of {len(types)} layers.")
+        if layer.get(key) is not None:
+            sizes[int(name)] = integer(layer, key)
+    return tuple(sizes)
+
+
+def _mixture(settings: Settings) -> Mixture | None:
+    if not flag(settings, "enable_moe_block"):
+        return None
+    sizes = (integer(settings, key) for key in ("num_experts", "top_k_experts", "moe_intermediate_size"))
+    return Mixture(*sizes, beside_mlp=True)
+
+
+def _gemma4(settings: Settings) -> ModelConfig:
+    types = _layer_types(settings)
+    plain: dict[str, Any] = {**settings, "rope_parameters": None, "hidden_act": settings["hidden_activation"]}
+    tied = flag(settings, "attention_k_eq_v")
+    shape = llama_config(
+        plain,
+        embedding_scale=integer(settings, "hidden_size") ** 0.5,
+        attention_scale=1.0,
+        windows=read_windows({**settings, "layer_types": types}, types),
+        head_widths=_of_layers(settings, types, "head_dim"),
+        layer_kv_heads=_of_layers(settings, types, "num_key_value_heads"),
+        tied_values=tuple(tied and kind == _FULL for kind in types),
+        mixture=_mixture(settings),
+        post_norms=True,
+        query_key_norms=True,
+        value_norms=True,
+        layer_scales=True,
+        logit_soft_cap=optional_number(settings, "final_logit_softcapping"),
+    )
+    parameters = settings.get("rope_parameters") or _ROPES
+    return dataclasses.replace(shape, ropes=ropes_of_layers({**settings, "rope_parameters": parameters}, shape, 10_000.0))
+
+
+def _variant(config: ModelConfig) -> Mapping[str, Source]:
+    return {} if config.mixture is None else _EXPERTS
+
+
+_LAYER, _MLP = "model.layers.{layer}", "layers.mlp"
+_NORMS = {
+    "layers.attention_post_norm": "post_attention_layernorm",
+    "layers.mlp_norm": "pre_feedforward_layernorm",
+    "layers.mlp_post_norm": "post_feedforward_layernorm",
+}
+_EXPERTS: Mapping[str, Source] = {
+    **module_sources(
+        "model.layers",
+        {
+            f"{_MLP}.dense_norm": "pre_feedforward_layernorm",
+            f"{_MLP}.dense_post_norm": "post_feedforward_layernorm_1",
+            f"{_MLP}.experts_norm": "pre_feedforward_layernorm_2",
+            f"{_MLP}.experts_post_norm": "post_feedforward_layernorm_2",
+            **{f"{_MLP}.dense.{leaf}": f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")},
+        },
+    ),
+    f"{_MLP}.router_scale": Source(f"{_LAYER}.router.scale"),
+    f"{_MLP}.experts.router": Source(f"{_LAYER}.router.proj.weight"),
+    f"{_MLP}.expert_scales": Source(f"{_LAYER}.router.per_expert_scale"),
+    **{f"{_MLP}.experts.experts.{leaf}.weight": source for leaf, source in fused_experts(_LAYER).items()},
+}
+FAMILIES: Mapping[str, Family] = {
+    "gemma4_text": Family(
+        _gemma4,
+        {
+            **LLAMA_SOURCES,
+            **module_sources("model.layers", _NORMS),
+            **QUERY_KEY_NORMS,
+            "layers.scale": Source(f"{_LAYER}.layer_scalar"),
+        },
+        {
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "global_head_dim": 512,
+            "rope_theta": 1_000_000.0,
+        },
+        {
+            "use_bidirectional_attention": (None, "vision"),  # without an image, all tokens are causal
+            "hidden_size_per_layer_input": (None, 0),
+            "num_kv_shared_layers": (None, 0),
+        },
+        variant=_variant,
+        looked_up=(*SIZES, "num_key_value_heads", "head_dim", "sliding_window"),
+    ),
+}
