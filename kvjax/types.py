@@ -140,6 +140,8 @@ class TokenBatch(struct.PyTreeNode):
     """Random seed of the row; numbers drawn from it depend only on layer, head and position."""
     rope_length: Int[Array, " b"] | None = None
     """Length of the row's text that its RoPE frequencies are those of; None if they do not depend on it."""
+    embedding: Float[Array, "b t width"] | None = None
+    """Hidden states before the first layer, if later layers read them; None otherwise."""
     given: bool = setting(True)
     """True if the tokens are given text (a prompt, a turn), False if the model generated them."""
     replayed: bool = setting(False)
@@ -189,8 +191,10 @@ class TokenBatch(struct.PyTreeNode):
     def part(self, start: int | Int[Array, ""], size: int) -> Self:
         """Return some successive tokens of each row, as they are read after the tokens before them."""
         read = jnp.minimum(self.read, self.read - self.counts + start + size)
-        token, position = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (self.token, self.position))
-        return self.replace(token=token, position=position, read=read)
+        arrays = self.token, self.position, self.embedding
+        cut = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1), arrays)
+        token, position, embedding = cut
+        return self.replace(token=token, position=position, embedding=embedding, read=read)
 
     def at_last(self, hidden: Float[Array, "b t width"], otherwise: Float[Array, "b width"]) -> Float[Array, "b width"]:
         """Return the hidden state of each row's last given token, or `otherwise` if that token is not among these."""

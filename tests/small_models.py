@@ -223,6 +223,9 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         rope_parameters={"full_attention": _LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
     ),
     "gemma4": lambda: _huggingface("Gemma4TextConfig", **_GEMMA4),
+    "gemma4-layer-embeddings": lambda: _huggingface(
+        "Gemma4TextConfig", **_GEMMA4 | {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 128}
+    ),
     "gemma4-experts": lambda: _huggingface(
         "Gemma4TextConfig",
         **_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},

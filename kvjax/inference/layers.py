@@ -14,7 +14,7 @@ from kvjax.cache.evict import foreseen, victims_of
 from kvjax.cache.layer import Caches, LayerCache
 from kvjax.cache.pending import sum_over_layers
 from kvjax.inference.cache import Bound, Cache
-from kvjax.models.decoder import Layer, block, embed
+from kvjax.models.decoder import Layer, begin, block
 from kvjax.rope import Turns
 from kvjax.types import Kernels, TokenBatch, View, wide
 
@@ -100,7 +100,7 @@ def _waits(decoder: Bound, cache: Cache, reading: TokenBatch) -> bool:
 
 
 def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache, Float[Array, "b t width"]]:
-    x = embed(decoder.weights, decoder.config, reading.token, reading.position)
+    reading, x = begin(decoder.weights, decoder.config, reading)
     layers, score = decoder.layers, decoder.policy.score
     ropes = [shape.rope for shape in decoder.config.layer_configs]
     of_rope = {rope: reading.turns(rope, x.dtype) for rope in dict.fromkeys(ropes) if rope is not None}
@@ -176,7 +176,7 @@ def read_block(
     `slots` are those per head that a whole prompt leaves in each layer, which the plan then allocates to heads; None
     for a chunk or a turn, after which caches are as large as before. Return caches, and hidden states.
     """
-    x = embed(decoder.weights, decoder.config, reading.token, reading.position)
+    reading, x = begin(decoder.weights, decoder.config, reading)
     sizes: Sequence[int | None] = [None] * len(caches) if slots is None else slots
     grown = [cache.grow(size) for cache, size in zip(caches, sizes, strict=True)]
     caches, _, x = read(decoder.layers, grown, reading, x)

@@ -27,7 +27,7 @@ from kvjax.inference.sharding import (
     scatter_slots,
 )
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Layer, Weights, embed, unembed
+from kvjax.models.decoder import Layer, Weights, begin, unembed
 from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.types import OF_HEADS, OF_ROWS, Kernels, PyTree, TokenBatch
@@ -117,14 +117,13 @@ def _texts(prompts: Prompts) -> tuple[Any, ...]:
 def _begin(
     weights: Weights, *texts: Array, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[TokenBatch, Float[Array, "b n width"]]:
-    def begin(weights: Weights, *texts: Array) -> tuple[TokenBatch, Float[Array, "b n width"]]:
-        reading = _reading(*texts)
-        return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
+    def begin_on_device(weights: Weights, *texts: Array) -> tuple[TokenBatch, Float[Array, "b n width"]]:
+        return begin(weights, on_device(config, mesh), _reading(*texts))
 
     def specs() -> tuple[PyTree, PyTree]:
         return (weight_specs(weights, config, mesh), *(OF_ROWS,) * len(texts)), OF_ROWS
 
-    return on_mesh(begin, mesh, specs)(weights, *texts)
+    return on_mesh(begin_on_device, mesh, specs)(weights, *texts)
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "kernels", "mesh"), donate_argnames="x")

@@ -18,7 +18,7 @@ from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import longest_text
 from kvjax.inference.sharding import gather_slots, run_on_mesh, scatter_slots
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import block, embed
+from kvjax.models.decoder import begin, block
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import Replay
 from kvjax.policies.stats import Seen, is_request
@@ -98,7 +98,7 @@ def replayed_queries(
 
 def _pending(decoder: Bound, slots: tuple[Slots, ...], reading: TokenBatch) -> list[Pending]:
     # Attention statistics and tokens of each layer, from a text that follows the cache and gets no slots.
-    x, pending = embed(decoder.weights, decoder.config, reading.token, reading.position), list[Pending]()
+    (reading, x), pending = begin(decoder.weights, decoder.config, reading), list[Pending]()
     for layer, cache in zip(decoder.layers, slots, strict=True):
         x, after = block(layer, cache.grow(), reading, x)
         pending.append(after.pending)

@@ -70,6 +70,19 @@ class QueryGrowth:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerEmbeddings:
+    """Embeddings of tokens that each layer has for itself (Gemma 3n and 4).
+
+    Args:
+        width: size of an embedding.
+        vocab_size: tokens in the table of each layer; later ones have the embedding of token 0.
+    """
+
+    width: int
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a model: everything that defines its computation, except the values of its weights.
 
@@ -103,6 +116,7 @@ class ModelConfig:
         ropes: RoPE of each layer (None for a layer without), replacing `rope`; None for `rope` in all layers.
         slopes: ALiBi slope of each query head; None for the slopes of Press et al. (2022).
         embedding_scale: factor of token embeddings, rounded to their dtype (Gemma: sqrt(width)); None for no scaling.
+        layer_embeddings: embeddings of tokens of each layer; None for a model without them.
         position_offset: offset added to positions before they index the table of learned embeddings.
         norm_bias: True if norms add an offset.
         norm_offset: True if norms multiply by 1 + scale (Gemma).
@@ -164,6 +178,7 @@ class ModelConfig:
     ropes: tuple[Rope | None, ...] | None = None
     slopes: tuple[float, ...] | None = None
     embedding_scale: float | None = None
+    layer_embeddings: LayerEmbeddings | None = None
     position_offset: int = 0
     norm_bias: bool = False
     norm_offset: bool = False

@@ -15,6 +15,7 @@ from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.slots import Slots
 from kvjax.cache.uncached import Uncached
 from kvjax.models.config import ModelConfig
+from kvjax.models.layer_embedding import LayerEmbedding
 from kvjax.models.linear import Linear, Norm, normalise
 from kvjax.policies.policy import Policy
 from kvjax.rope import Turns
@@ -52,7 +53,7 @@ class LayerWeights:
     """Weights of one decoder block.
 
     `attention_norm` is None if only outputs are normalized, and `mlp_norm` also if attention and MLP share one norm.
-    `mixer`, a `Mixer`, and `mlp` are pytrees. The last three are None in models without them; `scale` multiplies the
+    `mixer`, a `Mixer`, and `mlp` are pytrees. The last four are None in models without them; `scale` multiplies the
     hidden states after the layer.
     """
 
@@ -62,6 +63,7 @@ class LayerWeights:
     mlp: Callable[[Float[Array, "b t width"], ModelConfig], Float[Array, "b t width"]]
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
+    embedding: LayerEmbedding | None = None
     scale: Float[Array, "1"] | None = None
 
 
@@ -121,6 +123,12 @@ def embed(
     return x
 
 
+def begin(weights: Weights, config: ModelConfig, reading: TokenBatch) -> tuple[TokenBatch, Float[Array, "b t width"]]:
+    """Return tokens as the layers of a model read them, and hidden states before the first layer."""
+    x = embed(weights, config, reading.token, reading.position)
+    return reading if config.layer_embeddings is None else reading.replace(embedding=x), x
+
+
 class Layer(struct.PyTreeNode):
     """One layer of a model, and the policy as the layer uses it."""
 
@@ -178,6 +186,8 @@ def block(
         x = x + scaled(mixed)
         y = weights.mlp(x if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config), config)
         x = x + scaled(y if weights.mlp_post_norm is None else normalise(weights.mlp_post_norm, y, config))
+    if weights.embedding is not None:
+        x = x + weights.embedding(x, reading, config)
     return x if weights.scale is None else x * weights.scale, cache
 
 
@@ -215,7 +225,7 @@ def forward(
     # The causal mask hides padding from real tokens, but ids outside the table would still give NaN.
     tokens = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
     reading = TokenBatch.of_text(tokens, lengths)
-    x = embed(weights, config, tokens, reading.position)
+    reading, x = begin(weights, config, reading)
     for layer in layers_of(weights, config):
         limit = jnp.zeros((len(tokens), layer.shape.kv_heads), jnp.int32)  # no slots, as nothing is kept
         has_slots = layer.weights.mixer.cache_kind is Slots

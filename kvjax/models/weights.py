@@ -15,10 +15,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, PRNGKeyArray, UInt8
 
 from kvjax.models.attention import Attention
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import LayerEmbeddings, ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights
 from kvjax.models.experts import Experts
 from kvjax.models.integers import OFFSET
+from kvjax.models.layer_embedding import LayerEmbedding
 from kvjax.models.linear import Linear, Norm
 from kvjax.models.mlp import DenseMlp
 from kvjax.models.mlp_and_experts import MlpAndExperts
@@ -80,6 +81,16 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             expert_scales=leaf(mixture.count),
         )
 
+    def embedding(sizes: LayerEmbeddings) -> LayerEmbedding:
+        return LayerEmbedding(
+            table=linear(sizes.vocab_size, sizes.width, bias=False),
+            context=linear(sizes.width, config.width, bias=False),
+            context_norm=norm(sizes.width),
+            narrow=linear(sizes.width, config.width, bias=False),
+            widen=linear(config.width, sizes.width, bias=False),
+            norm=norm(),
+        )
+
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
         heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
         scaled = config.query_key_norms and config.query_key_scales
@@ -100,6 +111,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             mlp=mlp(index),
             attention_post_norm=norm() if config.post_norms else None,
             mlp_post_norm=norm() if config.post_norms else None,
+            embedding=None if config.layer_embeddings is None else embedding(config.layer_embeddings),
             scale=leaf(1) if config.layer_scales else None,
         )
 

@@ -6,8 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.models.config import Mixture, ModelConfig
-from kvjax.models.families.family import SIZES, Family, LoadError, Settings, Source, fused_experts, module_sources
+from kvjax.models.config import LayerEmbeddings, Mixture, ModelConfig
+from kvjax.models.families.family import (
+    SIZES,
+    Family,
+    LoadError,
+    Settings,
+    Shape,
+    Source,
+    Tensor,
+    fused_experts,
+    module_sources,
+)
 from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
 from kvjax.models.families.settings import (
     LAYER_TYPES,
@@ -62,6 +72,15 @@ def _mixture(settings: Settings) -> Mixture | None:
     return Mixture(*sizes, beside_mlp=True)
 
 
+def _layer_embeddings(settings: Settings) -> LayerEmbeddings | None:
+    width = settings.get("hidden_size_per_layer_input")
+    if width in (None, 0):
+        return None
+    return LayerEmbeddings(
+        integer(settings, "hidden_size_per_layer_input"), integer(settings, "vocab_size_per_layer_input")
+    )
+
+
 def _gemma4(settings: Settings) -> ModelConfig:
     types = _layer_types(settings)
     plain: dict[str, Any] = {**settings, "rope_parameters": None, "hidden_act": settings["hidden_activation"]}
@@ -75,6 +94,7 @@ def _gemma4(settings: Settings) -> ModelConfig:
         layer_kv_heads=_of_layers(settings, types, "num_key_value_heads"),
         tied_values=tuple(tied and kind == _FULL for kind in types),
         mixture=_mixture(settings),
+        layer_embeddings=_layer_embeddings(settings),
         post_norms=True,
         query_key_norms=True,
         value_norms=True,
@@ -87,6 +107,22 @@ def _gemma4(settings: Settings) -> ModelConfig:
 
 def _variant(config: ModelConfig) -> Mapping[str, Source]:
     return {} if config.mixture is None else _EXPERTS
+
+
+def _columns_of_layer(tensor: Tensor, config: ModelConfig, layer: int) -> Tensor:
+    return tensor.reshape(len(tensor), config.layers, -1)[:, layer].copy()  # a view would keep the whole tensor
+
+
+def _rows_of_layer(tensor: Tensor, config: ModelConfig, layer: int) -> Tensor:
+    return tensor.reshape(config.layers, -1, *tensor.shape[1:])[layer].copy()
+
+
+def _columns(leaf: Shape, config: ModelConfig) -> Shape:
+    return leaf[0], config.layers * leaf[1]
+
+
+def _rows(leaf: Shape, config: ModelConfig) -> Shape:
+    return config.layers * leaf[0], *leaf[1:]
 
 
 _LAYER, _MLP = "model.layers.{layer}", "layers.mlp"
@@ -111,6 +147,19 @@ _EXPERTS: Mapping[str, Source] = {
     f"{_MLP}.expert_scales": Source(f"{_LAYER}.router.per_expert_scale"),
     **{f"{_MLP}.experts.experts.{leaf}.weight": source for leaf, source in fused_experts(_LAYER).items()},
 }
+LAYER_EMBEDDINGS: Mapping[str, Source] = {
+    "layers.embedding.table.weight": Source(
+        "model.embed_tokens_per_layer.weight", _columns, _columns_of_layer, of_layers=True
+    ),
+    "layers.embedding.context.weight": Source(
+        "model.per_layer_model_projection.weight", _rows, _rows_of_layer, of_layers=True
+    ),
+    "layers.embedding.context_norm.scale": Source("model.per_layer_projection_norm.weight"),
+    "layers.embedding.narrow.weight": Source(f"{_LAYER}.per_layer_input_gate.weight"),
+    "layers.embedding.widen.weight": Source(f"{_LAYER}.per_layer_projection.weight"),
+    "layers.embedding.norm.scale": Source(f"{_LAYER}.post_per_layer_input_norm.weight"),
+}
+"""Sources of the embeddings of each layer; two tensors have a part for each."""
 FAMILIES: Mapping[str, Family] = {
     "gemma4_text": Family(
         _gemma4,
@@ -118,6 +167,7 @@ FAMILIES: Mapping[str, Family] = {
             **LLAMA_SOURCES,
             **module_sources("model.layers", _NORMS),
             **QUERY_KEY_NORMS,
+            **LAYER_EMBEDDINGS,
             "layers.scale": Source(f"{_LAYER}.layer_scalar"),
         },
         {
@@ -125,15 +175,18 @@ FAMILIES: Mapping[str, Family] = {
             "bos_token_id": 2,
             "eos_token_id": 1,
             "hidden_activation": "gelu_pytorch_tanh",
+            "head_dim": 256,
             "global_head_dim": 512,
+            "num_key_value_heads": 4,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
             "rope_theta": 1_000_000.0,
         },
         {
             "use_bidirectional_attention": (None, "vision"),  # without an image, all tokens are causal
-            "hidden_size_per_layer_input": (None, 0),
             "num_kv_shared_layers": (None, 0),
         },
         variant=_variant,
-        looked_up=(*SIZES, "num_key_value_heads", "head_dim", "sliding_window"),
+        looked_up=(*SIZES, "sliding_window"),
     ),
 }
