@@ -112,6 +112,15 @@ _GEMMA4 = {"num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32, "slidi
 _GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 _GEMMA4 |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128}
 
+
+def _types(letters: str) -> list[str]:
+    return [{"s": "sliding_attention", "f": "full_attention"}[letter] for letter in letters]
+
+
+_SHARED = _GEMMA4 | {"num_hidden_layers": 8, "num_kv_shared_layers": 4, "layer_types": _types("ssfssfsf")}
+_SHARED |= {"hidden_size_per_layer_input": 24, "use_double_wide_mlp": True}
+_SHARED |= {"initializer_range": 0.06}  # at 0.2 transformers differs from itself in float64 by 4e-4
+
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
     "llama-gqa": lambda: _huggingface("LlamaConfig"),
@@ -226,6 +235,11 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "gemma4-layer-embeddings": lambda: _huggingface(
         "Gemma4TextConfig", **_GEMMA4 | {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 128}
     ),
+    "gemma4-shared": lambda: _huggingface("Gemma4TextConfig", **_SHARED),
+    "gemma4-shared-many": lambda: _huggingface(
+        "Gemma4TextConfig",
+        **_SHARED | {"num_hidden_layers": 14, "num_kv_shared_layers": 9, "layer_types": _types("ssfsfssfsfssff")},
+    ),
     "gemma4-experts": lambda: _huggingface(
         "Gemma4TextConfig",
         **_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
@@ -245,13 +259,13 @@ def random_checkpoint(name: str, directory: Path, vocab_size: int | None = None,
     # With attn_implementation="eager" transformers adds Falcon's ALiBi twice.
     config = MODELS[name]()
     config.vocab_size = vocab_size or config.vocab_size
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model, spread = transformers.AutoModelForCausalLM.from_config(config).eval(), 1.5 * config.initializer_range
     with torch.no_grad():
         for place, parameter in model.named_parameters():
             if parameter.ndim == 1 or place.endswith("bias"):  # biases and norm scales start as zeros and ones
-                parameter.add_(0.3 * torch.randn_like(parameter))
+                parameter.add_(spread * torch.randn_like(parameter))
         for place, buffer in model.named_buffers():
             if place.endswith("layer_scalar"):
-                buffer.add_(0.3 * torch.randn_like(buffer))
+                buffer.add_(spread * torch.randn_like(buffer))
     model.save_pretrained(directory, **saving)
     return model

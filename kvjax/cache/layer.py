@@ -49,9 +49,6 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
 
     specs: ClassVar[Any] = OF_ROWS
     """`PartitionSpec` of the arrays on a mesh: one for all of them, or a cache of this kind with specs for arrays."""
-    reads: ClassVar[tuple[int, ...]] = ()
-    """Indices of earlier layers whose caches this layer reads."""
-
     undefined: Bool[Array, " b"] | None = None
     """True for rows whose results are meaningless, because a score is NaN; the loop clears it."""
 
@@ -59,19 +56,29 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
     """Attention statistics of the tokens just read, which have not updated a score yet."""
 
     @property
+    def reads(self) -> tuple[int, ...]:
+        """Indices of earlier layers whose caches this layer reads."""
+        return ()
+
+    @property
     def waits(self) -> bool:
         """True if the cache needs sums over all layers before it is closed."""
         return self.pending is not None and self.pending.over_layers
 
     def waits_after(self, tokens: MixerInput) -> bool:
-        """Return whether a decode step of these tokens, whose contents are not known yet, `waits` for all layers."""
+        """Return whether a token has to run through all layers before the next one is read.
+
+        Args:
+            tokens: a decode step, whose contents are not known yet.
+        """
         return False
 
     def link(self, earlier: Sequence[Any], pool: Any) -> Self:
         """Return the cache with what it borrows while its layer runs.
 
         Args:
-            earlier: caches of the layers before this one.
+            earlier: caches of the layers before this one, which have read the same tokens and are not closed if this
+                layer `reads` them.
             pool: memory that several layers share, `Cache.pool`.
         """
         return self

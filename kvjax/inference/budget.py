@@ -61,33 +61,35 @@ def plan_slots(
         ValueError: the budget is not positive, or does not fit the layers or the policy's protections.
     """
     rows, total, plan = len(lengths), lengths + max_new_tokens, policy.plan
+    layers = [layer for layer in config.layer_configs if layer.source is None]
     one = isinstance(budget, (int, float, np.integer, np.floating))
     if budget_of not in BUDGET_BASES:
         raise ValueError(f"budget_of={budget_of!r} is not one of {', '.join(BUDGET_BASES)}.")
     bases = {"text": total, "prompt": lengths, "context": np.full(rows, config.max_positions)}
     per_row = _slots_per_row(budget, bases[budget_of]) if one else total  # type: ignore[arg-type]
-    widths = [np.iinfo(np.int32).max if layer.window is None else layer.window for layer in config.layer_configs]
+    widths = [np.iinfo(np.int32).max if layer.window is None else layer.window for layer in layers]
     windows = np.array(widths)[:, None]
     if plan.sizing.mode != "budget":
         slots = full_slots(width, int(np.max(max_new_tokens)))
         buffers = tuple(min(slots, round_slots(window + beyond_window)) for window in widths)
-        return _of_heads(np.minimum(total, windows + beyond_window), config), buffers
-    windowed = np.stack([layer.bounded_by_window(total) for layer in config.layer_configs])
+        return _of_layers(np.minimum(total, windows + beyond_window), buffers, config)
+    windowed = np.stack([layer.bounded_by_window(total) for layer in layers])
     if windowed.any() and policy.score.requires.shared_slots == "layers":
         raise ValueError(
             f"{name_of(policy)} with one score for all layers needs the same tokens in all of them, but some layers of "
             "this model see a window of the text; use shared=False."
         )
     if one:
-        limits = np.zeros((config.layers, rows), np.int64)
+        limits = np.zeros((len(layers), rows), np.int64)
         for row, slots in enumerate(per_row):
             free = ~windowed[:, row]
             limits[free, row] = layer_slots(plan, int(slots), int(free.sum()))
     else:
         slots = np.asarray(budget)
-        if len(slots) != config.layers or slots.min() < 1:
+        if len(slots) != len(layers) or slots.min() < 1:
+            others = "" if len(layers) == config.layers else " with slots of their own"
             raise ValueError(
-                f"budget={slots.tolist()} is not a number of slots from 1 for each of {config.layers} layers."
+                f"budget={slots.tolist()} is not a number of slots from 1 for each of {len(layers)} layers{others}."
             )
         limits = np.repeat(slots.astype(np.int64)[:, None], rows, axis=1)
     limits = limits + plan.extra_slots
@@ -108,7 +110,7 @@ def plan_slots(
         if not in_window.all():
             largest = int(limits[layer, ~in_window].max())
             buffers[layer] = max(buffers[layer], planned(largest, int(lengths.min())))
-    return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
+    return _of_layers(limits, [round_slots(int(slots)) for slots in buffers], config)
 
 
 def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
@@ -116,9 +118,15 @@ def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
     return tuple(round_slots(int(limit.max())) for limit in limits)
 
 
-def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b h"]]:
-    layers = zip(limits, config.layer_configs, strict=True)
-    return [np.repeat(limit[:, None], layer.kv_heads, axis=1) for limit, layer in layers]
+def _of_layers(
+    limits: Int[np.ndarray, "own b"], buffers: Sequence[int], config: ModelConfig
+) -> tuple[list[Int[np.ndarray, "b h"]], tuple[int, ...]]:
+    """Return limits of heads and slots of buffers of all layers, given those of layers with slots of their own."""
+    own = zip(limits, buffers, strict=True)
+    planned = [next(own) if layer.source is None else (np.zeros_like(limits[0]), 0) for layer in config.layer_configs]
+    heads = zip(planned, config.layer_configs, strict=True)
+    of_heads = [np.repeat(limit[:, None], layer.kv_heads, axis=1) for (limit, _), layer in heads]
+    return of_heads, tuple(slots for _, slots in planned)
 
 
 def _slots_per_row(budget: int | float, base: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:

@@ -28,6 +28,11 @@ def _block_once(kernels: Kernels, *arguments: Any) -> Any:
     return block(*arguments)
 
 
+def block_once(kernels: Kernels) -> Callable[..., Any]:
+    """Return `block` as a function that is traced once for all layers of one shape, whose numbers are arrays."""
+    return functools.partial(_block_once, kernels)
+
+
 def read(
     layers: Sequence[Layer],
     caches: Sequence[LayerCache],
@@ -38,6 +43,8 @@ def read(
     turns: Sequence[Turns | None] | None = None,
     run: Callable[..., Any] = block,
     close: bool = True,
+    first: int = 0,
+    last: bool = False,
 ) -> tuple[Caches, Any, Float[Array, "b t width"]]:
     """Run tokens through layers; each cache is closed after the last layer that reads it.
 
@@ -48,18 +55,27 @@ def read(
         turns: rotations of queries and keys, by layer; None for layers that compute their own.
         run: `block`, or a function that compiles it.
         close: False to leave the caches open, see `LayerCache.truncate`.
+        first: index in the model of the first of these layers, if they read no layer before it.
+        last: True if only the hidden states after the last given token of each row are needed. The layers at the end
+            whose caches have no arrays, and so keep nothing of other tokens, then run for that token alone.
 
     Returns:
-        The caches, their shared memory, and hidden states, NaN in rows with scores of NaN.
+        The caches, their shared memory, and hidden states of all tokens or the last ones [b 1 width], NaN in rows with
+        scores of NaN.
     """
     after, last_reader = list(caches), list(range(len(caches)))
     for index, cache in enumerate(caches):
         for source in cache.reads:
-            last_reader[source] = index
+            last_reader[source - first] = index
+    storing = [index for index, cache in enumerate(caches) if jax.tree.leaves(cache)]
+    narrow = max(storing, default=-1) + 1 if last and reading.token.shape[1] > 1 else len(layers)
     for index, layer in enumerate(layers):
+        if index == narrow:
+            reading, x = reading.only_last(x)
         with jax.named_scope("layer"):
             of_layer = None if turns is None else turns[index]
-            x, cache = run(layer, after[index].link(after[:index], pool), reading, x, of_layer)
+            earlier = [None] * first + after[:index]
+            x, cache = run(layer, after[index].link(earlier, pool), reading, x, of_layer)
             after[index], pool = cache.unlink(pool)
         for source, reader in enumerate(last_reader):
             if close and reader == index and not after[source].waits:
@@ -113,7 +129,7 @@ def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[
     run: Callable[..., Any] = block
     if pool is None and not score.requires.host_memory:
         layers = [layer.replace(number=jnp.asarray(layer.number)) for layer in layers]
-        run = functools.partial(_block_once, decoder.kernels)
+        run = block_once(decoder.kernels)
     caches, pool, x = read(layers, caches, reading, x, pool=pool, turns=turns, run=run)
     return cache.replace(layers=caches, pool=pool and pool.replace(logits=None)), x
 
@@ -157,7 +173,7 @@ def read_chunks(
         if chunk == 1:
             cache, x = read_steps(decoder, cache, part)
         else:
-            caches, x = read_block(decoder, cache.layers, part)
+            caches, x = read_block(decoder, cache.layers, part, last=not every)
             cache = cache.replace(layers=caches)
         if every:
             return cache, jax.lax.dynamic_update_slice_in_dim(hidden, x, i * size, axis=1)
@@ -169,15 +185,16 @@ def read_chunks(
 
 
 def read_block(
-    decoder: Bound, caches: Caches, reading: TokenBatch, slots: Sequence[int] | None = None
+    decoder: Bound, caches: Caches, reading: TokenBatch, slots: Sequence[int] | None = None, *, last: bool = False
 ) -> tuple[Caches, Float[Array, "b t width"]]:
     """Run a block of text through all layers: attend, update scores, keep the highest-ranked slots.
 
     `slots` are those per head that a whole prompt leaves in each layer, which the plan then allocates to heads; None
-    for a chunk or a turn, after which caches are as large as before. Return caches, and hidden states.
+    for a chunk or a turn, after which caches are as large as before. Return caches, and hidden states, with `last` only
+    as far as `TokenBatch.at_last` needs them.
     """
     reading, x = begin(decoder.weights, decoder.config, reading)
     sizes: Sequence[int | None] = [None] * len(caches) if slots is None else slots
     grown = [cache.grow(size) for cache, size in zip(caches, sizes, strict=True)]
-    caches, _, x = read(decoder.layers, grown, reading, x)
+    caches, _, x = read(decoder.layers, grown, reading, x, last=last)
     return caches, x

@@ -114,8 +114,8 @@ def prompt_specs(layers: Sequence[Layer]) -> Any:
     """Return the specs of layers after prompts, which leave selected slots under plans with slots for each head."""
 
     return tuple(
-        Selected.specs if layer.policy.plan.sizing.per_head else layer.weights.mixer.cache_kind.specs
-        for layer in layers
+        Selected.specs if layer.policy.plan.sizing.per_head and kind is Slots else kind.specs
+        for layer, kind in ((layer, layer.weights.mixer.cache_kind) for layer in layers)
     )
 
 

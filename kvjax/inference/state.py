@@ -232,7 +232,8 @@ def full_cache_bytes(state: State) -> int:
         layer_slots = slots if layer.window is None else min(slots, round_slots(layer.window))
         return layer_slots * ((layer.key_width + layer.value_width) * size + number) + number
 
-    return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in state.config.layer_configs)
+    layers = [layer for layer in state.config.layer_configs if layer.source is None]
+    return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in layers)
 
 
 def allocated_slots(state: State) -> float:

@@ -64,13 +64,7 @@ class Attention:
         # Logits of learned sinks by KV head; None for a layer without sinks.
         sinks = None if self.sink_logits is None else self.sink_logits.reshape(shape.kv_heads, shape.groups)
         attended, cache = cache.attend(tokens, q, k, v, sinks)
-        b, t, _ = x.shape
-        attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
-        if shape.spread == ALONE:
-            return self.output(attended), cache
-        out = dataclasses.replace(self.output, bias=None)(shape.spread.own_features(attended))
-        out, cache = cache.sum_outputs(tokens, out)
-        return out if self.output.bias is None else out + self.output.bias, cache
+        return project_output(self.output, attended.astype(x.dtype), cache, tokens)
 
     def project(
         self, x: Float[Array, "b t width"], config: ModelConfig, shape: LayerConfig, positions: Int[Array, "b t"]
@@ -92,11 +86,7 @@ class Attention:
         v = normalise(None, v, config) if config.value_norms else v
         if config.qkv_clip is not None:
             q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
-        growth = config.query_growth
-        if growth is not None and not (growth.unrotated and shape.rope is not None):
-            stretch = (jnp.maximum(positions, 0) + growth.offset) // growth.length
-            factor = 1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype)))
-            q = q * factor[:, :, None, None, None].astype(q.dtype)
+        q = grown(q, config, shape, positions)
         return q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def _normalise_heads(
@@ -110,3 +100,28 @@ class Attention:
         factors = jax.lax.rsqrt(means + config.norm_eps)[..., None]
         q, k = ((x * factor).astype(x.dtype) * norm.scale for (x, norm), factor in zip(pairs, factors, strict=True))
         return q, k
+
+
+def grown(
+    q: Float[Array, "b t h g d"], config: ModelConfig, shape: LayerConfig, positions: Int[Array, "b t"]
+) -> Float[Array, "b t h g d"]:
+    """Multiply queries by their positions' factors, in a model whose queries grow."""
+    growth = config.query_growth
+    if growth is None or (growth.unrotated and shape.rope is not None):
+        return q
+    stretch = (jnp.maximum(positions, 0) + growth.offset) // growth.length
+    factor = 1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype)))
+    return q * factor[:, :, None, None, None].astype(q.dtype)
+
+
+def project_output(
+    output: Linear, attended: Float[Array, "b h g t e"], cache: Any, tokens: MixerInput
+) -> tuple[Float[Array, "b t width"], Any]:
+    """Apply a layer's output projection to attention, summed over devices; return the cache after that, too."""
+    shape, (rows, _, _, count, _) = tokens.shape, attended.shape
+    attended = attended.transpose(0, 3, 1, 2, 4).reshape(rows, count, shape.heads * shape.value_width)
+    if shape.spread == ALONE:
+        return output(attended), cache
+    out = dataclasses.replace(output, bias=None)(shape.spread.own_features(attended))
+    out, cache = cache.sum_outputs(tokens, out)
+    return out if output.bias is None else out + output.bias, cache

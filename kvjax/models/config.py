@@ -101,6 +101,8 @@ class ModelConfig:
         head_widths: size of one head in each layer, replacing `head_width`; None for `head_width` in all layers.
         layer_kv_heads: key and value heads of each layer, replacing `kv_heads`; None for `kv_heads` in all layers.
         mlp_widths: inner size of the MLP of each layer, replacing `mlp_width`; None for `mlp_width` in all layers.
+        sources: for each layer, the index of an earlier layer whose keys and values it reads, or None for its own
+            (Gemma 3n and 4); None for their own in all layers.
         tied_values: True for each layer whose values are its projected keys, before norm and RoPE (Gemma 4); None for
             a projection of their own in all layers.
         norm: `rms` or `layer` normalization.
@@ -165,6 +167,7 @@ class ModelConfig:
     head_widths: tuple[int, ...] | None = None
     layer_kv_heads: tuple[int, ...] | None = None
     mlp_widths: tuple[int, ...] | None = None
+    sources: tuple[int | None, ...] | None = None
     tied_values: tuple[bool, ...] | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
@@ -271,6 +274,7 @@ class ModelConfig:
                 local=window is not None and window != furthest,
                 spread=self.spread,
                 normed=self.query_key_norms and (self.query_key_scales or rope is not None),
+                source=None if self.sources is None else self.sources[index],
             )
             for index, (scale, window, rope) in enumerate(zip(scales, windows, self._layer_ropes, strict=True))
         )
@@ -299,7 +303,7 @@ class ModelConfig:
         return (self.rope,) * self.layers if self.ropes is None else self.ropes
 
     def __post_init__(self) -> None:
-        by_layer = ("head_widths", "layer_kv_heads", "mlp_widths", "tied_values")
+        by_layer = ("head_widths", "layer_kv_heads", "mlp_widths", "sources", "tied_values")
         for name in ("windows", "ropes", "attention_scales", *by_layer):
             entries = getattr(self, name)
             if entries is not None and len(entries) != self.layers:
@@ -334,6 +338,7 @@ class ModelConfig:
             raise ValueError("query_key_norm_over='heads' goes with query_key_norms=True and plain RMS norms only.")
         if not self.query_key_scales and (self.query_key_norm_over == "heads" or not self.query_key_norms):
             raise ValueError("query_key_scales=False goes with query_key_norms=True and norms of each head only.")
+        self._check_sources()
         if self.norm_offset and (self.norm_bias or self.norm == "layer"):
             raise ValueError("norm_offset=True goes with norm='rms' and norm_bias=False only.")
         if self.post_norms and self.parallel:
@@ -344,3 +349,18 @@ class ModelConfig:
             raise ValueError("shared_norm=True needs parallel=True: a sequential block normalises before its MLP.")
         if self.tied and self.unembedding_bias:
             raise ValueError("tied=True does not go with unembedding_bias=True: a tied unembedding has no bias.")
+
+    def _check_sources(self) -> None:
+        """Refuse layers that read another layer than an earlier one of their own shape, which has its own keys."""
+        if self.sources is None:
+            return
+        if self.query_key_norm_over == "heads":
+            raise ValueError("sources do not go with query_key_norm_over='heads', whose norms join queries and keys.")
+        shapes = [dataclasses.replace(shape, source=None) for shape in self.layer_configs]
+        for index, source in enumerate(self.sources):
+            if source is None:
+                continue
+            if not 0 <= source < index or self.sources[source] is not None or shapes[source] != shapes[index]:
+                raise ValueError(
+                    f"sources[{index}] must be an earlier layer of the same shape with its own keys, not {source}."
+                )

@@ -194,7 +194,9 @@ def block(
 def layers_of(weights: Weights, config: ModelConfig, policy: Policy | None = None) -> list[Layer]:
     """Return all layers of a model, each with a policy as it uses it; None for a policy that nothing will ask."""
     first = [config.layer_configs.index(shape) for shape in config.layer_configs]
-    of_layers: Any = [None] * config.layers if policy is None else [policy.layer(i) for i in range(config.layers)]
+    # A layer that reads another one's slots uses them as that layer's policy has them.
+    owners = [index if shape.source is None else shape.source for index, shape in enumerate(config.layer_configs)]
+    of_layers: Any = [None] * config.layers if policy is None else [policy.layer(owner) for owner in owners]
     return [
         Layer(layer, of_layers[number], number, config, first[number]) for number, layer in enumerate(weights.layers)
     ]
@@ -226,8 +228,11 @@ def forward(
     tokens = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
     reading = TokenBatch.of_text(tokens, lengths)
     reading, x = begin(weights, config, reading)
+    caches = list[LayerCache]()
     for layer in layers_of(weights, config):
         limit = jnp.zeros((len(tokens), layer.shape.kv_heads), jnp.int32)  # no slots, as nothing is kept
         has_slots = layer.weights.mixer.cache_kind is Slots
-        x, _ = block(layer, Uncached() if has_slots else layer.init_cache(limit, 0, x.dtype), reading, x)
+        cache = Uncached() if has_slots else layer.init_cache(limit, 0, x.dtype)
+        x, cache = block(layer, cache.link(caches, None), reading, x)
+        caches.append(cache)
     return unembed(weights, config, x)

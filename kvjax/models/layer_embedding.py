@@ -38,7 +38,9 @@ class LayerEmbedding:
         """Return the layer's embeddings of tokens; those of tokens beyond the table are those of token 0."""
         assert reading.embedding is not None and config.layer_embeddings is not None
         first, sizes = reading.embedding, config.layer_embeddings
-        context = normalise(self.context_norm, self.context(first) * jnp.asarray(config.width**-0.5, first.dtype), config)
+        context = normalise(
+            self.context_norm, self.context(first) * jnp.asarray(config.width**-0.5, first.dtype), config
+        )
         token = jnp.where(reading.token < sizes.vocab_size, reading.token, 0)
         vectors = self.table.rows(token).astype(first.dtype) * jnp.asarray(sizes.width**0.5, first.dtype)
         return (context + vectors) * jnp.asarray(2**-0.5, first.dtype)

@@ -23,6 +23,7 @@ from kvjax.models.layer_embedding import LayerEmbedding
 from kvjax.models.linear import Linear, Norm
 from kvjax.models.mlp import DenseMlp
 from kvjax.models.mlp_and_experts import MlpAndExperts
+from kvjax.models.shared_attention import SharedAttention
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 16
@@ -96,17 +97,23 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
         scaled = config.query_key_norms and config.query_key_scales
         own_norms = config.mixture is not None and config.mixture.beside_mlp  # of the MLP and of the experts
         values = linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias)
+        query = linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias)
+        output = linear(config.width, shape.heads * shape.value_width, bias=config.output_bias)
+        query_norm = norm(heads * shape.key_width) if scaled else None
+        sink_logits = leaf(shape.heads) if config.sinks else None
         return LayerWeights(
             attention_norm=norm() if config.pre_norms else None,
             mixer=Attention(
-                query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
+                query=query,
                 key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
                 value=None if config.tied_values and config.tied_values[index] else values,
-                output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
-                query_norm=norm(heads * shape.key_width) if scaled else None,
+                output=output,
+                query_norm=query_norm,
                 key_norm=norm(kv_heads * shape.key_width) if scaled else None,
-                sink_logits=leaf(shape.heads) if config.sinks else None,
-            ),
+                sink_logits=sink_logits,
+            )
+            if shape.source is None
+            else SharedAttention(query, output, query_norm, sink_logits),
             mlp_norm=norm() if config.pre_norms and not (config.shared_norm or own_norms) else None,
             mlp=mlp(index),
             attention_post_norm=norm() if config.post_norms else None,

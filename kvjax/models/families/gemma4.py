@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.models.config import LayerEmbeddings, Mixture, ModelConfig
@@ -72,6 +72,27 @@ def _mixture(settings: Settings) -> Mixture | None:
     return Mixture(*sizes, beside_mlp=True)
 
 
+def sources_of(settings: Settings, types: Sequence[str]) -> tuple[int | None, ...]:
+    """Return the layer whose keys and values each layer reads; None for its own.
+
+    The last `num_kv_shared_layers` read the last layer before them of their own type.
+    """
+    shared = settings.get("num_kv_shared_layers") or 0
+    own = len(types) - (integer(settings, "num_kv_shared_layers") if shared else 0)
+    last = {kind: index for index, kind in enumerate(types[: max(own, 0)])}
+    if not set(types) <= set(last):
+        raise LoadError(
+            f"num_kv_shared_layers {shared} of {len(types)} layers leaves no layer of type "
+            f"{min(set(types) - set(last))} with keys and values of its own."
+        )
+    return tuple(None if index < own else last[kind] for index, kind in enumerate(types))
+
+
+def _mlp_widths(settings: Settings, sources: Sequence[int | None]) -> tuple[int, ...]:
+    width, double = integer(settings, "intermediate_size"), flag(settings, "use_double_wide_mlp")
+    return tuple(width * (1 + (double and source is not None)) for source in sources)
+
+
 def _layer_embeddings(settings: Settings) -> LayerEmbeddings | None:
     width = settings.get("hidden_size_per_layer_input")
     if width in (None, 0):
@@ -84,7 +105,7 @@ def _layer_embeddings(settings: Settings) -> LayerEmbeddings | None:
 def _gemma4(settings: Settings) -> ModelConfig:
     types = _layer_types(settings)
     plain: dict[str, Any] = {**settings, "rope_parameters": None, "hidden_act": settings["hidden_activation"]}
-    tied = flag(settings, "attention_k_eq_v")
+    tied, sources = flag(settings, "attention_k_eq_v"), sources_of(settings, types)
     shape = llama_config(
         plain,
         embedding_scale=integer(settings, "hidden_size") ** 0.5,
@@ -95,6 +116,8 @@ def _gemma4(settings: Settings) -> ModelConfig:
         tied_values=tuple(tied and kind == _FULL for kind in types),
         mixture=_mixture(settings),
         layer_embeddings=_layer_embeddings(settings),
+        sources=sources,
+        mlp_widths=_mlp_widths(settings, sources),
         post_norms=True,
         query_key_norms=True,
         value_norms=True,
@@ -102,7 +125,9 @@ def _gemma4(settings: Settings) -> ModelConfig:
         logit_soft_cap=optional_number(settings, "final_logit_softcapping"),
     )
     parameters = settings.get("rope_parameters") or _ROPES
-    return dataclasses.replace(shape, ropes=ropes_of_layers({**settings, "rope_parameters": parameters}, shape, 10_000.0))
+    return dataclasses.replace(
+        shape, ropes=ropes_of_layers({**settings, "rope_parameters": parameters}, shape, 10_000.0)
+    )
 
 
 def _variant(config: ModelConfig) -> Mapping[str, Source]:
@@ -184,9 +209,10 @@ FAMILIES: Mapping[str, Family] = {
         },
         {
             "use_bidirectional_attention": (None, "vision"),  # without an image, all tokens are causal
-            "num_kv_shared_layers": (None, 0),
         },
         variant=_variant,
+        # transformers writes and ignores keys and values of layers that read others'
+        ignored=(r".*\.rotary_emb\.inv_freq", r".*\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight"),
         looked_up=(*SIZES, "sliding_window"),
     ),
 }
