@@ -146,6 +146,7 @@ def replayed(
     Returns:
         Hidden states, and the last slots and result of each layer.
     """
+    state.config.check_all_store("a replay of a policy layer by layer")
     rows, n = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(n), tokens.shape)
     reading = state.cache.reading(tokens, positions, jnp.full(rows, n))

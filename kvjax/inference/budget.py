@@ -61,7 +61,7 @@ def plan_slots(
         ValueError: the budget is not positive, or does not fit the layers or the policy's protections.
     """
     rows, total, plan = len(lengths), lengths + max_new_tokens, policy.plan
-    layers = [layer for layer in config.layer_configs if layer.source is None]
+    layers = [config.layer(index) for index in config.storing]
     one = isinstance(budget, (int, float, np.integer, np.floating))
     if budget_of not in BUDGET_BASES:
         raise ValueError(f"budget_of={budget_of!r} is not one of {', '.join(BUDGET_BASES)}.")

@@ -165,13 +165,20 @@ class Cache(struct.PyTreeNode):
 
     @property
     def slots(self) -> tuple[Slots, ...]:
-        """Slots of all layers, pages unpacked; raise a ValueError for a layer that has none."""
+        """Slots of all layers that store anything, pages unpacked; raise a ValueError for one with another state."""
         slots = list[Slots]()
         for index, layer in enumerate(self.unpacked()):
+            if not jax.tree.leaves(layer):
+                continue
             if not isinstance(layer, Slots):
                 raise ValueError(f"layer {index} has no slots, but a {type(layer).__name__}.")
             slots.append(layer)
         return tuple(slots)
+
+    def with_storing(self, caches: Sequence[LayerCache]) -> tuple[LayerCache, ...]:
+        """Return the layers, with other caches in place of those that store anything."""
+        others = iter(caches)
+        return tuple(next(others) if jax.tree.leaves(layer) else layer for layer in self.layers)
 
     def linked(self, index: int) -> LayerCache:
         """Return a layer with what it borrows of earlier ones and of the pool."""

@@ -93,6 +93,7 @@ def compress(
             "a state with a draft has a full cache, which has to stay; compress its draft, state.evicting."
         )
     budget, before = checked_budget(budget), state.decoder
+    before.config.check_all_store("kvjax.compress")
     origin = before.origin or ModelOrigin("of this state", None, None, None)
     model = origin.model(before.weights, before.config, before.mesh)
     state_policy = jax.tree.map(

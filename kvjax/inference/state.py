@@ -232,7 +232,7 @@ def full_cache_bytes(state: State) -> int:
         layer_slots = slots if layer.window is None else min(slots, round_slots(layer.window))
         return layer_slots * ((layer.key_width + layer.value_width) * size + number) + number
 
-    layers = [layer for layer in state.config.layer_configs if layer.source is None]
+    layers = [state.config.layer(index) for index in state.config.storing]
     return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in layers)
 
 

@@ -62,6 +62,7 @@ class RetrievalHeads(EndsOrAll):
                     f"and {model.name!r} has {sizes}; bind the policy that you made, not the one of a state."
                 )
             return self
+        model.config.check_all_store("finding the retrieval heads of duoattention")
         require_weights(model.weights, "finding the retrieval heads of duoattention")
         attention = np.concatenate(self._attention(model))
         chosen = np.zeros(len(attention), bool)

@@ -228,6 +228,20 @@ class ModelConfig:
         if self.bounded and tokens > self.max_positions:
             raise ValueError(f"{tokens} tokens do not fit the model's {self.max_positions} positions{self.remark}.")
 
+    @functools.cached_property
+    def storing(self) -> tuple[int, ...]:
+        """Indices of the layers with keys and values of their own."""
+        return tuple(index for index, shape in enumerate(self.layer_configs) if shape.source is None)
+
+    def check_all_store(self, what: str) -> None:
+        """Refuse a model with layers that read others' keys and values, for `what` needs those of each layer."""
+        for index, shape in enumerate(self.layer_configs):
+            if shape.source is not None:
+                raise ValueError(
+                    f"{what} needs keys and values of each layer, but layer {index} of this model reads those of layer "
+                    f"{shape.source}; use another policy or model."
+                )
+
     @property
     def remark(self) -> str:
         """Reason for a bound that kvjax sets, in parentheses for the end of a message; empty if there is none."""

@@ -53,6 +53,7 @@ _QWEN2_VL = TextHalf(
 )
 TEXT_HALVES: Mapping[str, TextHalf] = {
     "gemma3": TextHalf("gemma3_text", tied=True),
+    "gemma4": TextHalf("gemma4_text", tied=True),
     "llama4": TextHalf("llama4_text"),
     "mistral3": TextHalf("mistral", tied=True),
     "qwen2_5_vl": _QWEN2_VL,
@@ -71,7 +72,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "its layers store a latent vector instead of keys and values": (
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash", "minicpm3"),
     ),
-    "some of its layers read the keys and values of other layers": ("gemma3n", "gemma4", "gemma4_unified"),
+    "its layers update several hidden states of a token in turn (AltUp)": ("gemma3n",),
 }
 """Why kvjax does not read some well-known architectures, with the `model_type` of each."""
 

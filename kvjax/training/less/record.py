@@ -263,6 +263,7 @@ def collect(
         seed: seed of random policies; each text gets its own seed from it.
     """
     check_trainable(policy, mask)
+    model.config.check_all_store("training of LESS")
     bound_policy, layers = bind_policy(model, policy, budget, plan), model.config.layer_configs
     if bound_policy.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
