@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope, Weights, random_weights
 from kvjax.models.attention import Attention
-from kvjax.models.config import Mixture, QueryGrowth
+from kvjax.models.config import LayerEmbeddings, Mixture, QueryGrowth
 from kvjax.models.decoder import LayerWeights
 
 
@@ -52,6 +52,19 @@ LLAMA4 = small_config(
 )
 SINKS = small_config(4, 2, sinks=True)
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
+
+SOURCES = small_config(
+    *(4, 2),
+    layers=5,
+    windows=(12, None, 12, None, 12),
+    ropes=(Rope(width=8, theta=100.0), Rope(width=8, scaling="proportional", fraction=0.5)) * 2
+    + (Rope(8, theta=100.0),),
+    sources=(None, None, 0, 1, 0),
+    query_key_norms=True,
+    value_norms=True,
+    layer_embeddings=LayerEmbeddings(6, 64),
+    layer_scales=True,
+)
 
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Model:

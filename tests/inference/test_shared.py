@@ -83,7 +83,7 @@ def decoded(state: Any, start: int, count: int) -> tuple[Any, Array]:
 
 def stepped(state: Any) -> tuple[Any, Array]:
     steps = jax.jit(lambda decoder, cache, tokens: decoder.steps(cache, tokens))
-    cache, logits = steps(state.decoder, state.cache.replace(key=None), jnp.asarray(TEXT[:, 12:28]))
+    _, logits = steps(state.decoder, state.cache.replace(key=None), jnp.asarray(TEXT[:, 12:28]))
     return state, logits[:, -1]
 
 
