@@ -53,6 +53,7 @@ LLAMA4 = small_config(
 SINKS = small_config(4, 2, sinks=True)
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
+_PROPORTIONAL = Rope(width=8, scaling="proportional", fraction=0.5)
 SOURCES = small_config(
     *(4, 2),
     layers=5,
@@ -243,6 +244,21 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         sliding_window=16,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={"full_attention": _LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
+    ),
+    "gemma3n": lambda: _huggingface(
+        "Gemma3nTextConfig",
+        num_hidden_layers=6,
+        head_dim=16,
+        sliding_window=16,
+        layer_types=_types("ssfssf"),
+        num_kv_shared_layers=3,
+        intermediate_size=[96, 96, 96, 80, 80, 80],
+        activation_sparsity_pattern=[0.9, 0.0, 0.6, 0.0, 0.0, 0.0],
+        hidden_size_per_layer_input=24,
+        vocab_size_per_layer_input=100,
+        laurel_rank=12,
+        altup_num_inputs=3,
+        initializer_range=0.06,
     ),
     "gemma4": lambda: _huggingface("Gemma4TextConfig", **_GEMMA4),
     "gemma4-layer-embeddings": lambda: _huggingface(

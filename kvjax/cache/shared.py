@@ -35,6 +35,9 @@ class Shared(LayerCache, kw_only=True):
     def unlink(self, pool: Any) -> tuple[Self, Any]:
         return self.replace(slots=None), pool
 
+    def unpacked(self) -> LayerCache:
+        return self.replace(slots=None)
+
     def truncate(self, length: Int[Array, " b"]) -> LayerCache:
         return self
 

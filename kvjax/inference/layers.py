@@ -105,7 +105,7 @@ def read_steps(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache
         cache, x = _through_layers(decoder, cache, reading.part(i, 1))
         return cache, jax.lax.dynamic_update_slice_in_dim(hidden, x, i, axis=1)
 
-    hidden = jnp.zeros((*reading.token.shape, decoder.config.width), decoder.weights.dtype)
+    hidden = jnp.zeros((*reading.token.shape, decoder.config.hidden_width), decoder.weights.dtype)
     return jax.lax.fori_loop(0, reading.counts.max(), one, (cache, hidden))
 
 
@@ -179,7 +179,7 @@ def read_chunks(
             return cache, jax.lax.dynamic_update_slice_in_dim(hidden, x, i * size, axis=1)
         return cache, part.at_last(x, otherwise=hidden)
 
-    hidden = jnp.zeros((rows, *token.shape[1:] * every, decoder.config.width), decoder.weights.dtype)
+    hidden = jnp.zeros((rows, *token.shape[1:] * every, decoder.config.hidden_width), decoder.weights.dtype)
     cache, hidden = jax.lax.fori_loop(0, -(-reading.counts.max() // size), one, (cache, hidden))
     return cache, hidden[:, :count] if every else hidden
 

@@ -83,6 +83,25 @@ class LayerEmbeddings:
 
 
 @dataclasses.dataclass(frozen=True)
+class Streams:
+    """Several hidden states of each token, of which a layer computes one and corrects all (AltUp; Gemma 3n).
+
+    Args:
+        count: hidden states of a token.
+        active: index of the one that layers compute.
+        scaled: True if that one has a learned scale where the gate of `LayerEmbeddings` reads it.
+    """
+
+    count: int
+    active: int = 0
+    scaled: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.active < self.count:
+            raise ValueError(f"the active one of {self.count} hidden states cannot be {self.active}.")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a model: everything that defines its computation, except the values of its weights.
 
@@ -129,6 +148,10 @@ class ModelConfig:
         value_norms: True if each head of values is normalized, without a scale (Gemma 4).
         query_key_scales: True if these norms have learned scales. Without scales, only layers with RoPE have such norms
             (Llama 4).
+        streams: hidden states of each token, if there are several (Gemma 3n); None for one.
+        laurel_rank: rank of a learned map that is added to the residual connection of attention (Gemma 3n); None for
+            none.
+        sparsities: fraction of the MLP's gates that are 0 in each layer (Gemma 3n); None for no sparsity.
         residual_scale: factor of the outputs of attention and MLP where they are added (Granite); None for 1.
         layer_scales: True if the hidden states after each layer are multiplied by a learned number (Gemma 4).
         shared_norm: True if the MLP uses the norm of the attention (`parallel` blocks only).
@@ -191,6 +214,9 @@ class ModelConfig:
     query_key_norm_over: Literal["head", "heads"] = "head"
     value_norms: bool = False
     query_key_scales: bool = True
+    streams: Streams | None = None
+    laurel_rank: int | None = None
+    sparsities: tuple[float, ...] | None = None
     residual_scale: float | None = None
     layer_scales: bool = False
     shared_norm: bool = False
@@ -298,6 +324,11 @@ class ModelConfig:
         return self.layer_configs[index]
 
     @property
+    def hidden_width(self) -> int:
+        """Size of all hidden states of a token between layers."""
+        return self.width * (1 if self.streams is None else self.streams.count)
+
+    @property
     def widths_of_heads(self) -> tuple[int, ...]:
         """Size of one head of queries and keys in each layer."""
         return self.head_widths or (self.head_width,) * self.layers
@@ -317,7 +348,7 @@ class ModelConfig:
         return (self.rope,) * self.layers if self.ropes is None else self.ropes
 
     def __post_init__(self) -> None:
-        by_layer = ("head_widths", "layer_kv_heads", "mlp_widths", "sources", "tied_values")
+        by_layer = ("head_widths", "layer_kv_heads", "mlp_widths", "sources", "sparsities", "tied_values")
         for name in ("windows", "ropes", "attention_scales", *by_layer):
             entries = getattr(self, name)
             if entries is not None and len(entries) != self.layers:
@@ -352,6 +383,10 @@ class ModelConfig:
             raise ValueError("query_key_norm_over='heads' goes with query_key_norms=True and plain RMS norms only.")
         if not self.query_key_scales and (self.query_key_norm_over == "heads" or not self.query_key_norms):
             raise ValueError("query_key_scales=False goes with query_key_norms=True and norms of each head only.")
+        if self.streams is not None and (self.parallel or self.layer_embeddings is None or self.layer_scales):
+            raise ValueError("streams go with layer_embeddings, parallel=False and layer_scales=False only.")
+        if self.parallel and self.laurel_rank is not None:
+            raise ValueError("laurel_rank does not go with parallel=True, which adds attention and MLP at once.")
         self._check_sources()
         if self.norm_offset and (self.norm_bias or self.norm == "layer"):
             raise ValueError("norm_offset=True goes with norm='rms' and norm_bias=False only.")

@@ -17,6 +17,7 @@ from kvjax.cache.uncached import Uncached
 from kvjax.models.config import ModelConfig
 from kvjax.models.layer_embedding import LayerEmbedding
 from kvjax.models.linear import Linear, Norm, normalise
+from kvjax.models.streams import Laurel, LayerStreams, ModelStreams
 from kvjax.policies.policy import Policy
 from kvjax.rope import Turns
 from kvjax.types import HEADS, SLOTS, LayerConfig, TokenBatch, setting
@@ -53,7 +54,7 @@ class LayerWeights:
     """Weights of one decoder block.
 
     `attention_norm` is None if only outputs are normalized, and `mlp_norm` also if attention and MLP share one norm.
-    `mixer`, a `Mixer`, and `mlp` are pytrees. The last four are None in models without them; `scale` multiplies the
+    `mixer`, a `Mixer`, and `mlp` are pytrees. The last six are None in models without them; `scale` multiplies the
     hidden states after the layer.
     """
 
@@ -64,6 +65,8 @@ class LayerWeights:
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
     embedding: LayerEmbedding | None = None
+    laurel: Laurel | None = None
+    streams: LayerStreams | None = None
     scale: Float[Array, "1"] | None = None
 
 
@@ -79,7 +82,8 @@ class Weights:
     """All weights of a model.
 
     `unembedding` is None if it is tied to the embedding, and `embedding` is None if it is tied to an unembedding of
-    8-bit integers. `rounded_from` is None for weights in floating point, or if it is unknown.
+    8-bit integers. `streams` is None if tokens have one hidden state. `rounded_from` is None for weights in floating
+    point, or if it is unknown.
     """
 
     embedding: Float[Array, "vocab width"] | None
@@ -87,6 +91,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Norm
     unembedding: Linear | None
+    streams: ModelStreams | None = None
     rounded_from: RoundedFrom | None = struct.field(pytree_node=False, default=None)
 
     @property
@@ -126,7 +131,8 @@ def embed(
 def begin(weights: Weights, config: ModelConfig, reading: TokenBatch) -> tuple[TokenBatch, Float[Array, "b t width"]]:
     """Return tokens as the layers of a model read them, and hidden states before the first layer."""
     x = embed(weights, config, reading.token, reading.position)
-    return reading if config.layer_embeddings is None else reading.replace(embedding=x), x
+    reading = reading if config.layer_embeddings is None else reading.replace(embedding=x)
+    return reading, x if weights.streams is None else weights.streams.expanded(x)
 
 
 class Layer(struct.PyTreeNode):
@@ -171,6 +177,28 @@ def block(
         Hidden states after the layer, and the cache after its mixer.
     """
     weights, config = layer.weights, layer.config
+    streams, predicted = weights.streams, None
+    if streams is not None:
+        predicted = streams.predict(x, config)
+        x = streams.active(predicted, config)
+    x, cache = _update(layer, cache, reading, x, turns)
+    if streams is not None and predicted is not None:
+        assert weights.embedding is not None
+        states = streams.correct(predicted, x, config)
+        states = states.at[:, :, 1:].add(
+            weights.embedding(streams.gate_input(states, config), reading, config)[:, :, None]
+        )
+        return states.reshape(*x.shape[:2], -1), cache
+    if weights.embedding is not None:
+        x = x + weights.embedding(x, reading, config)
+    return x if weights.scale is None else x * weights.scale, cache
+
+
+def _update(
+    layer: Layer, cache: Any, reading: TokenBatch, x: Float[Array, "b t width"], turns: Turns | None
+) -> tuple[Float[Array, "b t width"], Any]:
+    # Returns one hidden state of each token after the layer's mixer and MLP, and the cache.
+    weights, config = layer.weights, layer.config
     normed = x if weights.attention_norm is None else normalise(weights.attention_norm, x, config)
     mixed, cache = weights.mixer(normed, config, cache, layer.tokens(reading, x, turns))
     if weights.attention_post_norm is not None:
@@ -184,11 +212,11 @@ def block(
         x = x + scaled(mixed) + scaled(weights.mlp(mlp_input, config))
     else:
         x = x + scaled(mixed)
+        if weights.laurel is not None:
+            x = (x + weights.laurel(normed, config)) * jnp.asarray(2**-0.5, x.dtype)
         y = weights.mlp(x if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config), config)
         x = x + scaled(y if weights.mlp_post_norm is None else normalise(weights.mlp_post_norm, y, config))
-    if weights.embedding is not None:
-        x = x + weights.embedding(x, reading, config)
-    return x if weights.scale is None else x * weights.scale, cache
+    return x, cache
 
 
 def layers_of(weights: Weights, config: ModelConfig, policy: Policy | None = None) -> list[Layer]:
@@ -204,7 +232,7 @@ def layers_of(weights: Weights, config: ModelConfig, policy: Policy | None = Non
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
     """Apply the final norm and compute logits in at least float32, scaled and soft-capped if the model does so."""
-    x = normalise(weights.norm, x, config)
+    x = normalise(weights.norm, x if weights.streams is None else weights.streams.merged(x), config)
     unembedding = weights.table if weights.unembedding is None else weights.unembedding
     logits = unembedding.product(x, wide(x.dtype))
     if unembedding.bias is not None:

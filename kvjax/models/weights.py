@@ -24,6 +24,7 @@ from kvjax.models.linear import Linear, Norm
 from kvjax.models.mlp import DenseMlp
 from kvjax.models.mlp_and_experts import MlpAndExperts
 from kvjax.models.shared_attention import SharedAttention
+from kvjax.models.streams import Laurel, LayerStreams, ModelStreams
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 16
@@ -55,8 +56,9 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     def norm(width: int = config.width) -> Norm:
         return Norm(leaf(width), leaf(width) if config.norm_bias else None)
 
-    def dense(inner: int, *count: int) -> DenseMlp:
+    def dense(inner: int, *count: int, sparsity: float = 0.0) -> DenseMlp:
         return DenseMlp(
+            sparsity=sparsity,
             gate=linear(*count, inner, config.width, bias=config.mlp_bias) if config.gated_mlp else None,
             up=linear(*count, inner, config.width, bias=config.mlp_bias),
             down=linear(*count, config.width, inner, bias=config.mlp_bias),
@@ -65,7 +67,9 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     def mlp(index: int) -> DenseMlp | Experts | MlpAndExperts:
         mixture = config.mixture
         if mixture is None or index in mixture.dense_layers:
-            return dense(config.widths_of_mlps[index])
+            return dense(
+                config.widths_of_mlps[index], sparsity=0.0 if config.sparsities is None else config.sparsities[index]
+            )
         router_bias = leaf(mixture.count) if mixture.router_bias else None
         shared = None if mixture.shared_width is None else dense(mixture.shared_width)
         experts = Experts(leaf(mixture.count, config.width), dense(mixture.width, mixture.count), router_bias, shared)
@@ -91,6 +95,22 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             widen=linear(config.width, sizes.width, bias=False),
             norm=norm(),
         )
+
+    def laurel(rank: int) -> Laurel:
+        return Laurel(linear(rank, config.width, bias=False), linear(config.width, rank, bias=False), norm())
+
+    def layer_streams(count: int) -> LayerStreams:
+        return LayerStreams(
+            router_norm=norm(),
+            router=linear(count, config.width, bias=False),
+            prediction=linear(count**2, count, bias=False),
+            correction=linear(count, count, bias=False),
+            scale=leaf(config.width),
+        )
+
+    def model_streams(count: int) -> ModelStreams:
+        maps = tuple(linear(config.width, config.width, bias=False) for _ in range(count - 1))
+        return ModelStreams(expand=maps, merge=maps)
 
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
         heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
@@ -119,6 +139,8 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             attention_post_norm=norm() if config.post_norms else None,
             mlp_post_norm=norm() if config.post_norms else None,
             embedding=None if config.layer_embeddings is None else embedding(config.layer_embeddings),
+            laurel=None if config.laurel_rank is None else laurel(config.laurel_rank),
+            streams=None if config.streams is None else layer_streams(config.streams.count),
             scale=leaf(1) if config.layer_scales else None,
         )
 
@@ -129,6 +151,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
         layers=tuple(itertools.starmap(layer, enumerate(config.layer_configs))),
         norm=norm(),
         unembedding=None if config.tied else linear(config.vocab_size, config.width, bias=config.unembedding_bias),
+        streams=None if config.streams is None else model_streams(config.streams.count),
     )
 
 

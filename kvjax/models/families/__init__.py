@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families import falcon, gemma, gemma4, gpt, gpt_oss, llama, llama4, mistral, mpt, olmo, qwen
+from kvjax.models.families import falcon, gemma, gemma3n, gemma4, gpt, gpt_oss, llama, llama4, mistral, mpt, olmo, qwen
 from kvjax.models.families.family import Family as Family
 from kvjax.models.families.family import LoadError as LoadError
 from kvjax.models.families.family import Settings as Settings
@@ -16,7 +16,7 @@ from kvjax.models.families.settings import special_token_ids as special_token_id
 
 FAMILIES: Mapping[str, Family] = {
     model_type: family
-    for module in (llama, llama4, mistral, qwen, olmo, gpt_oss, gemma, gemma4, falcon, gpt, mpt)
+    for module in (llama, llama4, mistral, qwen, olmo, gpt_oss, gemma, gemma3n, gemma4, falcon, gpt, mpt)
     for model_type, family in module.FAMILIES.items()
 }
 """Family of each `model_type`."""
@@ -53,6 +53,7 @@ _QWEN2_VL = TextHalf(
 )
 TEXT_HALVES: Mapping[str, TextHalf] = {
     "gemma3": TextHalf("gemma3_text", tied=True),
+    "gemma3n": TextHalf("gemma3n_text", tied=True),
     "gemma4": TextHalf("gemma4_text", tied=True),
     "llama4": TextHalf("llama4_text"),
     "mistral3": TextHalf("mistral", tied=True),
@@ -72,7 +73,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "its layers store a latent vector instead of keys and values": (
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash", "minicpm3"),
     ),
-    "its layers update several hidden states of a token in turn (AltUp)": ("gemma3n",),
 }
 """Why kvjax does not read some well-known architectures, with the `model_type` of each."""
 

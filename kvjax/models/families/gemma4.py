@@ -18,6 +18,7 @@ from kvjax.models.families.family import (
     fused_experts,
     module_sources,
 )
+from kvjax.models.families.gemma import POST_NORMS
 from kvjax.models.families.llama import LLAMA_SOURCES, QUERY_KEY_NORMS, llama_config
 from kvjax.models.families.settings import (
     LAYER_TYPES,
@@ -93,7 +94,7 @@ def _mlp_widths(settings: Settings, sources: Sequence[int | None]) -> tuple[int,
     return tuple(width * (1 + (double and source is not None)) for source in sources)
 
 
-def _layer_embeddings(settings: Settings) -> LayerEmbeddings | None:
+def read_layer_embeddings(settings: Settings) -> LayerEmbeddings | None:
     width = settings.get("hidden_size_per_layer_input")
     if width in (None, 0):
         return None
@@ -115,7 +116,7 @@ def _gemma4(settings: Settings) -> ModelConfig:
         layer_kv_heads=_of_layers(settings, types, "num_key_value_heads"),
         tied_values=tuple(tied and kind == _FULL for kind in types),
         mixture=_mixture(settings),
-        layer_embeddings=_layer_embeddings(settings),
+        layer_embeddings=read_layer_embeddings(settings),
         sources=sources,
         mlp_widths=_mlp_widths(settings, sources),
         post_norms=True,
@@ -151,11 +152,6 @@ def _rows(leaf: Shape, config: ModelConfig) -> Shape:
 
 
 _LAYER, _MLP = "model.layers.{layer}", "layers.mlp"
-_NORMS = {
-    "layers.attention_post_norm": "post_attention_layernorm",
-    "layers.mlp_norm": "pre_feedforward_layernorm",
-    "layers.mlp_post_norm": "post_feedforward_layernorm",
-}
 _EXPERTS: Mapping[str, Source] = {
     **module_sources(
         "model.layers",
@@ -185,12 +181,14 @@ LAYER_EMBEDDINGS: Mapping[str, Source] = {
     "layers.embedding.norm.scale": Source(f"{_LAYER}.post_per_layer_input_norm.weight"),
 }
 """Sources of the embeddings of each layer; two tensors have a part for each."""
+IGNORED = (r".*\.rotary_emb\.inv_freq", r".*\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
+"""Patterns of tensors that no model needs, such as keys and values of layers that read those of others."""
 FAMILIES: Mapping[str, Family] = {
     "gemma4_text": Family(
         _gemma4,
         {
             **LLAMA_SOURCES,
-            **module_sources("model.layers", _NORMS),
+            **module_sources("model.layers", POST_NORMS),
             **QUERY_KEY_NORMS,
             **LAYER_EMBEDDINGS,
             "layers.scale": Source(f"{_LAYER}.layer_scalar"),
@@ -211,8 +209,7 @@ FAMILIES: Mapping[str, Family] = {
             "use_bidirectional_attention": (None, "vision"),  # without an image, all tokens are causal
         },
         variant=_variant,
-        # transformers writes and ignores keys and values of layers that read others'
-        ignored=(r".*\.rotary_emb\.inv_freq", r".*\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight"),
+        ignored=IGNORED,
         looked_up=(*SIZES, "sliding_window"),
     ),
 }

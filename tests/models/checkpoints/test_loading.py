@@ -415,7 +415,6 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"model_type": "qwen3_next"}, "'qwen3_next' is not supported: most of its layers have a recurrent state"),
         ({"model_type": "qwen3_5_text"}, "'qwen3_5_text' is not supported: most of its layers have a recurrent state"),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its layers store a latent vector"),
-        ({"model_type": "gemma3n_text"}, "'gemma3n_text' is not supported: its layers update several hidden states"),
         (
             {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 3},
             "num_kv_shared_layers 3 of 4 layers leaves no layer of type full_attention with keys and values of its own",
