@@ -269,6 +269,11 @@ class Bound(struct.PyTreeNode):
         """All layers, each with the policy as it uses it."""
         return layers_of(self.weights, self.config, self.policy)
 
+    @property
+    def storing(self) -> list[Layer]:
+        """Layers with keys and values of their own."""
+        return [self.layers[index] for index in self.config.storing]
+
     def init_caches(self, limits: Sequence[Int[Array, "b h"]], slots: Sequence[int]) -> tuple[LayerCache, ...]:
         """Return caches that have read nothing, for a policy `sized` before if its states depend on the slots."""
         layers = zip(self.layers, limits, slots, strict=True)

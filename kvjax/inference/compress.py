@@ -93,7 +93,6 @@ def compress(
             "a state with a draft has a full cache, which has to stay; compress its draft, state.evicting."
         )
     budget, before = checked_budget(budget), state.decoder
-    before.config.check_all_store("kvjax.compress")
     origin = before.origin or ModelOrigin("of this state", None, None, None)
     model = origin.model(before.weights, before.config, before.mesh)
     state_policy = jax.tree.map(
@@ -172,17 +171,19 @@ def _check_same_tokens(state: State) -> None:
 @jax.jit
 def _renew_slots(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCache, ...]:
     def renew(decoder: Bound, cache: Cache, limits: Limits) -> tuple[LayerCache, ...]:
-        return scatter_slots(tuple(_renewed_layers(decoder, cache, limits)[0]), decoder.mesh)
+        own = tuple(limits[index] for index in decoder.config.storing)
+        return scatter_slots(cache.with_storing(_renewed_layers(decoder, cache, own)[0]), decoder.mesh)
 
-    return run_on_mesh(
-        renew, decoder, cache, limits, argument_specs=OF_HEADS, out_specs=lambda: (Slots.specs,) * len(limits)
-    )
+    def specs() -> tuple[Any, ...]:
+        return tuple(layer.weights.mixer.cache_kind.specs for layer in decoder.layers)
+
+    return run_on_mesh(renew, decoder, cache, limits, argument_specs=OF_HEADS, out_specs=specs)
 
 
 def _renewed_layers(decoder: Bound, cache: Cache, limits: Limits) -> Ranked:
     # The slots as the policy would have them, had it read the tokens that are there as a prompt, and these tokens.
     reading, slots = cache.newest, gather_slots(cache, decoder.mesh).slots
-    layers = zip(decoder.here().layers, slots, limits, strict=True)
+    layers = zip(decoder.here().storing, slots, limits, strict=True)
     renewed = [
         _renewed(layer, reading, view.replace(limit=limit), decoder.weights.dtype) for layer, view, limit in layers
     ]

@@ -193,8 +193,6 @@ def bind_policy(model: LanguageModel, policy: Policy | str, budget: Budget, plan
         check_vocabulary(np.array([*replay.prompt, *(replay.later or ())], np.int64), model.config)
     bound_policy = replaced(chosen.budgeted(budget), plan=plan)
     sizing = bound_policy.plan.sizing
-    if replay is not None or sizing.all_layers:
-        model.config.check_all_store(f"policy {name_of(bound_policy)}, which evicts after all layers have read a text,")
     sizes = {(layer.kv_heads, layer.key_width, layer.value_width) for layer in model.config.layer_configs}
     if sizing.per_head and len(sizes) > 1:
         raise ValueError(

@@ -64,9 +64,9 @@ def unevicted(prompts: Prompts, config: ModelConfig, mesh: Mesh | None) -> Promp
 
 
 def ranking_inputs(decoder: Bound, cache: Cache) -> tuple[list[Policy], Sequence[Slots], list[LayerTokens]]:
-    """Return the policy of each layer, its slots, and the newest token, as far as a ranking may use it."""
-    reading, layers = cache.newest, decoder.here().layers
-    new = [reading.ahead(layer.shape, index, decoder.weights.dtype) for index, layer in enumerate(layers)]
+    """Return the policy of each layer that stores, its slots, and the newest token, as far as a ranking may use it."""
+    reading, layers = cache.newest, decoder.here().storing
+    new = [reading.ahead(layer.shape, layer.number, decoder.weights.dtype) for layer in layers]
     return [layer.policy for layer in layers], gather_slots(cache, decoder.mesh).slots, new
 
 
@@ -96,7 +96,8 @@ def press(
         limits: slots that each head may use, by layer.
         capacities: slots of the buffers, by layer.
         asking: queries that stand for later ones; None if there are none.
-        layers_of: function that returns the slots of one device's cache, in the form of the policy.
+        layers_of: function that returns the slots of one device's cache, in the form of the policy, given the limits of
+            the layers that store.
     """
     press_on_device = functools.partial(_press_on_device, capacities=capacities, layers_of=layers_of)
     return run_on_mesh(
@@ -119,7 +120,9 @@ def _press_on_device(
     capacities: tuple[int, ...],
     layers_of: Callable[[Bound, Cache, Limits], Ranked],
 ) -> Pressed:
-    policies, (views, new) = [layer.policy for layer in decoder.layers], layers_of(decoder, cache, limits)
+    storing = decoder.config.storing
+    limits, capacities = tuple(limits[index] for index in storing), tuple(capacities[index] for index in storing)
+    policies, (views, new) = [layer.policy for layer in decoder.storing], layers_of(decoder, cache, limits)
     layers = list(zip(policies, views, new, strict=True))
     for policy, view, tokens in layers:
         if flatten_requests(policy.plan.attention_stats(view, tokens))[0]:
@@ -138,7 +141,7 @@ def _press_on_device(
         selected = keep(queries=queries)
         undefined = undefined if selected.undefined is None else undefined | selected.undefined
         pressed.append(selected.slots)
-    return scatter_slots(tuple(pressed), decoder.mesh), undefined
+    return scatter_slots(cache.with_storing(pressed), decoder.mesh), undefined
 
 
 def _check_no_queries(policy: Policy, keep: Callable[..., Any], queries: Queries) -> None:

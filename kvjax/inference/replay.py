@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.pending import Pending, sum_over_layers
-from kvjax.cache.slots import Slots
 from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import longest_text
@@ -72,11 +71,12 @@ def _chunks(
 def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]) -> tuple[LayerCache, ...]:
     def read_layers(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[LayerCache, ...]:
         reading = cache.following(tokens, lengths).replace(replayed=True)
-        slots, decoder = gather_slots(cache, decoder.mesh).slots, decoder.here()
-        of_cache = map(_of_cache, _pending(decoder, slots, reading), [view.capacity for view in slots])
-        totals = zip(decoder.layers, slots, sum_over_layers(list(of_cache)), strict=True)
-        updated = (view.updated(layer.policy, pending) for layer, view, pending in totals)
-        return scatter_slots(tuple(updated), decoder.mesh)
+        gathered, decoder = gather_slots(cache, decoder.mesh), decoder.here()
+        slots = gathered.slots
+        of_cache = map(_of_cache, _pending(decoder, gathered, reading), [view.capacity for view in slots])
+        totals = zip(decoder.storing, slots, sum_over_layers(list(of_cache)), strict=True)
+        updated = [view.updated(layer.policy, pending) for layer, view, pending in totals]
+        return scatter_slots(cache.with_storing(updated), decoder.mesh)
 
     return run_on_mesh(read_layers, decoder, cache, tokens, lengths, out_specs=lambda: cache.specs.layers)
 
@@ -85,24 +85,23 @@ def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[
 def replayed_queries(
     decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Float[Array, "b h g n d"], ...]:
-    """Return each layer's queries of a text that is read on top of a cache, with the arguments of `read_again`."""
+    """Return queries of a text that is read on top of a cache, of the layers that store; arguments as of `read_again`."""
 
     def queries_of_layers(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
         reading = cache.following(tokens, lengths)
         reading = reading.replace(prompt_length=reading.read)
-        slots = gather_slots(cache, decoder.mesh).slots
-        return tuple(pending.new.q for pending in _pending(decoder.here(), slots, reading))
+        return tuple(pending.new.q for pending in _pending(decoder.here(), gather_slots(cache, decoder.mesh), reading))
 
     return run_on_mesh(queries_of_layers, decoder, cache, tokens, lengths, out_specs=lambda: OF_HEADS)
 
 
-def _pending(decoder: Bound, slots: tuple[Slots, ...], reading: TokenBatch) -> list[Pending]:
-    # Attention statistics and tokens of each layer, from a text that follows the cache and gets no slots.
-    (reading, x), pending = begin(decoder.weights, decoder.config, reading), list[Pending]()
-    for layer, cache in zip(decoder.layers, slots, strict=True):
-        x, after = block(layer, cache.grow(), reading, x)
-        pending.append(after.pending)
-    return pending
+def _pending(decoder: Bound, cache: Cache, reading: TokenBatch) -> list[Pending]:
+    # Attention statistics and tokens of each layer that stores, from a text that follows the cache and gets no slots.
+    (reading, x), after = begin(decoder.weights, decoder.config, reading), list[LayerCache]()
+    for layer, of_layer in zip(decoder.layers, cache.with_storing(cache.slots), strict=True):
+        x, of_layer = block(layer, of_layer.grow().link(after, None), reading, x)
+        after.append(of_layer)
+    return [of_layer.pending for of_layer in after if of_layer.pending is not None]
 
 
 def _of_cache(pending: Pending, slots: int) -> Pending:

@@ -170,7 +170,8 @@ def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
         return scatter_slots(cache.replace(layers=layers, pool=pool).unpacked(), mesh)
 
     def specs() -> tuple[PyTree, PyTree]:
-        return page_specs(pool, len(cache.layers)), (Slots.specs,) * len(cache.layers)
+        after = tuple(Slots.specs if isinstance(layer, Pages) else type(layer).specs for layer in cache.layers)
+        return (cache.specs.layers, pool.specs), after
 
     return cache.replace(layers=on_mesh(unpack, mesh, specs)(cache.layers, cache.pool), pool=None)
 

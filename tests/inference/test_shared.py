@@ -154,25 +154,37 @@ def test_a_trace_is_one_of_the_layers_that_store(model: Model) -> None:
     assert len(record.positions) == 2
 
 
+def test_a_cache_is_compressed_as_a_prompt_is(model: Model) -> None:
+    """Keys are all that `keydiff` ranks by; with a block it would evict before the end of a prompt."""
+    policy = kvjax.policy("keydiff", block=None)
+    whole, _ = kvjax.prefill(model, "full", PROMPTS, max_new_tokens=4)
+    pressed = kvjax.compress(whole, policy, 8)
+    state, _ = kvjax.prefill(model, policy, PROMPTS, 8, max_new_tokens=4)
+    for ours, theirs in zip(kvjax.held_positions(pressed), kvjax.held_positions(state), strict=True):
+        np.testing.assert_array_equal(np.sort(ours), np.sort(theirs))
+    close(kvjax.decode_step(pressed, TEXT[:, 40])[1], kvjax.decode_step(state, TEXT[:, 40])[1])
+
+
+def test_prompts_are_read_a_second_time(model: Model) -> None:
+    policy = kvjax.policy("kvzip", prompt=[1], later=[2])
+    state, logits = kvjax.prefill(model, policy, PROMPTS, 8, max_new_tokens=4)
+    close(logits, np.asarray(model.logits(TEXT))[range(2), LENGTHS - 1])
+    whole, _ = kvjax.prefill(model, "full", PROMPTS, max_new_tokens=4)
+    pressed = kvjax.compress(whole, policy, 8, text=PROMPTS)
+    for ours, theirs in zip(kvjax.held_positions(pressed), kvjax.held_positions(state), strict=True):
+        np.testing.assert_array_equal(np.sort(ours), np.sort(theirs))
+
+
 @pytest.mark.slow
 def test_fidelity_is_one_of_the_layers_that_store(model: Model) -> None:
     compared = fidelity(model, "h2o", TEXT[:, :24], 24)
     assert compared.hellinger.shape[-1] == 2 and np.abs(compared.hellinger).max() < 1e-3
 
 
-def _pressed(model: Model, tmp_path: Path) -> None:
-    kvjax.compress(kvjax.prefill(model, "full", PROMPTS)[0], "keydiff", 8)
-
-
 REFUSED: dict[str, tuple[Callable[[Model, Path], Any], str]] = {
-    "compress": (_pressed, "kvjax.compress needs keys and values of each layer, but layer 2 of this model reads"),
     "replay": (lambda model, _: masked_perplexity(model, "h2o", TEXT, 8), "a replay of a policy layer by layer needs"),
     "LESS": (lambda model, out: collect(model, kvjax.policy("h2o"), 8, TEXT, out), "training of LESS needs keys and"),
     "retrieval heads": (lambda model, _: kvjax.prefill(model, "duoattention", PROMPTS), "heads of duoattention needs"),
-    "all layers first": (
-        lambda model, _: kvjax.prefill(model, kvjax.policy("kvzip", prompt=[1], later=[2]), PROMPTS, 8),
-        "policy .*kvzip.*, which evicts after all layers have read a text, needs",
-    ),
 }
 
 
