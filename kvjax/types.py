@@ -199,31 +199,19 @@ class TokenBatch(struct.PyTreeNode):
         token, position, embedding = cut
         return self.replace(token=token, position=position, embedding=embedding, read=read)
 
+    @property
+    def is_last(self) -> Bool[Array, "b t"]:
+        """Mask of each row's last given token, if it is among these."""
+        return self.position == (self.prompt_length - 1)[:, None]
+
     def at_last(self, hidden: Float[Array, "b t width"], otherwise: Float[Array, "b width"]) -> Float[Array, "b width"]:
         """Return the hidden state of each row's last given token, or `otherwise` if that token is not among these.
 
-        `hidden` are the states of all of these tokens, or those that this function returned [b 1 width].
+        `hidden` are the states of all of these tokens, or of each row's last given one [b 1 width].
         """
-        is_last = self._is_last
-        one = hidden.shape[1] == 1
+        one, is_last = hidden.shape[1] == 1, self.is_last
         newest = hidden[:, 0] if one else jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
         return jnp.where(is_last.any(1)[:, None], newest, otherwise)
-
-    def only_last(self, hidden: Float[Array, "b t width"]) -> tuple[Self, Float[Array, "b 1 width"]]:
-        """Return the last given token of each row, as padding if it is not among these, and its hidden state."""
-        is_last = self._is_last
-
-        def chosen(x: Float[Array, "b t width"]) -> Float[Array, "b 1 width"]:
-            return self.at_last(x, otherwise=x[:, 0])[:, None]
-
-        token = jnp.where(is_last, self.token, 0).sum(1, keepdims=True)
-        position = jnp.where(is_last.any(1), self.prompt_length - 1, -1)[:, None]
-        embedding = None if self.embedding is None else chosen(self.embedding)
-        return self.replace(token=token, position=position, embedding=embedding), chosen(hidden)
-
-    @property
-    def _is_last(self) -> Bool[Array, "b t"]:
-        return self.position == (self.prompt_length - 1)[:, None]
 
     def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:
         """Return the rotations of the tokens' queries and keys."""

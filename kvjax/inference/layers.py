@@ -71,7 +71,7 @@ def read(
     narrow = max(storing, default=-1) + 1 if last and reading.token.shape[1] > 1 else len(layers)
     for index, layer in enumerate(layers):
         if index == narrow:
-            reading, x = reading.only_last(x)
+            reading, x = only_last(reading, x)
         with jax.named_scope("layer"):
             of_layer = None if turns is None else turns[index]
             earlier = [None] * first + after[:index]
@@ -89,6 +89,18 @@ def read(
             x = jnp.where(cache.undefined[:, None, None], jnp.nan, x)
             after[index] = cache.replace(undefined=None)
     return tuple(after), pool, x
+
+
+def only_last(reading: TokenBatch, x: Float[Array, "b t width"]) -> tuple[TokenBatch, Float[Array, "b 1 width"]]:
+    """Return the last given token of each row, as padding if it is not among these, and its hidden state."""
+
+    def of_last(x: Float[Array, "b t width"]) -> Float[Array, "b 1 width"]:
+        return reading.at_last(x, otherwise=x[:, 0])[:, None]
+
+    token = jnp.where(reading.is_last, reading.token, 0).sum(1, keepdims=True)
+    position = jnp.where(reading.is_last.any(1), reading.prompt_length - 1, -1)[:, None]
+    embedding = None if reading.embedding is None else of_last(reading.embedding)
+    return reading.replace(token=token, position=position, embedding=embedding), of_last(x)
 
 
 def read_steps(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache, Float[Array, "b t width"]]:

@@ -85,7 +85,7 @@ def _read(decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[
 def replayed_queries(
     decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Float[Array, "b h g n d"], ...]:
-    """Return queries of a text that is read on top of a cache, of the layers that store; arguments as of `read_again`."""
+    """Return the queries of layers that store, of a text on top of a cache, with the arguments of `read_again`."""
 
     def queries_of_layers(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Array, ...]:
         reading = cache.following(tokens, lengths)

@@ -41,7 +41,7 @@ ROUNDED = {"falcon-rw": 256}
 """Models whose ALiBi transformers rounds to bfloat16, and how many tokens that leaves exact."""
 
 
-OVERLAPPING = ("cerebras-gpt", "falcon-11b")
+OVERLAPPING = ("cerebras-gpt", "falcon-11b", "gemma4", "gemma4-layer-embeddings", "gemma4-shared-many")
 """Variants whose settings others try, too."""
 
 
@@ -237,6 +237,13 @@ def multimodal(name: str) -> Any:
         return transformers.Gemma3Config(
             text_config=text | {"sliding_window": 16}, vision_config=vision, mm_tokens_per_image=4
         )
+    if name == "gemma4":
+        text |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        text |= {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+        vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
+        return transformers.Gemma4Config(
+            text_config=text | {"sliding_window": 16, "global_head_dim": 16}, vision_config=vision
+        )
     if name == "mistral3":
         return transformers.Mistral3Config(
             text_config=text | {"model_type": "mistral"},
@@ -260,7 +267,7 @@ def multimodal(name: str) -> Any:
     )
 
 
-HALVES = ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen2_5_vl+yarn", "qwen3_vl", "qwen3_vl+yarn"]
+HALVES = ["gemma3", "gemma4", "llama4", "mistral3", "qwen2_5_vl", "qwen2_5_vl+yarn", "qwen3_vl", "qwen3_vl+yarn"]
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -293,8 +300,8 @@ def test_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, bare.weights, whole.weights)
 
 
-GREEDY = ("gemma3", "phi3", "gpt2", "mpt", "gpt_oss")
-"""Models of which the default suite compares greedy text: windows, lengths, learned positions, ALiBi, sinks."""
+GREEDY = ("gemma3", "phi3", "gpt2", "mpt", "gpt_oss", "gemma4-shared-many")
+"""Models of which the default suite compares greedy text: windows, lengths, learned positions, ALiBi, sinks, sources."""
 
 
 @pytest.mark.parametrize("name", [name if name in GREEDY else slow(name) for name in MODELS])
