@@ -24,7 +24,7 @@ class QueryShard(NamedTuple):
     """Indices of these queries in the block, where the last one replaces those beyond the block; None for all."""
     size: int
     """Queries in a run."""
-    count: int
+    total: int
     """Queries on all devices: those of all tokens of the block, or of its last tokens."""
 
     @classmethod
@@ -46,10 +46,10 @@ class QueryShard(NamedTuple):
     def query_tokens(self) -> QueryTokens | None:
         """Tokens of these queries in the block; None for all of its tokens."""
         tokens = self.new.k.shape[2]
-        if self.token is None and self.count == tokens:
+        if self.token is None and self.total == tokens:
             return None
-        index = jnp.arange(self.count) if self.token is None else self.token
-        return QueryTokens(index + tokens - self.count, tokens)
+        index = jnp.arange(self.total) if self.token is None else self.token
+        return QueryTokens(index + tokens - self.total, tokens)
 
     def weighed(self, request: StatRequest) -> StatRequest:
         """Restrict a request about a whole block to these queries."""
@@ -63,4 +63,4 @@ class QueryShard(NamedTuple):
 
     def gather(self, shard: Array, axis: int) -> Array:
         """Gather an array over all queries from the devices' arrays, along an axis."""
-        return self.new.spread.all_queries(shard, self.count, self.size, axis)
+        return self.new.spread.all_queries(shard, self.total, self.size, axis)

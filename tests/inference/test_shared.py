@@ -71,16 +71,16 @@ def test_runs_hold_all_layers_that_read_each_other() -> None:
 
 
 BY_STEPS: dict[str, Callable[[Any], tuple[Any, Array]]] = {
-    "decode steps": lambda state: decoded(state, 0, 16),
+    "decode steps": lambda state: decoded(state),
     "known tokens": lambda state: stepped(state),
     "a turn in chunks of one token": lambda state: kvjax.extend(state, TEXT[:, 12:28], prefill_chunk=1),
 }
 
 
-def decoded(state: Any, start: int, count: int) -> tuple[Any, Array]:
-    for token in TEXT[:, 12 + start : 12 + start + count].T:
-        state, logits = kvjax.decode_step(state, token)
-    return state, logits
+def decoded(state: Any) -> tuple[Any, Array]:
+    for token in TEXT[:, 12:27].T:
+        state, _ = kvjax.decode_step(state, token)
+    return kvjax.decode_step(state, TEXT[:, 27])
 
 
 def stepped(state: Any) -> tuple[Any, Array]:
@@ -166,7 +166,7 @@ def test_a_cache_is_compressed_as_a_prompt_is(model: Model) -> None:
 
 
 def test_prompts_are_read_a_second_time(model: Model) -> None:
-    policy = kvjax.policy("kvzip", prompt=[1], later=[2])
+    policy = kvjax.policy("kvzip", prompt=[1], later=[2], recent=2)
     state, logits = kvjax.prefill(model, policy, PROMPTS, 8, max_new_tokens=4)
     close(logits, np.asarray(model.logits(TEXT))[range(2), LENGTHS - 1])
     whole, _ = kvjax.prefill(model, "full", PROMPTS, max_new_tokens=4)

@@ -301,7 +301,7 @@ def test_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
 
 
 GREEDY = ("gemma3", "phi3", "gpt2", "mpt", "gpt_oss", "gemma4-shared-many")
-"""Models of which the default suite compares greedy text: windows, lengths, learned positions, ALiBi, sinks, sources."""
+"""Models whose greedy text the default suite compares: windows, lengths, learned positions, ALiBi, sinks, sources."""
 
 
 @pytest.mark.parametrize("name", [name if name in GREEDY else slow(name) for name in MODELS])

@@ -69,8 +69,8 @@ def _of_layers(settings: Settings, types: list[str], key: str) -> tuple[int, ...
 def _mixture(settings: Settings) -> Mixture | None:
     if not flag(settings, "enable_moe_block"):
         return None
-    sizes = (integer(settings, key) for key in ("num_experts", "top_k_experts", "moe_intermediate_size"))
-    return Mixture(*sizes, beside_mlp=True)
+    count, used = integer(settings, "num_experts"), integer(settings, "top_k_experts")
+    return Mixture(count, used, integer(settings, "moe_intermediate_size"), beside_mlp=True)
 
 
 def sources_of(settings: Settings, types: Sequence[str]) -> tuple[int | None, ...]:
