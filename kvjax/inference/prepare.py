@@ -192,13 +192,8 @@ def bind_policy(model: LanguageModel, policy: Policy | str, budget: Budget, plan
     if (replay := chosen.score.requires.replay) is not None:
         check_vocabulary(np.array([*replay.prompt, *(replay.later or ())], np.int64), model.config)
     bound_policy = replaced(chosen.budgeted(budget), plan=plan)
-    sizing = bound_policy.plan.sizing
-    sizes = {(layer.kv_heads, layer.key_width, layer.value_width) for layer in model.config.layer_configs}
-    if sizing.per_head and len(sizes) > 1:
-        raise ValueError(
-            f"{name_of(bound_policy)} gives each head slots of its own, for which all layers need equal heads, but "
-            f"those of {model.name!r} differ in number or width; use another policy or plan='uniform'."
-        )
+    if bound_policy.plan.sizing.per_head:
+        model.config.check_equal_heads(f"{name_of(bound_policy)} with slots for each head")
     check_parts(bound_policy, model)
     return bound_policy
 

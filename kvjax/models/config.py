@@ -238,6 +238,14 @@ class ModelConfig:
                     f"{shape.source}; use another policy or model."
                 )
 
+    def check_equal_heads(self, what: str) -> None:
+        """Refuse a model whose layers differ in the number or width of their heads, for `what` needs equal ones."""
+        if len({(layer.kv_heads, layer.key_width, layer.value_width) for layer in self.layer_configs}) > 1:
+            raise ValueError(
+                f"{what} needs equal heads in all layers, but those of this model differ in number or width; use "
+                "another policy."
+            )
+
     @property
     def remark(self) -> str:
         """Reason for a bound that kvjax sets, in parentheses for the end of a message; empty if there is none."""

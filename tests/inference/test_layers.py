@@ -147,8 +147,10 @@ def test_a_full_cache_honours_every_setting(changes: dict[str, Any]) -> None:
 def test_pages_honour_every_setting(changes: dict[str, Any]) -> None:
     policy, config = kvjax.policy("h2o", plan=AdaKV(floor=1.0)), small_config(4, 2, **changes)
     if config.layer_kv_heads is not None:
-        with pytest.raises(ValueError, match="for which all layers need equal heads, but those of 'random' differ"):
+        with pytest.raises(ValueError, match="with slots for each head needs equal heads in all layers, but those"):
             kvjax.prefill(random_model(config), policy, [[1, 2, 3]], 8)
+        with pytest.raises(ValueError, match="residual less needs equal heads in all layers, but those of this model"):
+            kvjax.policy("less", kernels="performer").bind(random_model(config))
         return
     state = assert_cached_equals_plain(config, policy)
     assert state.cache.pool is not None

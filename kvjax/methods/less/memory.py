@@ -69,6 +69,7 @@ class LowRankMemory(Residual, interface=True):
         from kvjax.methods.less import checkpoint as checkpoints
         from kvjax.methods.less.feature_maps import performer_kernels, unstack
 
+        model.config.check_equal_heads("residual less")
         kernels, trained = self.layers, ()
         if kernels is None and self.kernels == "performer":
             kernels = performer_kernels(jax.random.key(self.kernel_seed), model.config, features=self.features or 8)
