@@ -448,8 +448,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ),
         ({"model_type": None}, r"model_type\) None is not supported"),
         (
-            {"rope_scaling": {"type": "proportional", "factor": 2}},
-            "rope_type 'proportional' is not supported; supported are default, linear, dynamic, yarn, llama3, longrope",
+            {"rope_scaling": {"type": "axial", "factor": 2}},
+            "rope_type 'axial' is not supported; supported are default, linear, dynamic, yarn, llama3, longrope, prop",
         ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "factor must be a number above 0, not None"),
         ({"rope_scaling": LONGROPE | {"long_factor": 2}}, "long_factor must be a list of numbers above 0, not 2"),
