@@ -67,6 +67,18 @@ SOURCES = small_config(
     layer_scales=True,
 )
 
+WIDTHS = small_config(
+    *(4, 2),
+    ropes=(Rope(8), Rope(16)),
+    head_widths=(8, 16),
+    layer_kv_heads=(2, 1),
+    tied_values=(False, True),
+    query_key_norms=True,
+    value_norms=True,
+    post_norms=True,
+    mixture=Mixture(8, 3, 24, beside_mlp=True),
+)
+
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Model:
     """A model with random weights and no tokenizer."""

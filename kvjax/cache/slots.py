@@ -16,13 +16,13 @@ from kvjax.cache.buffers import in_memory
 from kvjax.cache.evict import Attended, Victim, entries, ranked, where_read, write_token
 from kvjax.cache.fused import FusedStep, may_fuse
 from kvjax.cache.keep import allocated, keep_best
+from kvjax.cache.layer import DEVICE as DEVICE
+from kvjax.cache.layer import HOST as HOST
 from kvjax.cache.layer import LayerCache, MixerInput
+from kvjax.cache.layer import SlotCache as SlotCache
+from kvjax.cache.layer import Step as Step
 from kvjax.cache.pending import Pending
 from kvjax.cache.ranks import shrunk
-from kvjax.cache.slot_cache import DEVICE as DEVICE
-from kvjax.cache.slot_cache import HOST as HOST
-from kvjax.cache.slot_cache import SlotCache as SlotCache
-from kvjax.cache.slot_cache import Step as Step
 from kvjax.policies.policy import Policy
 from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
 from kvjax.utils.fields import values_of

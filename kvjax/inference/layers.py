@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.evict import foreseen, victims_of
+from kvjax.cache.evict import Victim, foreseen, victims_of
 from kvjax.cache.layer import Caches, LayerCache
 from kvjax.cache.pending import sum_over_layers
 from kvjax.inference.cache import Bound, Cache
@@ -149,17 +149,21 @@ def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[
 def _with_victims(layers: Sequence[Layer], caches: Caches, reading: TokenBatch, x: Float[Array, "b t width"]) -> Caches:
     """Choose the victims of slots that devices share for all layers together, if no layer has to run first.
 
-    One collective then serves all layers.
+    One collective then serves all layers with equally many heads.
     """
     several = x.shape[1] > 1  # the second token's victims depend on the first one
     if several or layers[0].policy.may_shrink:
         return caches
     views = {index: cache for index, cache in enumerate(caches) if isinstance(cache, View)}
-    policies = [layers[index].policy for index in views]
-    new = [reading.ahead(layers[index].shape, index, x.dtype) for index in views]
-    if not foreseen(policies, list(views.values()), new):
+    policies = {index: layers[index].policy for index in views}
+    new = {index: reading.ahead(layers[index].shape, index, x.dtype) for index in views}
+    if not foreseen(list(policies.values()), list(views.values()), list(new.values())):
         return caches
-    victims = dict(zip(views, victims_of(policies, list(views.values()), new), strict=True))
+    victims = dict[int, Victim]()
+    for heads in dict.fromkeys(view.limit.shape[1] for view in views.values()):  # one number of them in most models
+        alike = [index for index, view in views.items() if view.limit.shape[1] == heads]
+        policies_views_new = ([of_layer[index] for index in alike] for of_layer in (policies, views, new))
+        victims |= dict(zip(alike, victims_of(*policies_views_new), strict=True))
     return tuple(
         cache.replace(victim=victims[index]) if index in victims else cache for index, cache in enumerate(caches)
     )
