@@ -38,7 +38,8 @@ class Rope:
         scaling: `none`; `linear`: all positions divided by `factor`; `dynamic`: theta grows with a text beyond
             `original_max_positions` (NTK); `yarn`: frequencies of long wavelengths divided by `factor`, by a ramp
             (Peng et al., 2023); `llama3`: the same with another ramp; `longrope`: each wavelength multiplied by its
-            own factor (Ding et al., 2024).
+            own factor (Ding et al., 2024); `proportional`: all divided by `factor`, and only the `fraction` of the
+            pairs with the shortest wavelengths is rotated (Gemma 4).
         factor: ratio of the extended context length to the original one.
         low_freq_factor: `llama3` only, frequencies of wavelengths above original/low are divided by `factor`. If it is
             `high_freq_factor`, there is a step instead of a ramp (Llama 4).
@@ -52,12 +53,13 @@ class Rope:
         long_factors: `longrope` only, the factors in longer texts.
         attention_factor: `yarn` and `longrope` only, factor of rotated dimensions; None for that of the papers,
             1 + ln(factor) / 10 and sqrt(1 + ln(factor) / ln(original_max_positions)).
+        fraction: `proportional` only, part of the pairs that are rotated; the others keep frequency 0.
     """
 
     width: int
     theta: float = 10_000.0
     interleaved: bool = False
-    scaling: Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"] = "none"
+    scaling: Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -68,6 +70,7 @@ class Rope:
     short_factors: tuple[float, ...] | None = None
     long_factors: tuple[float, ...] | None = None
     attention_factor: float | None = None
+    fraction: float = 1.0
 
     def __post_init__(self) -> None:
         if self.width % 2:
@@ -124,6 +127,9 @@ def rope_frequencies(
         raise ValueError(f"the frequencies of {rope.scaling} RoPE depend on the length of the text; give it.")
     if rope.scaling == "linear":
         return frequencies / rope.factor
+    if rope.scaling == "proportional":
+        rotated = np.arange(rope.width // 2) < int(rope.fraction * rope.width // 2)
+        return np.where(rotated, frequencies / rope.factor, 0.0)
     if rope.scaling == "llama3":
         wavelengths = 2 * math.pi / frequencies
         above = rope.original_max_positions / wavelengths - rope.low_freq_factor
@@ -165,6 +171,21 @@ def rotate(
     `length` is that of the whole text, one number or one per row; used only if frequencies depend on it.
     """
     return x if rope is None else rotate_by(rope, x, turns_of(rope, positions, x.dtype, length))
+
+
+def lengths_by_frequencies(
+    ropes: Sequence[Rope | None], lengths: Int[np.ndarray, "*b"]
+) -> Int[np.ndarray, "*b"] | None:
+    """Return lengths whose RoPE frequencies texts of these lengths have, or None if lengths do not matter.
+
+    Texts with the same frequencies get the same length, except with RoPE layers of different original contexts.
+    """
+    by_length = [rope for rope in ropes if rope is not None and rope.by_length]
+    if not by_length:
+        return None
+    borders = [rope.original_max_positions for rope in by_length]
+    longest = max(borders) + 1 if all(rope.scaling == "longrope" for rope in by_length) else None
+    return np.clip(lengths, min(borders), longest).astype(np.int32)
 
 
 class Turns(NamedTuple):

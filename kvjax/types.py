@@ -71,6 +71,8 @@ class LayerConfig:
         spread: sharding of the layer over devices.
         normed: True if each head of queries and keys is normalized before it is rotated.
         keys_are_values: True if a token's rotated key is its value, too, so that a slot stores it once (MLA).
+        source: index of the earlier layer whose keys and values the layer reads, without any of its own; None for its
+            own.
     """
 
     width: int
@@ -87,6 +89,7 @@ class LayerConfig:
     spread: Spread = ALONE
     normed: bool = False
     keys_are_values: bool = False
+    source: int | None = None
 
     @property
     def heads(self) -> int:
@@ -100,8 +103,13 @@ class LayerConfig:
 
     @property
     def attends(self) -> bool:
-        """True if the layer has attention, whose slots a budget applies to."""
+        """True if the layer has attention."""
         return self.kv_heads > 0
+
+    @property
+    def stores(self) -> bool:
+        """True if the layer has slots of its own, which a budget applies to."""
+        return self.attends and self.source is None
 
     def numbers(self, rows: int) -> Int[Array, "b h"] | None:
         """Return the indices of this device's KV heads in the layer, for each row; None for all of them in order."""
@@ -152,6 +160,8 @@ class TokenBatch(struct.PyTreeNode):
     """Random seed of the row; numbers drawn from it depend only on layer, head and position."""
     rope_length: Int[Array, " b"] | None = None
     """Length of the row's text that its RoPE frequencies are those of; None if they do not depend on it."""
+    embedding: Float[Array, "b t width"] | None = None
+    """Hidden states before the first layer, if later layers read them; None otherwise."""
     given: bool = setting(True)
     """True if the tokens are given text (a prompt, a turn), False if the model generated them."""
     replayed: bool = setting(False)
@@ -201,13 +211,23 @@ class TokenBatch(struct.PyTreeNode):
     def part(self, start: int | Int[Array, ""], size: int) -> Self:
         """Return some successive tokens of each row, as they are read after the tokens before them."""
         read = jnp.minimum(self.read, self.read - self.counts + start + size)
-        token, position = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (self.token, self.position))
-        return self.replace(token=token, position=position, read=read)
+        arrays = self.token, self.position, self.embedding
+        cut = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1), arrays)
+        token, position, embedding = cut
+        return self.replace(token=token, position=position, embedding=embedding, read=read)
+
+    @property
+    def is_last(self) -> Bool[Array, "b t"]:
+        """Mask of each row's last given token, if it is among these."""
+        return self.position == (self.prompt_length - 1)[:, None]
 
     def at_last(self, hidden: Float[Array, "b t width"], otherwise: Float[Array, "b width"]) -> Float[Array, "b width"]:
-        """Return the hidden state of each row's last given token, or `otherwise` if that token is not among these."""
-        is_last = self.position == (self.prompt_length - 1)[:, None]
-        newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
+        """Return the hidden state of each row's last given token, or `otherwise` if that token is not among these.
+
+        `hidden` are the states of all of these tokens, or of each row's last given one [b 1 width].
+        """
+        one, is_last = hidden.shape[1] == 1, self.is_last
+        newest = hidden[:, 0] if one else jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
         return jnp.where(is_last.any(1)[:, None], newest, otherwise)
 
     def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:

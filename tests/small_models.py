@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope, Weights, random_weights
 from kvjax.models.attention import Attention
-from kvjax.models.config import DeltaRule, Latent, Mixture, QueryGrowth
+from kvjax.models.config import DeltaRule, Latent, LayerEmbeddings, Mixture, QueryGrowth
 from kvjax.models.decoder import LayerWeights
 
 
@@ -62,6 +62,32 @@ HYBRID = small_config(
 )
 """A recurrent state in all layers but one."""
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
+
+_PROPORTIONAL = Rope(width=8, scaling="proportional", fraction=0.5)
+SOURCES = small_config(
+    *(4, 2),
+    layers=5,
+    windows=(12, None, 12, None, 12),
+    ropes=(Rope(width=8, theta=100.0), Rope(width=8, scaling="proportional", fraction=0.5)) * 2
+    + (Rope(8, theta=100.0),),
+    sources=(None, None, 0, 1, 0),
+    query_key_norms=True,
+    value_norms=True,
+    layer_embeddings=LayerEmbeddings(6, 64),
+    layer_scales=True,
+)
+
+WIDTHS = small_config(
+    *(4, 2),
+    ropes=(Rope(8), Rope(16)),
+    head_widths=(8, 16),
+    layer_kv_heads=(2, 1),
+    tied_values=(False, True),
+    query_key_norms=True,
+    value_norms=True,
+    post_norms=True,
+    mixture=Mixture(8, 3, 24, beside_mlp=True),
+)
 
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Model:
@@ -125,6 +151,18 @@ _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 
 _ROUTED |= {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
 _DELTA: dict[str, Any] = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 _DELTA |= {"linear_key_head_dim": 12, "linear_value_head_dim": 20}
+_GEMMA4 = {"num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32, "sliding_window": 16}
+_GEMMA4 |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+_GEMMA4 |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 128}
+
+
+def _types(letters: str) -> list[str]:
+    return [{"s": "sliding_attention", "f": "full_attention"}[letter] for letter in letters]
+
+
+_SHARED = _GEMMA4 | {"num_hidden_layers": 8, "num_kv_shared_layers": 4, "layer_types": _types("ssfssfsf")}
+_SHARED |= {"hidden_size_per_layer_input": 24, "use_double_wide_mlp": True}
+_SHARED |= {"initializer_range": 0.06}  # at 0.2 transformers differs from itself in float64 by 4e-4
 
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
@@ -308,6 +346,35 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "apertus": lambda: _huggingface("ApertusConfig", rope_parameters=_LLAMA3, **_SPECIAL_IDS),
     "nanochat": lambda: _huggingface("NanoChatConfig"),
     "nanochat-bias": lambda: _huggingface("NanoChatConfig", attention_bias=True, final_logit_softcapping=None),
+    "gemma3n": lambda: _huggingface(
+        "Gemma3nTextConfig",
+        num_hidden_layers=6,
+        head_dim=16,
+        sliding_window=16,
+        layer_types=_types("ssfssf"),
+        num_kv_shared_layers=3,
+        intermediate_size=[96, 96, 96, 80, 80, 80],
+        activation_sparsity_pattern=[0.9, 0.0, 0.6, 0.0, 0.0, 0.0],
+        hidden_size_per_layer_input=24,
+        vocab_size_per_layer_input=100,
+        laurel_rank=12,
+        altup_num_inputs=3,
+        initializer_range=0.06,
+    ),
+    "gemma4": lambda: _huggingface("Gemma4TextConfig", **_GEMMA4),
+    "gemma4-layer-embeddings": lambda: _huggingface(
+        "Gemma4TextConfig", **_GEMMA4 | {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 128}
+    ),
+    "gemma4-shared": lambda: _huggingface("Gemma4TextConfig", **_SHARED),
+    "gemma4-shared-many": lambda: _huggingface(
+        "Gemma4TextConfig",
+        **_SHARED | {"num_hidden_layers": 14, "num_kv_shared_layers": 9, "layer_types": _types("ssfsfssfsfssff")},
+    ),
+    "gemma4-experts": lambda: _huggingface(
+        "Gemma4TextConfig",
+        **_GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 5.0},
+        **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24},
+    ),
 }
 """Hugging Face configs of every variant that kvjax reads."""
 
@@ -322,12 +389,15 @@ def random_checkpoint(name: str, directory: Path, vocab_size: int | None = None,
     # With attn_implementation="eager" transformers adds Falcon's ALiBi twice.
     config = MODELS[name]()
     config.vocab_size = vocab_size or config.vocab_size
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model, spread = transformers.AutoModelForCausalLM.from_config(config).eval(), 1.5 * config.initializer_range
     with torch.no_grad():
         for place, parameter in model.named_parameters():
             if parameter.ndim == 1 or place.endswith("bias"):  # biases and norm scales start as zeros and ones
-                parameter.add_(0.3 * torch.randn_like(parameter))
+                parameter.add_(spread * torch.randn_like(parameter))
             if place.endswith("A_log"):  # states would forget a token at once
                 parameter.sub_(3)
+        for place, buffer in model.named_buffers():
+            if place.endswith("layer_scalar"):
+                buffer.add_(spread * torch.randn_like(buffer))
     model.save_pretrained(directory, **saving)
     return model

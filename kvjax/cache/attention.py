@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.evict import Attended
+from kvjax.cache.query_shard import QueryShard
 from kvjax.cache.recompute import (
     by_blocks,
     narrowed,
@@ -44,10 +45,10 @@ from kvjax.policies.stats import (
     over_heads,
 )
 from kvjax.types import SLOTS, LayerTokens, PyTree, View, wide
-from pallas_kernels.attention import LowRank, Partial, attend, merge, power_below, query_block, share_of_evicted
+from pallas_kernels.attention import LowRank, Partial, attend, merge, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, ScoreNoise, decode_attention
 from pallas_kernels.noise import layer_seed
-from pallas_kernels.prefill_attention import QueryTokens, prefill_attention
+from pallas_kernels.prefill_attention import prefill_attention
 
 SoftmaxKind = tuple[Any, Noise | None]
 """Temperature and noise of a softmax whose weighted sums one kernel pass computes, for any number of weights."""
@@ -258,47 +259,6 @@ def with_evicted(attended: Partial, evicted: LowRank | Partial | None) -> Partia
     return attended if evicted is None else merge(attended, share_of_evicted(evicted))
 
 
-class QueryShard(NamedTuple):
-    """Queries of a block that this device computes: all, or every n-th run if n devices hold the same slots."""
-
-    operands: Operands
-    new: LayerTokens
-    """These queries with their positions, and the keys and values of the whole block."""
-    token: Int[Array, " m"] | None
-    """Indices of these queries in the block, where the last one replaces those beyond the block; None for all."""
-    size: int
-    """Queries in a run."""
-
-    @classmethod
-    def of(cls, operands: Operands, new: LayerTokens) -> QueryShard:
-        """Return the queries of this device."""
-        tokens = new.position.shape[1]
-        # Give each device several runs: later queries see more keys, so the last run takes longest.
-        size = min(query_block(tokens, new.q.shape[0]), power_below(max(1, tokens // (4 * new.spread.queries))))
-        number = new.spread.own_queries(tokens, size)
-        if number is None:
-            return cls(operands, new, None, size)
-        token = jnp.minimum(number, tokens - 1)
-        position = jnp.where(number < tokens, new.position[:, token], -1)
-        places = None if operands.places is None else (operands.places[0][:, :, token], operands.places[1])
-        share = operands._replace(q=operands.q[:, :, :, token], places=places)
-        return cls(share, new.replace(q=share.q, position=position), token, size)
-
-    def weighed(self, request: StatRequest) -> StatRequest:
-        """Restrict a request about a whole block to these queries."""
-        if self.token is None or not isinstance(request, AttentionSum | Damage | Peak):
-            return request
-        weights = None if request.weights is None else request.weights[..., self.token]
-        if not isinstance(request, AttentionSum):
-            return request.replace(weights=weights)
-        tau = jnp.asarray(request.tau)
-        return request.replace(weights=weights, tau=tau[:, self.token] if tau.ndim else request.tau)
-
-    def gather(self, shard: Array, axis: int) -> Array:
-        """Gather an array over all queries from the devices' arrays, along an axis."""
-        return self.new.spread.all_queries(shard, self.new.k.shape[2], self.size, axis)
-
-
 def attend_block(
     operands: Operands,
     view: View,
@@ -327,7 +287,7 @@ def attend_block(
         weights=weights,
         noise=None if noise is None else sample_noise(noise, view.position, new, wide(new.q.dtype)),
         tau=tau,
-        query_tokens=None if shard.token is None else QueryTokens(shard.token, new.k.shape[2]),
+        query_tokens=shard.query_tokens,
     )
     partial = Partial(attention.out, attention.lse)
     lse = shard.gather(attention.lse, 3)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,174 +16,18 @@ from kvjax.cache.buffers import in_memory
 from kvjax.cache.evict import Attended, Victim, entries, ranked, where_read, write_token
 from kvjax.cache.fused import FusedStep, may_fuse
 from kvjax.cache.keep import allocated, keep_best
+from kvjax.cache.layer import DEVICE as DEVICE
+from kvjax.cache.layer import HOST as HOST
 from kvjax.cache.layer import LayerCache, MixerInput
+from kvjax.cache.layer import SlotCache as SlotCache
+from kvjax.cache.layer import Step as Step
 from kvjax.cache.pending import Pending
 from kvjax.cache.ranks import shrunk
 from kvjax.policies.policy import Policy
-from kvjax.policies.score import takes_attention
-from kvjax.policies.stats import flatten_requests, of_own_heads, sums_over
-from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, Heads, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
+from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
 from kvjax.utils.fields import values_of
 from pallas_kernels.attention import LowRank, Partial, attend, with_sink
 from pallas_kernels.op import options_of
-
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-
-
-class Step(NamedTuple):
-    """One token per row in a layer's cache."""
-
-    cache: Any
-    out: Float[Array, "b h g 1 e"]
-    """Attention over slots, evicted pairs and the sink."""
-    stats: Any
-    """Statistics that the policy requested, in the form of the kind of cache; None if scores include them."""
-
-
-class SlotCache(Heads, LayerCache):
-    """Cache whose slots a policy evicts, in buffers or in pages."""
-
-    kind: ClassVar[str] = "slots"
-
-    def waits_after(self, tokens: MixerInput) -> bool:
-        score, cache = tokens.policy.score, self
-        if score.requires.host_memory:
-            cache = self.moved(DEVICE)
-        new = tokens.reading.ahead(tokens.shape, tokens.number, tokens.hidden.dtype)
-        return sums_over(score.attention_stats(cache, new), "model")
-
-    def attend(
-        self,
-        tokens: MixerInput,
-        q: Float[Array, "b h g t d"],
-        k: Float[Array, "b h t d"],
-        v: Float[Array, "b h t e"],
-        sink_logits: Float[Array, "h g"] | None,
-    ) -> tuple[Float[Array, "b h g t e"], Self]:
-        """Attend from tokens to the slots, in which they get a place.
-
-        Args:
-            tokens: the tokens, of which each takes the slot that ranks lowest once those before it have one.
-            q: queries before RoPE, as keys.
-            sink_logits: logits of learned sinks in the softmax; None for a layer without sinks.
-        """
-        new = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns)
-        return self.step(tokens.policy, new) if q.shape[3] == 1 else self.steps(tokens.policy, new)
-
-    def step(self, policy: Policy, new: LayerTokens, *, alone: bool = False) -> tuple[Float[Array, "b h g 1 e"], Self]:
-        """Give one token per row a slot, attend from it, and update the score; a row of padding changes nothing.
-
-        `alone` is True if the caller combines no statistics of devices, so that they need a collective of their own.
-        Statistics that have to be summed over devices or layers before they update the score are left in `pending`.
-        """
-        cache = self.moved(DEVICE) if policy.score.requires.host_memory else self
-        requests = policy.score.attention_stats(cache, new)
-        # If output weights also sum over slots, statistics of heads need a collective of their own.
-        if not alone and new.spread.heads > 1 and new.spread.outputs == 1:
-            requests = of_own_heads(requests)
-        cache, out, stats = cache.evict_and_attend(policy, new, requests)
-        pending = Pending(requests, stats, new)
-        if sums_over(requests, "model", "device"):
-            return out, cache.replace(pending=pending)
-        cache = cache.updated(policy, pending)
-        if flatten_requests(requests)[0]:
-            cache, out = cache.with_scores(out)
-        return out, cache.moved(HOST) if policy.score.requires.host_memory else cache
-
-    def steps(self, policy: Policy, new: LayerTokens) -> tuple[Float[Array, "b h g t e"], Self]:
-        """Run a `step` for each of some known tokens, one after another.
-
-        None of the statistics that the policy requests is a sum over layers.
-        """
-
-        def one(i: Int[Array, ""], carry: tuple[Any, Array]) -> tuple[Any, Array]:
-            cache, out = carry
-            attended, cache = cache.step(policy, new.part(i, 1), alone=True)
-            return cache, jax.lax.dynamic_update_slice_in_dim(out, attended.astype(out.dtype), i, axis=3)
-
-        out = jnp.zeros((*new.q.shape[:4], new.v.shape[-1]), new.v.dtype)
-        cache, out = jax.lax.fori_loop(0, new.counts.max(), one, (self, out))
-        return out, cache
-
-    def sum_outputs(
-        self, tokens: MixerInput, outputs: Float[Array, "b t width"]
-    ) -> tuple[Float[Array, "b t width"], Self]:
-        """Sum output projections over devices; means over the heads of a layer, if requested, share the collective."""
-        pending, spread = self.pending, tokens.shape.spread
-        if pending is None or not sums_over(pending.requests, "device"):
-            return super().sum_outputs(tokens, outputs)
-        requests, tree = flatten_requests(pending.requests)
-        stats = tree.flatten_up_to(pending.stats)
-        means = [place for place, request in enumerate(requests) if getattr(request, "over", None) == "device"]
-        outputs, sums = spread.over_attention_and_heads(outputs, [stats[place] for place in means])
-        for place, mean in zip(means, sums, strict=True):
-            stats[place] = mean
-        return outputs, self.updated(tokens.policy, pending._replace(stats=tree.unflatten(stats)))
-
-    def close(self, policy: Policy) -> LayerCache:
-        """Update the score with the statistics that had to wait."""
-        return self if self.pending is None else self.updated(policy, self.pending)
-
-    def updated(self, policy: Policy, pending: Pending) -> Self:
-        """Return the cache with a score that is updated after attention."""
-        requests, stats, new = pending
-        cache = self.replace(pending=None)
-        if requests is None or not (flatten_requests(requests)[0] or takes_attention(type(policy.score))):
-            return cache
-        with jax.named_scope("scores"):
-            state = policy.score.update_head(cache, new)
-            if not policy.score.requires.keeps_idle_rows:
-                state = where_read(new, state, cache.state.score)
-            cache = cache.update_slots(policy, requests, stats, new)
-        return cache if state is None else cache.with_state(score=state)
-
-    def with_state(self, **state: PyTree) -> Self:
-        """Replace the states of some parts, given by the parts' names."""
-        return self.replace(state=self.state.replace(**state))
-
-    def memory_of_evicted(self, policy: Policy, new: LayerTokens) -> LowRank | Partial | None:
-        """Return the attention of the new queries to evicted pairs, as the residual has it; None without a residual."""
-        with jax.named_scope("residual"):
-            return None if policy.residual is None else policy.residual.share(self.state.residual, new)
-
-    def write(self, policy: Policy, new: LayerTokens, **options: Any) -> tuple[Self, Evicted]:
-        """Write one token per row into a slot of each head, and let the residual absorb the evicted pairs.
-
-        Return the evicted pairs, too. Without a residual they are empty, unless the option `pairs` is True.
-        """
-        with jax.named_scope("eviction"):
-            options["pairs"] = options.get("pairs", False) or policy.residual is not None
-            cache, evicted = self.write_token(policy, new, **options)
-        if policy.residual is None:
-            return cache, evicted
-        with jax.named_scope("residual"):
-            return cache.with_state(residual=policy.residual.absorb(cache.state.residual, evicted)), evicted
-
-    def evict_and_attend(self, policy: Policy, new: LayerTokens, requests: PyTree, **options: Any) -> Step:
-        """Write one token per row into a slot of each head, and attend to all slots, in two kernels."""
-        cache, _ = self.write(policy, new, **options)
-        evicted = cache.memory_of_evicted(policy, new)
-        with jax.named_scope("attention"):
-            cache, attended = cache.attend_token(policy, new, requests, evicted)
-            return Step(cache, with_sink(attended.partial, new.sink_logits).out, attended.stats)
-
-    @abc.abstractmethod
-    def write_token(self, policy: Policy, new: LayerTokens, *, pairs: bool, **options: Any) -> tuple[Self, Evicted]:
-        """Write one token per row into a slot of each head; return the evicted pairs, too, if `pairs` is True."""
-
-    @abc.abstractmethod
-    def attend_token(
-        self, policy: Policy, new: LayerTokens, requests: PyTree, evicted: LowRank | Partial | None
-    ) -> tuple[Self, Attended]:
-        """Attend from one token per row, which has a slot, to all slots and to evicted pairs."""
-
-    @abc.abstractmethod
-    def update_slots(self, policy: Policy, requests: PyTree, stats: Any, new: LayerTokens) -> Self:
-        """Update the score of each slot with the requested statistics."""
-
-    def with_scores(self, out: Array) -> tuple[Self, Array]:
-        """Return the cache and the output of attention in a form that makes the output depend on the scores."""
-        return self, out
 
 
 class Slots(View, SlotCache, kw_only=True):
@@ -307,9 +150,14 @@ class GrowingSlots(Slots, kw_only=True):
             "plan": policy.plan.attention_stats(slots, new) if self.is_prompt else (),
         }
         evicted = slots.memory_of_evicted(policy, new)
-        attended = attend_slots(policy, slots, new, requests, evicted, block=True)
+        _, attended = slots.attend_token(policy, new, requests, evicted)
         out = with_sink(attended.partial, new.sink_logits).out
         return out, slots.replace(pending=Pending(requests, attended.stats, new))
+
+    def attend_token(
+        self, policy: Policy, new: LayerTokens, requests: PyTree, evicted: LowRank | Partial | None
+    ) -> tuple[Self, Attended]:
+        return self, attend_slots(policy, self, new, requests, evicted, block=True)
 
     def sum_outputs(
         self, tokens: MixerInput, outputs: Float[Array, "b t width"]
@@ -345,9 +193,15 @@ class OpenSlots(Slots, kw_only=True):
         if spec.window is None and spec.slopes is None and policy.codec.positions == "original":
             partial = attend_known(policy, slots, self.with_block(policy, new, lambda _, block: block), new)
         else:  # which tell the queries of a head apart
-            mask, bias = spec.mask(new.position, slots.position), spec.bias(new.position[:, None], slots.position)
-            partial, _ = attend(new.q, slots.keys(new), slots.values(new), mask, spec, bias)
+            partial = slots.attend_token(policy, new, (), None)[1].partial
         return with_sink(partial, sink_logits).out, slots
+
+    def attend_token(
+        self, policy: Policy, new: LayerTokens, requests: PyTree, evicted: LowRank | Partial | None
+    ) -> tuple[Self, Attended]:
+        spec = new.config.spec
+        mask, bias = spec.mask(new.position, self.position), spec.bias(new.position[:, None], self.position)
+        return self, Attended(attend(new.q, self.keys(new), self.values(new), mask, spec, bias)[0], requests)
 
     def written(self, policy: Policy, new: LayerTokens) -> Self:
         """Return the slots with some known tokens in free ones; those for which there is none are dropped.

@@ -11,8 +11,12 @@ from kvjax.rope import rotate
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, with_sink
 
 
-class Uncached(LayerCache):
-    """Cache that stores nothing: the tokens of a text attend to each other alone, by full causal attention."""
+class Uncached(LayerCache, kw_only=True):
+    """Cache of one whole text, whose tokens attend to each other alone, by full causal attention."""
+
+    k: Float[Array, "b h t d"] | None = None
+    """Rotated keys, for later layers that read them."""
+    v: Float[Array, "b h t e"] | None = None
 
     def attend(
         self,
@@ -22,11 +26,20 @@ class Uncached(LayerCache):
         v: Float[Array, "b h t e"],
         sink_logits: Float[Array, "h g"] | None,
     ) -> tuple[Float[Array, "b h g t e"], Uncached]:
-        """Attend in blocks of queries, which avoids an n x n matrix."""
+        """Attend in blocks of queries, which avoids an n x n matrix; queries and keys are not rotated yet."""
+        reading = tokens.reading
+        k = rotate(tokens.shape.rope, k, reading.position[:, None], reading.rope_length)
+        after = self.replace(k=k, v=v)
+        return after.attend_only(tokens, q, sink_logits), after
+
+    def attend_only(
+        self, tokens: MixerInput, q: Float[Array, "b h g t d"], sink_logits: Float[Array, "h g"] | None
+    ) -> Float[Array, "b h g t e"]:
+        """Attend from the queries of the text's tokens in this layer, or in a later one, to the keys of this layer."""
         shape, positions, length = tokens.shape, tokens.reading.position, tokens.reading.rope_length
         q = rotate(shape.rope, q, positions[:, None, None], length)
-        k = rotate(shape.rope, k, positions[:, None], length)
-        spec, key_positions = shape.spec, positions[:, None]
+        k, v, spec, key_positions = self.k, self.v, shape.spec, positions[:, None]
+        assert k is not None and v is not None
 
         def attend_block(queries: tuple[Array, Int[Array, "b t"]]) -> Float[Array, "b h g t e"]:
             q, at = queries
@@ -37,9 +50,9 @@ class Uncached(LayerCache):
         rows, t = positions.shape
         size = query_block(QUERY_BLOCK, rows)
         if t <= size:
-            return attend_block((q, positions)), self
+            return attend_block((q, positions))
         padding = -t % size
         q = jnp.pad(q, [(0, 0)] * 3 + [(0, padding), (0, 0)])
         at = jnp.pad(positions, [(0, 0), (0, padding)])
         blocks = jax.lax.map(attend_block, (split_queries(q, -2, size), split_queries(at, -1, size)))
-        return join_queries(blocks, -2)[..., :t, :], self
+        return join_queries(blocks, -2)[..., :t, :]

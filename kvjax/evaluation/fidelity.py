@@ -110,7 +110,7 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
 
     def features(state: State) -> Features:
         if state.policy.residual is None:
-            return [None] * config.layers
+            return [None] * len(config.storing)
         normalizers = (heads.state.residual.z for heads in state.cache.attending)
         return [jnp.zeros((*z.shape[:2], length, z.shape[-1]), z.dtype) for z in normalizers]
 
@@ -120,10 +120,10 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
             after, logits = state.decoder.step(before, token)
             masks.append([held_tokens(view, length) for view in after.slots])
             says.append(jax.nn.log_softmax(logits.astype(wide(logits.dtype))))
-            layers = zip(config.layer_configs, after.slots, psi, strict=True)
+            layers = zip(config.storing, after.slots, psi, strict=True)
             rows_and_features = [
-                attention_row(shape, state.policy.layer(layer), view, before.position, length, features)
-                for layer, (shape, view, features) in enumerate(layers)
+                attention_row(config.layer(layer), state.policy.layer(layer), view, before.position, length, features)
+                for layer, view, features in layers
             ]
             caches.append(after)
             rows.append([row for row, _ in rows_and_features])

@@ -140,7 +140,7 @@ def begin(
     state = empty_state(model, chosen, rows, length, budget, seed=seed)
     if not requires.host_memory:
         return state
-    return state.replace(layers=tuple(layer.moved(HOST) for layer in state.layers))
+    return state.replace(layers=tuple(layer.moved(HOST) for layer in state.cache.layers))
 
 
 def stream(

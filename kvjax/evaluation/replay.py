@@ -19,7 +19,8 @@ from kvjax.evaluation.perplexity import begin, judge
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
-from kvjax.models.decoder import block, embed, unembed
+from kvjax.models import decoder as forward
+from kvjax.models.decoder import block, unembed
 from kvjax.policies.policy import Policy
 from kvjax.training.less.record import Replayed, attend_fully, by_steps, check_mask, join_steps, replay
 from kvjax.types import LayerTokens, View, setting, wide
@@ -145,10 +146,11 @@ def replayed(
     Returns:
         Hidden states, and the last slots and result of each layer.
     """
+    state.config.check_all_store("a replay of a policy layer by layer")
     rows, n = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(n), tokens.shape)
     reading = state.cache.reading(tokens, positions, jnp.full(rows, n))
-    x, results = embed(state.weights, state.config, tokens, positions), list[tuple[View, Any]]()
+    (reading, x), results = forward.begin(state.weights, state.config, reading), list[tuple[View, Any]]()
     for layer, slots in zip(state.decoder.layers, state.cache.slots, strict=True):
         x, text = block(layer, _Text(slots=slots, result=start(slots), mask=mask, update=update), reading, x)
         results.append((text.slots, text.result))

@@ -86,7 +86,8 @@ def _follow(probed: State, full: State, tokens: Int[Array, "n 1"]) -> Any:
         views, full_slots = cache.slots, full_cache.slots
         reading = cache.newest
         scores, attention_kept = [], []
-        for index, (shape, view, beside) in enumerate(zip(config.layer_configs, views, full_slots, strict=True)):
+        for index, view, beside in zip(config.storing, views, full_slots, strict=True):
+            shape = config.layer(index)
             policy = probed.policy.layer(index)
             score, _ = policy.scores_and_protection(view, reading.ahead(shape, index, probed.weights.dtype))
             scores.append(jnp.where(view.live, score, jnp.nan))

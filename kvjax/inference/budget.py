@@ -73,8 +73,8 @@ def plan_slots(
         buffers = tuple(min(slots, round_slots(window + beyond_window)) for window in widths)
         return _of_heads(np.minimum(total, windows + beyond_window), config), _with_slots(buffers, config)
     windowed = np.stack([layer.bounded_by_window(total) for layer in config.layer_configs])
-    attends = np.array([layer.attends for layer in config.layer_configs])
-    fixed = windowed | ~attends[:, None]
+    stores = np.array([layer.stores for layer in config.layer_configs])
+    fixed = windowed | ~stores[:, None]
     if windowed.any() and policy.score.requires.shared_slots == "layers":
         raise ValueError(
             f"{name_of(policy)} with one score for all layers needs the same tokens in all of them, but some layers of "
@@ -87,13 +87,13 @@ def plan_slots(
             limits[free, row] = layer_slots(plan, int(slots), int(free.sum()))
     else:
         slots = np.asarray(budget)
-        if len(slots) != attends.sum() or slots.min() < 1:
-            which = "layers" if attends.all() else "layers with attention"
+        if len(slots) != stores.sum() or slots.min() < 1:
+            which = "layers" if stores.all() else "layers with slots of their own"
             raise ValueError(
-                f"budget={slots.tolist()} is not a number of slots from 1 for each of {attends.sum()} {which}."
+                f"budget={slots.tolist()} is not a number of slots from 1 for each of {stores.sum()} {which}."
             )
         limits = np.zeros((config.layers, rows), np.int64)
-        limits[attends] = slots[:, None]
+        limits[stores] = slots[:, None]
     limits = limits + plan.extra_slots
     row = int(np.where(fixed, np.iinfo(np.int64).max, limits).min(0).argmin())
     free = int((~fixed[:, row]).sum())
@@ -103,7 +103,7 @@ def plan_slots(
         )
     else:
         policy.protection.check_budget(int(limits[~fixed].min()))
-    if policy.score.requires.shared_slots == "layers" and (limits[attends] != limits[attends][0]).any():
+    if policy.score.requires.shared_slots == "layers" and (limits[stores] != limits[stores][0]).any():
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
     # A layer cannot use more slots than its window.
     limits = np.where(windowed, windows, np.minimum(limits, windows))
@@ -121,13 +121,14 @@ def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
 
 
 def _with_slots(slots: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
-    # Slots of the buffers; layers without attention have none.
-    return tuple(count * layer.attends for count, layer in zip(slots, config.layer_configs, strict=True))
+    # Slots of the buffers; layers without slots of their own have none.
+    return tuple(count * layer.stores for count, layer in zip(slots, config.layer_configs, strict=True))
 
 
 def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b h"]]:
+    # Limits of heads; layers without slots of their own have none.
     layers = zip(limits, config.layer_configs, strict=True)
-    return [np.repeat(limit[:, None], layer.kv_heads, axis=1) for limit, layer in layers]
+    return [np.repeat(limit[:, None] * layer.stores, layer.kv_heads, axis=1) for limit, layer in layers]
 
 
 def _slots_per_row(budget: int | float, base: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:

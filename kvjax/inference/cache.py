@@ -173,10 +173,10 @@ class Cache(struct.PyTreeNode):
 
     @property
     def slots(self) -> tuple[Slots, ...]:
-        """Slots of all layers, pages unpacked; raise a ValueError for a layer that has none."""
+        """Slots of all layers that store anything, pages unpacked; refuse layers with other states."""
         slots = self.slots_by_layer
         for index, layer in enumerate(self.layers):
-            if index not in slots:
+            if index not in slots and jax.tree.leaves(layer):
                 raise ValueError(f"this needs attention in all layers, and layer {index} has a {type(layer).__name__}.")
         return tuple(slots.values())
 
@@ -189,15 +189,19 @@ class Cache(struct.PyTreeNode):
         """Return the caches of all layers, with others at some indices."""
         return tuple(layers.get(index, layer) for index, layer in enumerate(self.layers))
 
+    def linked(self, index: int) -> LayerCache:
+        """Return a layer with what it borrows of earlier ones and of the pool."""
+        return self.layers[index].link(self.layers[:index], self.pool)
+
     def unpacked(self) -> tuple[LayerCache, ...]:
         """Return the layers with pages unpacked into buffers, of equally many slots for all heads of a layer."""
-        return tuple(layer.link((), self.pool).unpacked() for layer in self.layers)
+        return tuple(self.linked(index).unpacked() for index in range(len(self.layers)))
 
     def packed(self, layers: Sequence[LayerCache]) -> Self:
         """Return the cache with the contents of other layers, which were `unpacked`."""
         after, pool = list[LayerCache](), self.pool
-        for layer, contents in zip(self.layers, layers, strict=True):
-            layer, pool = layer.link((), pool).packed(contents).unlink(pool)
+        for index, contents in enumerate(layers):
+            layer, pool = self.replace(pool=pool).linked(index).packed(contents).unlink(pool)
             after.append(layer)
         return self.replace(layers=tuple(after), pool=pool)
 

@@ -389,7 +389,7 @@ def _extend_on_device(
     after = gathered.replace(layers=gathered.unpacked(), pool=None)
     chunk = chunk or decoder.policy.score.requires.prompt_chunk
     if chunk is None:
-        layers, hidden = read_block(decoder, after.layers, reading)
+        layers, hidden = read_block(decoder, after.layers, reading, last=not all_logits)
         after = after.replace(layers=layers)
         hidden = hidden if all_logits else reading.at_last(hidden, otherwise=hidden[:, 0])
     else:

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.evict import foreseen, victims_of
+from kvjax.cache.evict import Victim, foreseen, victims_of
 from kvjax.cache.layer import Caches, LayerCache
 from kvjax.cache.pending import sum_over_layers
 from kvjax.inference.cache import Bound, Cache
-from kvjax.models.decoder import Layer, block, embed
+from kvjax.models.decoder import Layer, begin, block
 from kvjax.rope import Turns
 from kvjax.types import Kernels, TokenBatch, View, wide
 
@@ -28,6 +28,11 @@ def _block_once(kernels: Kernels, *arguments: Any) -> Any:
     return block(*arguments)
 
 
+def block_once(kernels: Kernels) -> Callable[..., Any]:
+    """Return `block` as a function that is traced once for all layers of one shape, whose numbers are arrays."""
+    return functools.partial(_block_once, kernels)
+
+
 def read(
     layers: Sequence[Layer],
     caches: Sequence[LayerCache],
@@ -38,6 +43,8 @@ def read(
     turns: Sequence[Turns | None] | None = None,
     run: Callable[..., Any] = block,
     close: bool = True,
+    first: int = 0,
+    last: bool = False,
 ) -> tuple[Caches, Any, Float[Array, "b t width"]]:
     """Run tokens through layers; each cache is closed after the last layer that reads it.
 
@@ -48,18 +55,27 @@ def read(
         turns: rotations of queries and keys, by layer; None for layers that compute their own.
         run: `block`, or a function that compiles it.
         close: False to leave the caches open, see `LayerCache.truncate`.
+        first: index in the model of the first of these layers, if they read no layer before it.
+        last: True if only the hidden states after the last given token of each row are needed. The layers at the end
+            whose caches have no arrays, and so keep nothing of other tokens, then run for that token alone.
 
     Returns:
-        The caches, their shared memory, and hidden states, NaN in rows with scores of NaN.
+        The caches, their shared memory, and hidden states of all tokens or the last ones [b 1 width], NaN in rows with
+        scores of NaN.
     """
     after, last_reader = list(caches), list(range(len(caches)))
     for index, cache in enumerate(caches):
         for source in cache.reads:
-            last_reader[source] = index
+            last_reader[source - first] = index
+    storing = [index for index, cache in enumerate(caches) if jax.tree.leaves(cache)]
+    narrow = max(storing, default=-1) + 1 if last and reading.token.shape[1] > 1 else len(layers)
     for index, layer in enumerate(layers):
+        if index == narrow:
+            reading, x = only_last(reading, x)
         with jax.named_scope("layer"):
             of_layer = None if turns is None else turns[index]
-            x, cache = run(layer, after[index].link(after[:index], pool), reading, x, of_layer)
+            earlier = [None] * first + after[:index]
+            x, cache = run(layer, after[index].link(earlier, pool), reading, x, of_layer)
             after[index], pool = cache.unlink(pool)
         for source, reader in enumerate(last_reader):
             if close and reader == index and not after[source].waits:
@@ -73,6 +89,18 @@ def read(
             x = jnp.where(cache.undefined[:, None, None], jnp.nan, x)
             after[index] = cache.replace(undefined=None)
     return tuple(after), pool, x
+
+
+def only_last(reading: TokenBatch, x: Float[Array, "b t width"]) -> tuple[TokenBatch, Float[Array, "b 1 width"]]:
+    """Return the last given token of each row, as padding if it is not among these, and its hidden state."""
+
+    def of_last(x: Float[Array, "b t width"]) -> Float[Array, "b 1 width"]:
+        return reading.at_last(x, otherwise=x[:, 0])[:, None]
+
+    token = jnp.where(reading.is_last, reading.token, 0).sum(1, keepdims=True)
+    position = jnp.where(reading.is_last.any(1), reading.prompt_length - 1, -1)[:, None]
+    embedding = None if reading.embedding is None else of_last(reading.embedding)
+    return reading.replace(token=token, position=position, embedding=embedding), of_last(x)
 
 
 def read_steps(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache, Float[Array, "b t width"]]:
@@ -89,7 +117,7 @@ def read_steps(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache
         cache, x = _through_layers(decoder, cache, reading.part(i, 1))
         return cache, jax.lax.dynamic_update_slice_in_dim(hidden, x, i, axis=1)
 
-    hidden = jnp.zeros((*reading.token.shape, decoder.config.width), decoder.weights.dtype)
+    hidden = jnp.zeros((*reading.token.shape, decoder.config.hidden_width), decoder.weights.dtype)
     return jax.lax.fori_loop(0, reading.counts.max(), one, (cache, hidden))
 
 
@@ -100,7 +128,7 @@ def _waits(decoder: Bound, cache: Cache, reading: TokenBatch) -> bool:
 
 
 def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[Cache, Float[Array, "b t width"]]:
-    x = embed(decoder.weights, decoder.config, reading.token, reading.position)
+    reading, x = begin(decoder.weights, decoder.config, reading)
     layers, score = decoder.layers, decoder.policy.score
     ropes = [shape.rope for shape in decoder.config.layer_configs]
     of_rope = {rope: reading.turns(rope, x.dtype) for rope in dict.fromkeys(ropes) if rope is not None}
@@ -113,7 +141,7 @@ def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[
     run: Callable[..., Any] = block
     if pool is None and not score.requires.host_memory:
         layers = [layer.replace(number=jnp.asarray(layer.number)) for layer in layers]
-        run = functools.partial(_block_once, decoder.kernels)
+        run = block_once(decoder.kernels)
     caches, pool, x = read(layers, caches, reading, x, pool=pool, turns=turns, run=run)
     return cache.replace(layers=caches, pool=pool and pool.replace(logits=None)), x
 
@@ -121,17 +149,23 @@ def _through_layers(decoder: Bound, cache: Cache, reading: TokenBatch) -> tuple[
 def _with_victims(layers: Sequence[Layer], caches: Caches, reading: TokenBatch, x: Float[Array, "b t width"]) -> Caches:
     """Choose the victims of slots that devices share for all layers together, if no layer has to run first.
 
-    One collective then serves all layers.
+    One collective then serves all layers with equally many heads.
     """
     several = x.shape[1] > 1  # the second token's victims depend on the first one
     if several or layers[0].policy.may_shrink:
         return caches
     views = {index: cache for index, cache in enumerate(caches) if isinstance(cache, View)}
-    policies = [layers[index].policy for index in views]
-    new = [reading.ahead(layers[index].shape, index, x.dtype) for index in views]
-    if not foreseen(policies, list(views.values()), new):
+    policies = {index: layers[index].policy for index in views}
+    new = {index: reading.ahead(layers[index].shape, index, x.dtype) for index in views}
+    if not foreseen(list(policies.values()), list(views.values()), list(new.values())):
         return caches
-    victims = dict(zip(views, victims_of(policies, list(views.values()), new), strict=True))
+    victims = dict[int, Victim]()
+    for heads in dict.fromkeys(view.limit.shape[1] for view in views.values()):  # one number of them in most models
+        alike = [index for index, view in views.items() if view.limit.shape[1] == heads]
+        chosen = victims_of(
+            [policies[index] for index in alike], [views[index] for index in alike], [new[index] for index in alike]
+        )
+        victims |= dict(zip(alike, chosen, strict=True))
     return tuple(
         cache.replace(victim=victims[index]) if index in victims else cache for index, cache in enumerate(caches)
     )
@@ -157,27 +191,28 @@ def read_chunks(
         if chunk == 1:
             cache, x = read_steps(decoder, cache, part)
         else:
-            caches, x = read_block(decoder, cache.layers, part)
+            caches, x = read_block(decoder, cache.layers, part, last=not every)
             cache = cache.replace(layers=caches)
         if every:
             return cache, jax.lax.dynamic_update_slice_in_dim(hidden, x, i * size, axis=1)
         return cache, part.at_last(x, otherwise=hidden)
 
-    hidden = jnp.zeros((rows, *token.shape[1:] * every, decoder.config.width), decoder.weights.dtype)
+    hidden = jnp.zeros((rows, *token.shape[1:] * every, decoder.config.hidden_width), decoder.weights.dtype)
     cache, hidden = jax.lax.fori_loop(0, -(-reading.counts.max() // size), one, (cache, hidden))
     return cache, hidden[:, :count] if every else hidden
 
 
 def read_block(
-    decoder: Bound, caches: Caches, reading: TokenBatch, slots: Sequence[int] | None = None
+    decoder: Bound, caches: Caches, reading: TokenBatch, slots: Sequence[int] | None = None, *, last: bool = False
 ) -> tuple[Caches, Float[Array, "b t width"]]:
     """Run a block of text through all layers: attend, update scores, keep the highest-ranked slots.
 
     `slots` are those per head that a whole prompt leaves in each layer, which the plan then allocates to heads; None
-    for a chunk or a turn, after which caches are as large as before. Return caches, and hidden states.
+    for a chunk or a turn, after which caches are as large as before. Return caches, and hidden states, with `last` only
+    as far as `TokenBatch.at_last` needs them.
     """
-    x = embed(decoder.weights, decoder.config, reading.token, reading.position)
+    reading, x = begin(decoder.weights, decoder.config, reading)
     sizes: Sequence[int | None] = [None] * len(caches) if slots is None else slots
     grown = [cache.grow(size) for cache, size in zip(caches, sizes, strict=True)]
-    caches, _, x = read(decoder.layers, grown, reading, x)
+    caches, _, x = read(decoder.layers, grown, reading, x, last=last)
     return caches, x

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from kvjax.cache.layer import LayerCache
+from kvjax.cache.layer import Caches, LayerCache
 from kvjax.cache.slots import HOST
 from kvjax.inference.cache import Bound, Cache, policy_seeds
-from kvjax.inference.layers import read, read_block, read_chunks
+from kvjax.inference.layers import block_once, read, read_block, read_chunks
 from kvjax.inference.prepare import Prompts
 from kvjax.inference.sharding import (
     bound_specs,
@@ -27,7 +27,7 @@ from kvjax.inference.sharding import (
     scatter_slots,
 )
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Layer, Weights, embed, unembed
+from kvjax.models.decoder import Layer, Weights, begin, unembed
 from kvjax.models.model import LanguageModel
 from kvjax.models.sharding import on_device, weight_specs
 from kvjax.types import OF_HEADS, OF_ROWS, Kernels, PyTree, TokenBatch
@@ -60,11 +60,19 @@ def read_prompts(decoder: Bound, prompts: Prompts, run: Callable[[Any], Any] = l
     reading, x = run(_begin)(around, *_texts(prompts), **settings)
     caches = list[LayerCache]()
     layers = decoder.replace(policy=decoder.policy.sized(prompts.lines)).layers
-    for layer, limit, capacity in zip(layers, map(jnp.asarray, prompts.limits), prompts.capacities, strict=True):
-        # Layers of one shape share a program, so that their numbers are arrays.
-        numbered = layer.replace(number=jnp.asarray(layer.number))
-        cache, x = run(read_one_layer)(numbered, limit, reading, x, capacity=capacity, **of_layer)
-        caches.append(cache)
+    # Layers of one shape share a program, so that their numbers are arrays.
+    numbered = [layer.replace(number=jnp.asarray(layer.number)) for layer in layers]
+    limits = tuple(map(jnp.asarray, prompts.limits))
+    for place in independent_runs(decoder.config):
+        sizes = prompts.capacities[place]
+        if len(sizes) == 1:
+            of_run = numbered[place.start], limits[place.start]
+            cache, x = run(read_one_layer)(*of_run, reading, x, capacity=sizes[0], **of_layer)
+            caches.append(cache)
+        else:
+            of_run = tuple(numbered[place]), limits[place]
+            after, x = run(read_run)(*of_run, reading, x, capacities=sizes, first=place.start, **of_layer)
+            caches.extend(after)
     position, logits = run(_end)(around, reading, x, **settings)
     return tuple(caches), position, reading.seed, logits
 
@@ -117,14 +125,25 @@ def _texts(prompts: Prompts) -> tuple[Any, ...]:
 def _begin(
     weights: Weights, *texts: Array, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[TokenBatch, Float[Array, "b n width"]]:
-    def begin(weights: Weights, *texts: Array) -> tuple[TokenBatch, Float[Array, "b n width"]]:
-        reading = _reading(*texts)
-        return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
+    def begin_on_device(weights: Weights, *texts: Array) -> tuple[TokenBatch, Float[Array, "b n width"]]:
+        return begin(weights, on_device(config, mesh), _reading(*texts))
 
     def specs() -> tuple[PyTree, PyTree]:
         return (weight_specs(weights, config, mesh), *(OF_ROWS,) * len(texts)), OF_ROWS
 
-    return on_mesh(begin, mesh, specs)(weights, *texts)
+    return on_mesh(begin_on_device, mesh, specs)(weights, *texts)
+
+
+def independent_runs(config: ModelConfig) -> list[slice]:
+    """Split the layers of a model into runs, of which none reads the cache of a layer in another run."""
+    starts, earliest = list[int](), config.layers
+    for index in reversed(range(config.layers)):
+        source = config.layer(index).source
+        earliest = min(earliest, index if source is None else source)
+        if earliest == index:
+            starts.append(index)
+    starts.reverse()
+    return list(map(slice, starts, [*starts[1:], config.layers]))
 
 
 @functools.partial(jax.jit, static_argnames=("capacity", "kernels", "mesh"), donate_argnames="x")
@@ -150,6 +169,37 @@ def read_one_layer(
         return (layer_specs(layer, mesh), OF_HEADS, OF_ROWS, OF_ROWS), (prompt_specs([layer])[0], OF_ROWS)
 
     return on_mesh(using(kernels)(run), mesh, specs)(layer, limit, reading, x)
+
+
+@functools.partial(jax.jit, static_argnames=("capacities", "first", "kernels", "mesh"))
+def read_run(
+    layers: tuple[Layer, ...],
+    limits: tuple[Int[Array, "b h"], ...],
+    reading: TokenBatch,
+    x: Float[Array, "b n width"],
+    *,
+    capacities: tuple[int, ...],
+    first: int,
+    kernels: Kernels,
+    mesh: Mesh | None,
+) -> tuple[Caches, Float[Array, "b m width"]]:
+    """Read whole prompts through layers of which some read others; `first` is the index of the first one.
+
+    Those at the end that store nothing run for the last token alone.
+    """
+
+    def run(layers: Any, limits: Any, reading: TokenBatch, x: Array) -> tuple[Caches, Float[Array, "b m width"]]:
+        here = [layer.replace(config=on_device(layer.config, mesh)) for layer in layers]
+        planned = zip(here, limits, capacities, strict=True)
+        grown = [layer.init_cache(limit, 0, x.dtype).grow(size) for layer, limit, size in planned]
+        caches, _, x = read(here, grown, reading, x, run=block_once(kernels), first=first, last=True)
+        return scatter_slots(caches, mesh), x
+
+    def specs() -> tuple[PyTree, PyTree]:
+        of_layers = tuple(layer_specs(layer, mesh) for layer in layers)
+        return (of_layers, OF_HEADS, OF_ROWS, OF_ROWS), (prompt_specs(layers), OF_ROWS)
+
+    return on_mesh(using(kernels)(run), mesh, specs)(layers, limits, reading, x)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
@@ -197,7 +247,7 @@ def _read_on_device(
     caches = decoder.init_caches(limits, slots)
     batch = _reading(tokens, lengths, horizon, keys, rope_length)
     if chunk is None:
-        caches, hidden = read_block(decoder, caches, batch, capacities)
+        caches, hidden = read_block(decoder, caches, batch, capacities, last=True)
         last = batch.at_last(hidden, otherwise=hidden[:, 0])
     else:
         if decoder.policy.score.requires.host_memory:

@@ -191,6 +191,8 @@ def bind_policy(model: LanguageModel, policy: Policy | str, budget: Budget, plan
     if (replay := chosen.score.requires.replay) is not None:
         check_vocabulary(np.array([*replay.prompt, *(replay.later or ())], np.int64), model.config)
     bound_policy = replaced(chosen.budgeted(budget), plan=plan)
+    if bound_policy.plan.sizing.per_head:
+        model.config.check_equal_heads(f"{name_of(bound_policy)} with slots for each head")
     check_parts(bound_policy, model)
     return bound_policy
 

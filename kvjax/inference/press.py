@@ -96,7 +96,8 @@ def press(
         limits: slots that each head may use, by layer.
         capacities: slots of the buffers, by layer.
         asking: queries that stand for later ones; None if there are none.
-        layers_of: function that returns the slots of one device's cache, in the form of the policy.
+        layers_of: function that returns the slots of one device's cache, in the form of the policy, given the limits of
+            the layers that store.
     """
     press_on_device = functools.partial(_press_on_device, capacities=capacities, layers_of=layers_of)
     return run_on_mesh(

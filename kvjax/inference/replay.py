@@ -17,7 +17,7 @@ from kvjax.inference.padding import bucket
 from kvjax.inference.prepare import longest_text
 from kvjax.inference.sharding import gather_slots, run_on_mesh, scatter_slots
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import block, embed
+from kvjax.models.decoder import begin, block
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import Replay
 from kvjax.policies.stats import Seen, is_request
@@ -98,12 +98,11 @@ def replayed_queries(
 
 def _pending(decoder: Bound, cache: Cache, reading: TokenBatch) -> list[Pending]:
     # Attention statistics and tokens of each layer with slots, from a text that follows the cache and gets no slots.
-    x, pending = embed(decoder.weights, decoder.config, reading.token, reading.position), list[Pending]()
+    (reading, x), after = begin(decoder.weights, decoder.config, reading), list[LayerCache]()
     for layer, of_layer in zip(decoder.layers, cache.unpacked(), strict=True):
-        x, after = block(layer, of_layer.grow(), reading, x)
-        if after.pending is not None:
-            pending.append(after.pending)
-    return pending
+        x, of_layer = block(layer, of_layer.grow().link(after, None), reading, x)
+        after.append(of_layer)
+    return [of_layer.pending for of_layer in after if of_layer.pending is not None]
 
 
 def _of_cache(pending: Pending, slots: int) -> Pending:

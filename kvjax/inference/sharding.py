@@ -175,7 +175,7 @@ def unpacked(cache: Cache, mesh: Mesh | None) -> Cache:
         return scatter_slots(cache.replace(layers=layers, pool=pool).unpacked(), mesh)
 
     def specs() -> tuple[PyTree, PyTree]:
-        return (tuple(type(layer).specs for layer in cache.layers), pool.specs), buffer_specs(cache.layers)
+        return (cache.specs.layers, pool.specs), buffer_specs(cache.layers)
 
     return cache.replace(layers=on_mesh(unpack, mesh, specs)(cache.layers, cache.pool), pool=None)
 

@@ -243,7 +243,8 @@ def full_cache_bytes(state: State) -> int:
 
     sizes = state.cache.caches[0].bytes_by_kind
     without_slots = sum(sizes.values()) - sizes.get("slots", 0)
-    return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in state.config.layer_configs) + without_slots
+    layers = [state.config.layer(index) for index in state.config.storing]
+    return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in layers) + without_slots
 
 
 def allocated_slots(state: State) -> float:

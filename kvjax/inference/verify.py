@@ -12,7 +12,7 @@ from kvjax.inference.cache import Bound, Cache
 from kvjax.inference.layers import read
 from kvjax.inference.sharding import gather_slots, logits_spec, run_on_mesh, scatter_slots
 from kvjax.methods.registry import name_of
-from kvjax.models.decoder import embed, unembed
+from kvjax.models.decoder import begin, unembed
 
 C = TypeVar("C", bound=Cache)
 
@@ -51,7 +51,7 @@ def verify(
     def read_on_device(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Cache, Array]:
         decoder, place = decoder.here(), cache.position[:, None] + jnp.arange(tokens.shape[1])
         batch = cache.following(tokens, jnp.where(cache.active, lengths, 0)).replace(given=False)
-        x = embed(decoder.weights, decoder.config, batch.token, batch.position)
+        batch, x = begin(decoder.weights, decoder.config, batch)
         opened = [layer.open() for layer in gather_slots(cache, decoder.mesh).layers]
         layers, _, x = read(decoder.layers, opened, batch, x, close=False)
         logits = unembed(decoder.weights, decoder.config, x)

@@ -34,11 +34,12 @@ def with_windows(cache: Cache, decoder: Bound, read: Int[np.ndarray, " b"]) -> C
     """Give layers the slots of their windows in rows whose text, of `read` tokens, outgrows both window and plan."""
     policy, config, mesh = decoder.policy, decoder.config, decoder.mesh
     before, end = on_host(cache.end), planned_ends(cache, read)
-    outgrown = [layer.bounded_by_window(end) & ~layer.bounded_by_window(before) for layer in config.layer_configs]
+    shapes = [config.layer(index) for index in config.storing]
+    outgrown = [layer.bounded_by_window(end) & ~layer.bounded_by_window(before) for layer in shapes]
     rows = np.any(outgrown, 0)
     if not rows.any():
         return cache
-    windows = [(layer.window or 0) + decoder.beyond_window for layer in config.layer_configs]
+    windows = [(layer.window or 0) + decoder.beyond_window for layer in shapes]
     limits = [
         np.where(grows[:, None], window, on_host(heads.limit)).astype(np.int32)
         for grows, window, heads in zip(outgrown, windows, cache.attending, strict=True)
@@ -56,7 +57,8 @@ def with_windows(cache: Cache, decoder: Bound, read: Int[np.ndarray, " b"]) -> C
     allowed = tuple(map(jnp.asarray, limits))
     grown = _grown(cache.replace(key=None), allowed, capacities=among_devices(sizes, mesh), mesh=mesh)
     page_size = 0 if cache.pool is None else cache.pool.page_size
-    return cache.replace(**on_pages(grown, policy, page_size, mesh))
+    layers = cache.with_layers(dict(zip(config.storing, grown, strict=True)))
+    return cache.replace(**on_pages(layers, policy, page_size, mesh))
 
 
 @functools.partial(jax.jit, static_argnames=("capacities", "mesh"))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.methods.ends import EndsOrAll, ends_policy
 from kvjax.methods.register import register_score
-from kvjax.models.decoder import Layer, block, embed, layers_of
+from kvjax.models.decoder import Layer, begin, block, layers_of
 from kvjax.models.model import LanguageModel
 from kvjax.models.weights import require_weights
 from kvjax.rope import rotate
@@ -62,6 +62,7 @@ class RetrievalHeads(EndsOrAll):
                     f"and {model.name!r} has {sizes}; bind the policy that you made, not the one of a state."
                 )
             return self
+        model.config.check_all_store("finding the retrieval heads of duoattention")
         require_weights(model.weights, "finding the retrieval heads of duoattention")
         attention = np.concatenate(self._attention(model))
         chosen = np.zeros(len(attention), bool)
@@ -75,7 +76,7 @@ class RetrievalHeads(EndsOrAll):
         half = np.random.default_rng(self.seed).integers(0, config.vocab_size, lag)
         tokens = jnp.asarray([[*half, *half]], jnp.int32)
         reading, scores = TokenBatch.of_text(tokens, jnp.full(1, 2 * lag)), []
-        x = embed(model.weights, config, tokens, reading.position)
+        reading, x = begin(model.weights, config, reading)
         for layer in layers_of(model.weights, config):
             x, score = _read(layer.replace(number=0), reading, x, lag=lag)
             scores.append(np.asarray(score))

@@ -40,6 +40,7 @@ def require_ropes(model: LanguageModel) -> None:
         raise ValueError(
             f"policy triattention needs attention with RoPE in all layers, which {model.name!r} does not have."
         )
+    model.config.check_all_store("policy triattention")
 
 
 def pair_norms(rope: Rope | None, x: Float[Array, "*b d"]) -> Float[Array, "*b f"]:
@@ -56,8 +57,8 @@ def _shapes(model: LanguageModel) -> dict[str, tuple[int, ...]]:
     config, shapes = model.config, dict[str, tuple[int, ...]]()
     for layer, shape in enumerate(config.layer_configs):
         assert shape.rope is not None
-        heads = config.kv_heads, config.heads // config.kv_heads
-        shapes |= {f"center.{layer}": (*heads, config.head_width), f"norm.{layer}": (*heads, shape.rope.width // 2)}
+        heads = shape.kv_heads, shape.groups
+        shapes |= {f"center.{layer}": (*heads, shape.key_width), f"norm.{layer}": (*heads, shape.rope.width // 2)}
     return shapes
 
 

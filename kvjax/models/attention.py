@@ -21,11 +21,14 @@ from pallas_kernels.attention import wide
 
 @struct.dataclass
 class Attention:
-    """Weights of grouped-query attention; the last four are None in models without them."""
+    """Weights of grouped-query attention.
+
+    `value` is None if values are the projected keys; the last four are None in models without them.
+    """
 
     query: Linear
     key: Linear
-    value: Linear
+    value: Linear | None
     output: Linear
     query_norm: Norm | None = None
     key_norm: Norm | None = None
@@ -63,15 +66,8 @@ class Attention:
         # Logits of learned sinks by KV head; None for a layer without sinks.
         sinks = None if self.sink_logits is None else self.sink_logits.reshape(shape.kv_heads, shape.groups)
         attended, cache = cache.attend(tokens, q, k, v, sinks)
-        b, t, _ = x.shape
-        attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
-        if self.gate is not None:
-            attended = attended * jax.nn.sigmoid(self.gate(x))
-        if shape.spread == ALONE:
-            return self.output(attended), cache
-        out = dataclasses.replace(self.output, bias=None)(shape.spread.own_features(attended))
-        out, cache = cache.sum_outputs(tokens, out)
-        return out if self.output.bias is None else out + self.output.bias, cache
+        gate = None if self.gate is None else jax.nn.sigmoid(self.gate(x))
+        return project_output(self.output, attended.astype(x.dtype), cache, tokens, gate)
 
     def project(
         self, x: Float[Array, "b t width"], config: ModelConfig, shape: LayerConfig, reading: TokenBatch
@@ -81,7 +77,8 @@ class Attention:
         Query head i uses KV head i // g: the heads of one group are adjacent.
         """
         b, t, _ = x.shape
-        q, k, v = self.query(x), self.key(x), self.value(x)
+        q, k = self.query(x), self.key(x)
+        v = k if self.value is None else self.value(x)
         if config.query_key_norm_over == "heads":
             q, k = self._normalise_heads(config, q, k)
         q = q.reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
@@ -94,13 +91,10 @@ class Attention:
             k = rotate_by(config.rope, k, Turns(*(table[:, :, None] for table in turns)))
         if shape.normed and config.query_key_norm_over == "head":
             q, k = normalise(self.query_norm, q, config), normalise(self.key_norm, k, config)
+        v = normalise(None, v, config) if config.value_norms else v
         if config.qkv_clip is not None:
             q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
-        growth = config.query_growth
-        if growth is not None and not (growth.unrotated and shape.rope is not None):
-            stretch = (jnp.maximum(reading.position, 0) + growth.offset) // growth.length
-            factor = 1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype)))
-            q = q * factor[:, :, None, None, None].astype(q.dtype)
+        q = grown(q, config, shape, reading.position)
         return q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
     def output_by_head(self, shape: LayerConfig) -> Float[Array, "h g e width"]:
@@ -118,3 +112,36 @@ class Attention:
         factors = jax.lax.rsqrt(means + config.norm_eps)[..., None]
         q, k = ((x * factor).astype(x.dtype) * norm.scale for (x, norm), factor in zip(pairs, factors, strict=True))
         return q, k
+
+
+def grown(
+    q: Float[Array, "b t h g d"], config: ModelConfig, shape: LayerConfig, positions: Int[Array, "b t"]
+) -> Float[Array, "b t h g d"]:
+    """Multiply queries by their positions' factors, in a model whose queries grow."""
+    growth = config.query_growth
+    if growth is None or (growth.unrotated and shape.rope is not None):
+        return q
+    stretch = (jnp.maximum(positions, 0) + growth.offset) // growth.length
+    factor = 1 + growth.slope * jnp.log1p(stretch.astype(wide(q.dtype)))
+    return q * factor[:, :, None, None, None].astype(q.dtype)
+
+
+def project_output(
+    output: Linear,
+    attended: Float[Array, "b h g t e"],
+    cache: Any,
+    tokens: MixerInput,
+    gate: Float[Array, "b t f"] | None = None,
+) -> tuple[Float[Array, "b t width"], Any]:
+    """Apply a layer's output projection to attention, gated if there is a `gate`; return the cache after that, too.
+
+    The results of devices are summed.
+    """
+    shape, (rows, _, _, count, _) = tokens.shape, attended.shape
+    attended = attended.transpose(0, 3, 1, 2, 4).reshape(rows, count, shape.heads * shape.value_width)
+    attended = attended if gate is None else attended * gate
+    if shape.spread == ALONE:
+        return output(attended), cache
+    out = dataclasses.replace(output, bias=None)(shape.spread.own_features(attended))
+    out, cache = cache.sum_outputs(tokens, out)
+    return out if output.bias is None else out + output.bias, cache

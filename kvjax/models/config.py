@@ -9,141 +9,15 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.rope import Rope
+from kvjax.models.components import DeltaRule as DeltaRule
+from kvjax.models.components import Latent as Latent
+from kvjax.models.components import Mixture as Mixture
+from kvjax.models.components import QueryGrowth as QueryGrowth
+from kvjax.models.token_states import LayerEmbeddings as LayerEmbeddings
+from kvjax.models.token_states import Streams as Streams
+from kvjax.rope import Rope, lengths_by_frequencies
 from kvjax.types import ALONE, LayerConfig, Spread
 from pallas_kernels.attention import alibi_slopes
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixture:
-    """Experts in place of the MLP of some blocks.
-
-    Args:
-        count: number of experts in a block.
-        used: number of experts that each token uses.
-        width: inner size of one expert.
-        renormalised: True if the weights of a token's experts sum to 1.
-        dense_layers: numbers of the layers that keep one MLP.
-        router_bias: True if the router adds a bias to its logits (gpt-oss).
-        probability: function from the router's logits to the weights of experts.
-        weighted_inputs: True if weights multiply the inputs of experts, and not their outputs (Llama 4).
-        shared_width: inner size of an expert that every token uses; None for none.
-        shared_gate: True if the weight of that expert is the sigmoid of a projection of the input (Qwen3-Next), and
-            not 1.
-        scale: factor of the weights of a token's experts (DeepSeek).
-        selection_bias: True if a bias is added to the weights that rank experts, but not to those they get (DeepSeek
-            V3).
-        groups: groups of as many adjacent experts; a token uses experts of the best `used_groups` alone.
-        used_groups: number of these.
-        best_of_group: number of a group's best experts whose weights are summed to rank it.
-    """
-
-    count: int
-    used: int
-    width: int
-    renormalised: bool = True
-    dense_layers: tuple[int, ...] = ()
-    router_bias: bool = False
-    probability: Literal["softmax", "sigmoid"] = "softmax"
-    weighted_inputs: bool = False
-    shared_width: int | None = None
-    shared_gate: bool = False
-    scale: float = 1.0
-    selection_bias: bool = False
-    groups: int = 1
-    used_groups: int = 1
-    best_of_group: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 < self.used <= self.count:
-            raise ValueError(f"a token must use between 1 and {self.count} experts, not {self.used}.")
-        if self.count % self.groups or not 0 < self.used_groups <= self.groups:
-            raise ValueError(
-                f"{self.count} experts cannot be {self.groups} groups of which {self.used_groups} are used."
-            )
-        if self.used > self.count // self.groups * self.used_groups:
-            raise ValueError(f"{self.used_groups} of {self.groups} groups have fewer than {self.used} experts.")
-
-    def divides(self, devices: int) -> bool:
-        """Return whether each device can have as many experts, and as many columns of the shared one."""
-        return self.count % devices == 0 and (self.shared_width or 0) % devices == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaRule:
-    """Layers with the gated delta rule in place of attention; see `kvjax.models.gated_delta`.
-
-    Args:
-        layers: numbers of these layers.
-        key_heads: heads of queries and keys.
-        value_heads: heads of values and of the state; a multiple of `key_heads`.
-        key_width: size of one query or key.
-        value_width: size of one value.
-        taps: tokens that the convolution reads, the newest included.
-        write_scale: factor of the sigmoid that says how much of a value is written; 2 allows negative eigenvalues.
-        norm_eps: constant added to the variance of outputs.
-    """
-
-    layers: tuple[int, ...]
-    key_heads: int
-    value_heads: int
-    key_width: int
-    value_width: int
-    taps: int = 4
-    write_scale: float = 1.0
-    norm_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if self.value_heads % self.key_heads:
-            raise ValueError(f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly.")
-
-    @property
-    def groups(self) -> int:
-        """Number of value heads that share one key head."""
-        return self.value_heads // self.key_heads
-
-
-@dataclasses.dataclass(frozen=True)
-class QueryGrowth:
-    """Factor of the query of a token at position p, 1 + slope ln(1 + floor((p + offset) / length)).
-
-    Args:
-        slope: growth for each e-fold of the position.
-        length: positions at the start of a text whose queries do not grow.
-        offset: number added to positions (Llama 4 counts from 1).
-        unrotated: True if queries grow only in layers without RoPE (Llama 4).
-    """
-
-    slope: float
-    length: int
-    offset: int = 0
-    unrotated: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Latent:
-    """Widths of multi-head latent attention (DeepSeek-V2, 2024, section 2.1): all heads share one stored vector.
-
-    Args:
-        width: elements of the latent, of which up-projections make all heads' keys and values.
-        key_width: elements of a head's key that are not rotated, before the up-projection is absorbed into queries.
-        value_width: elements of a head's value, which the up-projection makes of attention to latents.
-        rotated: elements of the rotated key that all heads share; they precede the latent in a slot.
-        query_width: elements of the queries' own latent; None if queries are projected at once.
-        norm_eps: constant added to the variance of latents.
-    """
-
-    width: int
-    key_width: int
-    value_width: int
-    rotated: int
-    query_width: int | None = None
-    norm_eps: float = 1e-6
-
-    @property
-    def slot_width(self) -> int:
-        """Elements of a slot: the rotated key and the latent."""
-        return self.rotated + self.width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +35,16 @@ class ModelConfig:
         max_positions: longest sequence that the model was trained for, in tokens.
         chunked: True if some layers attend within chunks of at least `max_positions` tokens (Llama 4). A text must fit
             into one chunk.
-        value_width: size of one head's values; None for `head_width`.
+        value_width: size of one head's values; None for that of its keys.
         latent: widths of multi-head latent attention, whose slots are those of one KV head of `Latent.slot_width`; None
             for keys and values of each head.
+        head_widths: size of one head in each layer, replacing `head_width`; None for `head_width` in all layers.
+        layer_kv_heads: key and value heads of each layer, replacing `kv_heads`; None for `kv_heads` in all layers.
+        mlp_widths: inner size of the MLP of each layer, replacing `mlp_width`; None for `mlp_width` in all layers.
+        sources: for each layer, the index of an earlier layer whose keys and values it reads, or None for its own
+            (Gemma 3n and 4); None for their own in all layers.
+        tied_values: True for each layer whose values are its projected keys, before norm and RoPE (Gemma 4); None for
+            a projection of their own in all layers.
         norm: `rms` or `layer` normalization.
         norm_eps: constant added to the variance.
         activation: activation function of the MLP; `xielu` has learned parameters and goes with gated_mlp=False.
@@ -177,6 +58,7 @@ class ModelConfig:
         ropes: RoPE of each layer (None for a layer without), replacing `rope`; None for `rope` in all layers.
         slopes: ALiBi slope of each query head; None for the slopes of Press et al. (2022).
         embedding_scale: factor of token embeddings, rounded to their dtype (Gemma: sqrt(width)); None for no scaling.
+        layer_embeddings: embeddings of tokens of each layer; None for a model without them.
         position_offset: offset added to positions before they index the table of learned embeddings.
         norm_bias: True if norms add an offset.
         norm_scales: True if norms have learned scales (not in nanochat).
@@ -189,9 +71,15 @@ class ModelConfig:
         norms_after_rope: True if these norms follow RoPE instead of preceding it (Hunyuan). Stored keys then stay at
             their original positions.
         query_key_norm_over: what these norms take the mean square of: each head, or all `heads` together (OLMo 2).
+        value_norms: True if each head of values is normalized, without a scale (Gemma 4).
         query_key_scales: True if these norms have learned scales. Without scales, only layers with RoPE have such norms
             (Llama 4).
+        streams: hidden states of each token, if there are several (Gemma 3n); None for one.
+        laurel_rank: rank of a learned map that is added to the residual connection of attention (Gemma 3n); None for
+            none.
+        sparsities: fraction of the MLP's gates that are 0 in each layer (Gemma 3n); None for no sparsity.
         residual_scale: factor of the outputs of attention and MLP where they are added (Granite); None for 1.
+        layer_scales: True if the hidden states after each layer are multiplied by a learned number (Gemma 4).
         shared_norm: True if the MLP uses the norm of the attention (`parallel` blocks only).
         qkv_bias: True if the query, key and value projections add a bias.
         output_bias: True if the attention's output projection adds a bias.
@@ -229,6 +117,11 @@ class ModelConfig:
     chunked: bool = False
     value_width: int | None = None
     latent: Latent | None = None
+    head_widths: tuple[int, ...] | None = None
+    layer_kv_heads: tuple[int, ...] | None = None
+    mlp_widths: tuple[int, ...] | None = None
+    sources: tuple[int | None, ...] | None = None
+    tied_values: tuple[bool, ...] | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
@@ -241,6 +134,7 @@ class ModelConfig:
     ropes: tuple[Rope | None, ...] | None = None
     slopes: tuple[float, ...] | None = None
     embedding_scale: float | None = None
+    layer_embeddings: LayerEmbeddings | None = None
     position_offset: int = 0
     norm_bias: bool = False
     norm_scales: bool = True
@@ -251,8 +145,13 @@ class ModelConfig:
     query_key_norms: bool = False
     norms_after_rope: bool = False
     query_key_norm_over: Literal["head", "heads"] = "head"
+    value_norms: bool = False
     query_key_scales: bool = True
+    streams: Streams | None = None
+    laurel_rank: int | None = None
+    sparsities: tuple[float, ...] | None = None
     residual_scale: float | None = None
+    layer_scales: bool = False
     shared_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -283,13 +182,14 @@ class ModelConfig:
     @property
     def shared_heads(self) -> tuple[int, ...]:
         """Numbers of heads that devices share: those of keys and values, and in recurrent layers of keys."""
-        return (self.kv_heads,) if self.delta_rule is None else (self.kv_heads, self.delta_rule.key_heads)
+        return (*self.kv_heads_of_layers, *(() if self.delta_rule is None else (self.delta_rule.key_heads,)))
 
     @property
     def mixed_features(self) -> tuple[int, ...]:
         """Numbers of features that the output weights of attention and of recurrent layers take."""
-        rule, attention = self.delta_rule, self.heads * (self.value_width or self.head_width)
-        return (attention,) if rule is None else (attention, rule.value_heads * rule.value_width)
+        widths = self.widths_of_heads if self.value_width is None else (self.value_width,)
+        of_rule = () if self.delta_rule is None else (self.delta_rule.value_heads * self.delta_rule.value_width,)
+        return (*(self.heads * width for width in widths), *of_rule)
 
     @functools.cached_property
     def bounded(self) -> bool:
@@ -300,6 +200,28 @@ class ModelConfig:
         """Refuse texts of more tokens than the model can read."""
         if self.bounded and tokens > self.max_positions:
             raise ValueError(f"{tokens} tokens do not fit the model's {self.max_positions} positions{self.remark}.")
+
+    @functools.cached_property
+    def storing(self) -> tuple[int, ...]:
+        """Indices of the layers with keys and values of their own."""
+        return tuple(index for index, shape in enumerate(self.layer_configs) if shape.stores)
+
+    def check_all_store(self, what: str) -> None:
+        """Refuse a model with layers that read others' keys and values, for `what` needs those of each layer."""
+        for index, shape in enumerate(self.layer_configs):
+            if shape.source is not None:
+                raise ValueError(
+                    f"{what} needs keys and values of each layer, but layer {index} of this model reads those of layer "
+                    f"{shape.source}; use another policy or model."
+                )
+
+    def check_equal_heads(self, what: str) -> None:
+        """Refuse a model whose layers differ in the number or width of their heads, for `what` needs equal ones."""
+        if len({(layer.kv_heads, layer.key_width, layer.value_width) for layer in self.layer_configs}) > 1:
+            raise ValueError(
+                f"{what} needs equal heads in all layers, but those of this model differ in number or width; use "
+                "another policy."
+            )
 
     @property
     def fixed_positions(self) -> str | None:
@@ -314,16 +236,8 @@ class ModelConfig:
         return " (some of its layers attend within chunks, and kvjax reads a single chunk)" if self.chunked else ""
 
     def rope_length(self, lengths: Int[np.ndarray, "*b"]) -> Int[np.ndarray, "*b"] | None:
-        """Return lengths whose RoPE frequencies texts of these lengths have, or None if lengths do not matter.
-
-        Texts with the same frequencies get the same length, except with RoPE layers of different original contexts.
-        """
-        ropes = [rope for rope in self._layer_ropes if rope is not None and rope.by_length]
-        if not ropes:
-            return None
-        borders = [rope.original_max_positions for rope in ropes]
-        longest = max(borders) + 1 if all(rope.scaling == "longrope" for rope in ropes) else None
-        return np.clip(lengths, min(borders), longest).astype(np.int32)
+        """Return lengths whose RoPE frequencies texts have, see `kvjax.rope.lengths_by_frequencies`."""
+        return lengths_by_frequencies(self.ropes_of_layers, lengths)
 
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
@@ -332,8 +246,10 @@ class ModelConfig:
         if self.position == "alibi":
             of_heads = alibi_slopes(self.heads) if self.slopes is None else np.array(self.slopes)
             slopes = tuple(map(tuple, of_heads.reshape(self.kv_heads, self.groups).tolist()))
-        scale = self.head_width**-0.5 if self.attention_scale is None else self.attention_scale
-        scales = (scale,) * self.layers if self.attention_scales is None else self.attention_scales
+        widths, kv_heads = self.widths_of_heads, self.kv_heads_of_layers
+        scales = self.attention_scales
+        if scales is None:
+            scales = [width**-0.5 if self.attention_scale is None else self.attention_scale for width in widths]
         windows = (self.sliding_window,) * self.layers if self.windows is None else self.windows
         without = () if self.delta_rule is None else self.delta_rule.layers
         bounded = [window for index, window in enumerate(windows) if index in without or window is not None]
@@ -342,10 +258,10 @@ class ModelConfig:
         configs = tuple(
             LayerConfig(
                 width=self.width,
-                kv_heads=self.kv_heads // self.spread.heads,
-                groups=self.groups,
-                key_width=self.head_width,
-                value_width=self.head_width if self.value_width is None else self.value_width,
+                kv_heads=kv_heads[index] // self.spread.heads,
+                groups=self.heads // kv_heads[index],
+                key_width=widths[index],
+                value_width=widths[index] if self.value_width is None else self.value_width,
                 rope=None if self.norms_after_rope else rope,
                 scale=scale,
                 soft_cap=self.soft_cap,
@@ -355,8 +271,9 @@ class ModelConfig:
                 spread=self.spread,
                 normed=self.query_key_norms and (self.query_key_scales or rope is not None),
                 keys_are_values=self.latent is not None,
+                source=None if self.sources is None else self.sources[index],
             )
-            for scale, window, rope in zip(scales, windows, self._layer_ropes, strict=True)
+            for index, (scale, window, rope) in enumerate(zip(scales, windows, self.ropes_of_layers, strict=True))
         )
         none: dict[str, Any] = {"kv_heads": 0, "rope": None, "window": None, "local": False, "normed": False}
         return tuple(
@@ -368,16 +285,39 @@ class ModelConfig:
         return self.layer_configs[index]
 
     @property
-    def _layer_ropes(self) -> tuple[Rope | None, ...]:
+    def hidden_width(self) -> int:
+        """Size of all hidden states of a token between layers."""
+        return self.width * (1 if self.streams is None else self.streams.count)
+
+    @property
+    def widths_of_heads(self) -> tuple[int, ...]:
+        """Size of one head of queries and keys in each layer."""
+        return self.head_widths or (self.head_width,) * self.layers
+
+    @property
+    def kv_heads_of_layers(self) -> tuple[int, ...]:
+        """Key and value heads of each layer, on all devices."""
+        return self.layer_kv_heads or (self.kv_heads,) * self.layers
+
+    @property
+    def widths_of_mlps(self) -> tuple[int, ...]:
+        """Inner size of the MLP of each layer, on all devices."""
+        return self.mlp_widths or (self.mlp_width,) * self.layers
+
+    @property
+    def ropes_of_layers(self) -> tuple[Rope | None, ...]:
+        """RoPE of each layer; None for a layer without."""
         return (self.rope,) * self.layers if self.ropes is None else self.ropes
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly.")
-        for name in ("windows", "ropes", "attention_scales"):
+        by_layer = ("head_widths", "layer_kv_heads", "mlp_widths", "sources", "sparsities", "tied_values")
+        for name in ("windows", "ropes", "attention_scales", *by_layer):
             entries = getattr(self, name)
             if entries is not None and len(entries) != self.layers:
                 raise ValueError(f"{name} has {len(entries)} entries for {self.layers} layers; give one for each.")
+        for kv_heads in self.kv_heads_of_layers:
+            if self.heads % kv_heads:
+                raise ValueError(f"{self.heads} query heads cannot share {kv_heads} KV heads evenly.")
         positive = ("value_width", "embedding_scale", "qkv_clip", "attention_scale", "soft_cap", "logit_soft_cap")
         for name in (*positive, "logit_scale", "residual_scale", "sliding_window"):
             value = getattr(self, name)
@@ -399,13 +339,13 @@ class ModelConfig:
                 f"{len(self.slopes)} slopes do not fit position={self.position!r} with {self.heads} query heads; "
                 "give position='alibi' and one for each head, or leave them None."
             )
-        if (self.position == "rope") != any(rope is not None for rope in self._layer_ropes):
+        if (self.position == "rope") != any(rope is not None for rope in self.ropes_of_layers):
             ropes = f"rope={self.rope}" if self.ropes is None else f"ropes={self.ropes}"
             remedy = "give a Rope" if self.position == "rope" else "leave it None"
             raise ValueError(f"position={self.position!r} does not fit {ropes}; {remedy}.")
-        for rope in self._layer_ropes:
-            if rope is not None and rope.width > self.head_width:
-                raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
+        for rope, width in zip(self.ropes_of_layers, self.widths_of_heads, strict=True):
+            if rope is not None and rope.width > width:
+                raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {width}.")
         plain = self.norm == "rms" and self.norm_scales and not self.norm_offset
         if self.delta_rule is not None and set(self.delta_rule.layers) >= set(range(self.layers)):
             raise ValueError("a model without attention has no slots; give delta_rule fewer layers.")
@@ -420,6 +360,11 @@ class ModelConfig:
             raise ValueError("norm_scales=False goes with norm_bias=False, norm_offset=False and tied=False only.")
         if self.activation == "xielu" and (self.gated_mlp or self.mixture is not None):
             raise ValueError("activation='xielu' goes with gated_mlp=False and without a mixture only.")
+        if self.streams is not None and (self.parallel or self.layer_embeddings is None or self.layer_scales):
+            raise ValueError("streams go with layer_embeddings, parallel=False and layer_scales=False only.")
+        if self.parallel and self.laurel_rank is not None:
+            raise ValueError("laurel_rank does not go with parallel=True, which adds attention and MLP at once.")
+        self._check_sources()
         if self.norm_offset and (self.norm_bias or self.norm == "layer"):
             raise ValueError("norm_offset=True goes with norm='rms' and norm_bias=False only.")
         if self.post_norms and self.parallel:
@@ -430,3 +375,18 @@ class ModelConfig:
             raise ValueError("shared_norm=True needs parallel=True: a sequential block normalises before its MLP.")
         if self.tied and self.unembedding_bias:
             raise ValueError("tied=True does not go with unembedding_bias=True: a tied unembedding has no bias.")
+
+    def _check_sources(self) -> None:
+        """Refuse layers that read another layer than an earlier one of their own shape, which has its own keys."""
+        if self.sources is None:
+            return
+        if self.query_key_norm_over == "heads":
+            raise ValueError("sources do not go with query_key_norm_over='heads', whose norms join queries and keys.")
+        shapes = [dataclasses.replace(shape, source=None) for shape in self.layer_configs]
+        for index, source in enumerate(self.sources):
+            if source is None:
+                continue
+            if not 0 <= source < index or self.sources[source] is not None or shapes[source] != shapes[index]:
+                raise ValueError(
+                    f"sources[{index}] must be an earlier layer of the same shape with its own keys, not {source}."
+                )

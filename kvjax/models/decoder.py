@@ -15,7 +15,9 @@ from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.slots import Slots
 from kvjax.cache.uncached import Uncached
 from kvjax.models.config import ModelConfig
+from kvjax.models.layer_embedding import LayerEmbedding
 from kvjax.models.linear import Linear, Norm, normalise
+from kvjax.models.streams import Laurel, LayerStreams, ModelStreams
 from kvjax.policies.policy import Policy
 from kvjax.rope import Turns
 from kvjax.types import HEADS, SLOTS, LayerConfig, TokenBatch, setting
@@ -52,7 +54,8 @@ class LayerWeights:
     """Weights of one decoder block.
 
     `attention_norm` is None if only outputs are normalized, and `mlp_norm` also if attention and MLP share one norm.
-    `mixer`, a `Mixer`, and `mlp` are pytrees. The last two are None in models without them.
+    `mixer`, a `Mixer`, and `mlp` are pytrees. The last six are None in models without them; `scale` multiplies the
+    hidden states after the layer.
     """
 
     attention_norm: Norm | None
@@ -61,6 +64,10 @@ class LayerWeights:
     mlp: Callable[[Float[Array, "b t width"], ModelConfig], Float[Array, "b t width"]]
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
+    embedding: LayerEmbedding | None = None
+    laurel: Laurel | None = None
+    streams: LayerStreams | None = None
+    scale: Float[Array, "1"] | None = None
 
 
 class RoundedFrom(NamedTuple):
@@ -75,7 +82,8 @@ class Weights:
     """All weights of a model.
 
     `unembedding` is None if it is tied to the embedding, and `embedding` is None if it is tied to an unembedding of
-    8-bit integers. `rounded_from` is None for weights in floating point, or if it is unknown.
+    8-bit integers. `streams` is None if tokens have one hidden state. `rounded_from` is None for weights in floating
+    point, or if it is unknown.
     """
 
     embedding: Float[Array, "vocab width"] | None
@@ -83,6 +91,7 @@ class Weights:
     layers: tuple[LayerWeights, ...]
     norm: Norm
     unembedding: Linear | None
+    streams: ModelStreams | None = None
     rounded_from: RoundedFrom | None = struct.field(pytree_node=False, default=None)
 
     @property
@@ -117,6 +126,13 @@ def embed(
     if weights.positions is not None:
         x = x + weights.positions[jnp.maximum(positions, 0) + config.position_offset]
     return normalise(None, x, config) if config.embedding_norm else x
+
+
+def begin(weights: Weights, config: ModelConfig, reading: TokenBatch) -> tuple[TokenBatch, Float[Array, "b t width"]]:
+    """Return tokens as the layers of a model read them, and hidden states before the first layer."""
+    x = embed(weights, config, reading.token, reading.position)
+    reading = reading if config.layer_embeddings is None else reading.replace(embedding=x)
+    return reading, x if weights.streams is None else weights.streams.expanded(x)
 
 
 class Layer(struct.PyTreeNode):
@@ -161,6 +177,28 @@ def block(
         Hidden states after the layer, and the cache after its mixer.
     """
     weights, config = layer.weights, layer.config
+    streams, predicted = weights.streams, None
+    if streams is not None:
+        predicted = streams.predict(x, config)
+        x = streams.active(predicted, config)
+    x, cache = _update(layer, cache, reading, x, turns)
+    if streams is not None and predicted is not None:
+        assert weights.embedding is not None
+        states = streams.correct(predicted, x, config)
+        states = states.at[:, :, 1:].add(
+            weights.embedding(streams.gate_input(states, config), reading, config)[:, :, None]
+        )
+        return states.reshape(*x.shape[:2], -1), cache
+    if weights.embedding is not None:
+        x = x + weights.embedding(x, reading, config)
+    return x if weights.scale is None else x * weights.scale, cache
+
+
+def _update(
+    layer: Layer, cache: Any, reading: TokenBatch, x: Float[Array, "b t width"], turns: Turns | None
+) -> tuple[Float[Array, "b t width"], Any]:
+    # Returns one hidden state of each token after the layer's mixer and MLP, and the cache.
+    weights, config = layer.weights, layer.config
     normed = x if weights.attention_norm is None else normalise(weights.attention_norm, x, config)
     mixed, cache = weights.mixer(normed, config, cache, layer.tokens(reading, x, turns))
     if weights.attention_post_norm is not None:
@@ -171,16 +209,22 @@ def block(
 
     if config.parallel:
         mlp_input = normed if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config)
-        return x + scaled(mixed) + scaled(weights.mlp(mlp_input, config)), cache
-    x = x + scaled(mixed)
-    y = weights.mlp(x if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config), config)
-    return x + scaled(y if weights.mlp_post_norm is None else normalise(weights.mlp_post_norm, y, config)), cache
+        x = x + scaled(mixed) + scaled(weights.mlp(mlp_input, config))
+    else:
+        x = x + scaled(mixed)
+        if weights.laurel is not None:
+            x = (x + weights.laurel(normed, config)) * jnp.asarray(2**-0.5, x.dtype)
+        y = weights.mlp(x if weights.mlp_norm is None else normalise(weights.mlp_norm, x, config), config)
+        x = x + scaled(y if weights.mlp_post_norm is None else normalise(weights.mlp_post_norm, y, config))
+    return x, cache
 
 
 def layers_of(weights: Weights, config: ModelConfig, policy: Policy | None = None) -> list[Layer]:
     """Return all layers of a model, each with a policy as it uses it; None for a policy that nothing will ask."""
     first = [config.layer_configs.index(shape) for shape in config.layer_configs]
-    of_layers: Any = [None] * config.layers if policy is None else [policy.layer(i) for i in range(config.layers)]
+    # A layer that reads another one's slots uses them as that layer's policy has them.
+    owners = [index if shape.source is None else shape.source for index, shape in enumerate(config.layer_configs)]
+    of_layers: Any = [None] * config.layers if policy is None else [policy.layer(owner) for owner in owners]
     return [
         Layer(layer, of_layers[number], number, config, first[number]) for number, layer in enumerate(weights.layers)
     ]
@@ -188,7 +232,7 @@ def layers_of(weights: Weights, config: ModelConfig, policy: Policy | None = Non
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
     """Apply the final norm and compute logits in at least float32, scaled and soft-capped if the model does so."""
-    x = normalise(weights.norm, x, config)
+    x = normalise(weights.norm, x if weights.streams is None else weights.streams.merged(x), config)
     unembedding = weights.table if weights.unembedding is None else weights.unembedding
     logits = unembedding.product(x, wide(x.dtype))
     if unembedding.bias is not None:
@@ -211,9 +255,12 @@ def forward(
     # The causal mask hides padding from real tokens, but ids outside the table would still give NaN.
     tokens = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, 0)
     reading = TokenBatch.of_text(tokens, lengths)
-    x = embed(weights, config, tokens, reading.position)
+    reading, x = begin(weights, config, reading)
+    caches = list[LayerCache]()
     for layer in layers_of(weights, config):
         limit = jnp.zeros((len(tokens), layer.shape.kv_heads), jnp.int32)  # no slots, as nothing is kept
         has_slots = layer.weights.mixer.cache_kind is Slots
-        x, _ = block(layer, Uncached() if has_slots else layer.init_cache(limit, 0, x.dtype), reading, x)
+        cache = Uncached() if has_slots else layer.init_cache(limit, 0, x.dtype)
+        x, cache = block(layer, cache.link(caches, None), reading, x)
+        caches.append(cache)
     return unembed(weights, config, x)

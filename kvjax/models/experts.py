@@ -40,7 +40,13 @@ class Experts:
         assert config.mixture is not None
         rows = x.reshape(-1, x.shape[-1])
         weights, chosen = route(self.router, rows, config.mixture, self.router_bias, self.selection_bias)
-        count = self.experts.up.weight.shape[0]
+        return self.combine(x, weights, chosen, config)
+
+    def combine(
+        self, x: Float[Array, "b t width"], weights: Float[Array, "n k"], chosen: Int[Array, "n k"], config: ModelConfig
+    ) -> Float[Array, "b t width"]:
+        """Return the sum of the outputs of each token's experts, by their weights."""
+        rows, count = x.reshape(-1, x.shape[-1]), self.experts.up.weight.shape[0]
         if config.spread.experts:
             local = chosen - jax.lax.axis_index((HEADS, SLOTS)) * count
             chosen = jnp.where((local >= 0) & (local < count), local, count)  # experts of other devices get no block

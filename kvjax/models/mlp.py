@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Callable, Mapping
 
 import jax
@@ -49,12 +50,14 @@ class DenseMlp:
     """MLP that every token runs through.
 
     `gate` is None if it has no gate, and `activation` if its activation has no parameters.
+    Gates below the quantile `sparsity` of a normal distribution, with their mean and deviation, are 0 (Gemma 3n).
     """
 
     gate: Linear | None
     up: Linear
     down: Linear
     activation: Xielu | None = None
+    sparsity: float = struct.field(pytree_node=False, default=0.0)
 
     def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
         if config.spread.mlp:
@@ -77,8 +80,30 @@ class DenseMlp:
         if self.gate is None:
             return activation(self.up(x))
         gate, up = self.gate(x), self.up(x)
+        if self.sparsity:
+            gate = above_quantile(gate, self.sparsity, config.spread.over_devices if config.spread.mlp else None)
         if config.clamped_swiglu is None:
             return activation(gate) * up
         slope, limit = config.clamped_swiglu
         gate = jnp.minimum(gate, limit)
         return gate * jax.nn.sigmoid(slope * gate) * (jnp.clip(up, -limit, limit) + 1)
+
+
+def above_quantile(
+    x: Float[Array, "*b inner"], fraction: float, total: Callable[[Array], Array] | None = None
+) -> Float[Array, "*b inner"]:
+    """Return what numbers exceed a quantile by, and 0 for those below; the quantile is that of a normal distribution.
+
+    Args:
+        fraction: numbers below the quantile, above 0 and below 1.
+        total: function that sums over devices of which each has some of the numbers; None for a single device.
+    """
+    precise = x.astype(wide(x.dtype))
+
+    def mean(numbers: Array) -> Array:
+        sums, count = numbers.sum(-1, keepdims=True), jnp.full((), numbers.shape[-1], numbers.dtype)
+        return sums / count if total is None else total(sums) / total(count)
+
+    center = mean(precise)
+    deviation = jnp.sqrt(mean((precise - center) ** 2))
+    return jax.nn.relu(precise - (center + statistics.NormalDist().inv_cdf(fraction) * deviation)).astype(x.dtype)

@@ -145,7 +145,7 @@ def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = Fa
         slots=mesh.shape[SLOTS] if shares_slots else 1,
         queries=1 if shares_slots else mesh.shape[SLOTS],
         outputs=mesh.shape[SLOTS] if shares_outputs else 1,
-        mlp=devices > 1 and config.mlp_width % devices == 0,
+        mlp=devices > 1 and not any(width % devices for width in config.widths_of_mlps),
         experts=devices > 1 and config.mixture is not None and config.mixture.divides(devices),
         vocab=devices > 1 and config.vocab_size % devices == 0,
     )

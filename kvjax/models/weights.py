@@ -15,14 +15,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, PRNGKeyArray, UInt8
 
 from kvjax.models.attention import Attention
-from kvjax.models.config import DeltaRule, Latent, ModelConfig
+from kvjax.models.config import DeltaRule, Latent, LayerEmbeddings, ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights
 from kvjax.models.experts import Experts
 from kvjax.models.gated_delta import GatedDelta
 from kvjax.models.integers import OFFSET
 from kvjax.models.latent import LatentAttention
+from kvjax.models.layer_embedding import LayerEmbedding
 from kvjax.models.linear import Linear, Norm
 from kvjax.models.mlp import DenseMlp, Xielu
+from kvjax.models.mlp_and_experts import MlpAndExperts
+from kvjax.models.shared_attention import SharedAttention
+from kvjax.models.streams import Laurel, LayerStreams, ModelStreams
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 16
@@ -54,21 +58,24 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     def norm(width: int = config.width) -> Norm:
         return Norm(leaf(width) if config.norm_scales else None, leaf(width) if config.norm_bias else None)
 
-    def dense(inner: int, *count: int) -> DenseMlp:
+    def dense(inner: int, *count: int, sparsity: float = 0.0) -> DenseMlp:
         return DenseMlp(
+            sparsity=sparsity,
             gate=linear(*count, inner, config.width, bias=config.mlp_bias) if config.gated_mlp else None,
             up=linear(*count, inner, config.width, bias=config.mlp_bias),
             down=linear(*count, config.width, inner, bias=config.mlp_bias),
             activation=Xielu(leaf(1), leaf(1), leaf(1), leaf(1)) if config.activation == "xielu" else None,
         )
 
-    def mlp(index: int) -> DenseMlp | Experts:
+    def mlp(index: int) -> DenseMlp | Experts | MlpAndExperts:
         mixture = config.mixture
         if mixture is None or index in mixture.dense_layers:
-            return dense(config.mlp_width)
+            return dense(
+                config.widths_of_mlps[index], sparsity=0.0 if config.sparsities is None else config.sparsities[index]
+            )
         router_bias = leaf(mixture.count) if mixture.router_bias else None
         shared = None if mixture.shared_width is None else dense(mixture.shared_width)
-        return Experts(
+        experts = Experts(
             router=leaf(mixture.count, config.width),
             experts=dense(mixture.width, mixture.count),
             router_bias=router_bias,
@@ -76,18 +83,63 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             shared_gate=leaf(1, config.width) if mixture.shared_gate else None,
             selection_bias=leaf(mixture.count) if mixture.selection_bias else None,
         )
+        if not mixture.beside_mlp:
+            return experts
+        return MlpAndExperts(
+            dense_norm=norm(),
+            dense=dense(config.widths_of_mlps[index]),
+            dense_post_norm=norm(),
+            router_scale=leaf(config.width),
+            experts_norm=norm(),
+            experts=experts,
+            experts_post_norm=norm(),
+            expert_scales=leaf(mixture.count),
+        )
 
-    def attention(shape: LayerConfig) -> Attention:
+    def embedding(sizes: LayerEmbeddings) -> LayerEmbedding:
+        return LayerEmbedding(
+            table=linear(sizes.vocab_size, sizes.width, bias=False),
+            context=linear(sizes.width, config.width, bias=False),
+            context_norm=norm(sizes.width),
+            narrow=linear(sizes.width, config.width, bias=False),
+            widen=linear(config.width, sizes.width, bias=False),
+            norm=norm(),
+        )
+
+    def laurel(rank: int) -> Laurel:
+        return Laurel(linear(rank, config.width, bias=False), linear(config.width, rank, bias=False), norm())
+
+    def layer_streams(count: int) -> LayerStreams:
+        return LayerStreams(
+            router_norm=norm(),
+            router=linear(count, config.width, bias=False),
+            prediction=linear(count**2, count, bias=False),
+            correction=linear(count, count, bias=False),
+            scale=leaf(config.width),
+        )
+
+    def model_streams(count: int) -> ModelStreams:
+        maps = tuple(linear(config.width, config.width, bias=False) for _ in range(count - 1))
+        return ModelStreams(expand=maps, merge=maps)
+
+    def attention(index: int, shape: LayerConfig) -> Attention | SharedAttention:
         heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
         scaled, features = config.query_key_norms and config.query_key_scales, shape.heads * shape.value_width
+        query = linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias)
+        output = linear(config.width, features, bias=config.output_bias)
+        query_norm = norm(heads * shape.key_width) if scaled else None
+        sink_logits = leaf(shape.heads) if config.sinks else None
+        if shape.source is not None:
+            return SharedAttention(query, output, query_norm, sink_logits)
+        values = linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias)
         return Attention(
-            query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
+            query=query,
             key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
-            value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
-            output=linear(config.width, features, bias=config.output_bias),
-            query_norm=norm(heads * shape.key_width) if scaled else None,
+            value=None if config.tied_values and config.tied_values[index] else values,
+            output=output,
+            query_norm=query_norm,
             key_norm=norm(kv_heads * shape.key_width) if scaled else None,
-            sink_logits=leaf(shape.heads) if config.sinks else None,
+            sink_logits=sink_logits,
             gate=linear(features, config.width, bias=config.qkv_bias) if config.output_gate else None,
         )
 
@@ -123,21 +175,26 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             key_width=rule.key_width,
         )
 
-    def mixer(shape: LayerConfig) -> Attention | LatentAttention | GatedDelta:
+    def mixer(index: int, shape: LayerConfig) -> Attention | SharedAttention | LatentAttention | GatedDelta:
         if not shape.attends:
             assert config.delta_rule is not None
             return gated_delta(config.delta_rule)
-        return attention(shape) if config.latent is None else latent_attention(config.latent)
+        return attention(index, shape) if config.latent is None else latent_attention(config.latent)
 
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
+        own_norms = config.mixture is not None and config.mixture.beside_mlp  # of the MLP and of the experts
         pre_norms, post_norms = config.pre_norms or not shape.attends, config.post_norms and shape.attends
         return LayerWeights(
             attention_norm=norm() if pre_norms else None,
-            mixer=mixer(shape),
-            mlp_norm=norm() if pre_norms and not config.shared_norm else None,
+            mixer=mixer(index, shape),
+            mlp_norm=norm() if pre_norms and not (config.shared_norm or own_norms) else None,
             mlp=mlp(index),
             attention_post_norm=norm() if post_norms else None,
             mlp_post_norm=norm() if post_norms else None,
+            embedding=None if config.layer_embeddings is None else embedding(config.layer_embeddings),
+            laurel=None if config.laurel_rank is None else laurel(config.laurel_rank),
+            streams=None if config.streams is None else layer_streams(config.streams.count),
+            scale=leaf(1) if config.layer_scales else None,
         )
 
     learned = config.position == "learned"
@@ -147,6 +204,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
         layers=tuple(itertools.starmap(layer, enumerate(config.layer_configs))),
         norm=norm(),
         unembedding=None if config.tied else linear(config.vocab_size, config.width, bias=config.unembedding_bias),
+        streams=None if config.streams is None else model_streams(config.streams.count),
     )
 
 

@@ -222,7 +222,7 @@ class Codec(Part, interface=True, init=False):
             room: slots that a head may use, if the new token has no slot yet; None if it has one.
         """
         config, tokens, capacity = new.config, new.k.shape[2], view.capacity * new.spread.slots
-        if tokens == capacity and places is None:  # a whole text, of which nothing is stored yet: ranks equal positions
+        if block and tokens == capacity:  # a whole text, of which nothing is stored yet: ranks equal positions
             return Operands(new.q, new.k, new.v)
         k, v, q = view.kv.k, view.kv.values, new.q
         if self.ordered:

@@ -24,11 +24,24 @@ from kvjax.generation.speculative import draft_and_verify
 from kvjax.inference.speculation import SpeculativeCache
 from kvjax.models import ModelConfig, Rope
 from tests.cases import FIRST, POLICIES, slow
-from tests.small_models import GQA, HYBRID, LATENT, LOCAL, MHA, MIXED, MQA, SINKS, SLOPED, random_model, small_config
+from tests.small_models import (
+    GQA,
+    HYBRID,
+    LATENT,
+    LOCAL,
+    MHA,
+    MIXED,
+    MQA,
+    SINKS,
+    SLOPED,
+    SOURCES,
+    random_model,
+    small_config,
+)
 
 PROMPTS = [np.random.default_rng(row).integers(0, 64, size).tolist() for row, size in enumerate((41, 57, 48))]
 MODELS = {"mha": MHA, "gqa": GQA, "mqa": MQA, "sinks": SINKS, "windows": LOCAL, "moe": MIXED, "alibi": SLOPED}
-MODELS |= {"latent": LATENT, "recurrent": HYBRID}
+MODELS |= {"latent": LATENT, "recurrent": HYBRID, "layers that read others": SOURCES}
 
 
 def both(model: Any, new: int = 40, policy: Any = "h2o", budget: Any = 17, **settings: Any) -> tuple[Any, Any]:

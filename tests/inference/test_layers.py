@@ -17,7 +17,7 @@ from kvjax.inference.decode import lower_step
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.less import checkpoint
 from kvjax.models import ModelConfig, Rope
-from kvjax.models.config import QueryGrowth
+from kvjax.models.config import LayerEmbeddings, QueryGrowth
 from kvjax.models.fingerprint import fingerprint
 from kvjax.types import LayerConfig
 from tests.cases import in_turns, slow
@@ -25,6 +25,7 @@ from tests.oracles.forward import forward
 from tests.small_models import LLAMA4, random_model, small_config
 
 OTHER = Rope(width=4, theta=100.0, interleaved=True)
+PROPORTIONAL = Rope(width=8, scaling="proportional", fraction=0.5)
 CONFIGS: dict[str, dict[str, Any]] = {
     "window, then all": {"windows": (3, None)},
     "windows instead of one window": {"windows": (None, 5), "sliding_window": 2},
@@ -36,6 +37,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "norms without scales, queries that grow where they are not rotated, a shared expert": {
         **{"ropes": (OTHER, None), "query_key_norms": True, "query_key_scales": False},
         **{"query_growth": QueryGrowth(0.5, 4, offset=1, unrotated=True), "mixture": LLAMA4.mixture, "chunked": True},
+    },
+    "keys of earlier layers, embeddings and factors of each layer": {
+        **{
+            "layers": 5,
+            "windows": (4, None, 4, None, 4),
+            "sources": (None, None, 0, 1, 0),
+            "mlp_widths": (48,) * 2 + (9,) * 3,
+        },
+        **{"ropes": (OTHER, PROPORTIONAL) * 2 + (OTHER,), "query_key_norms": True, "value_norms": True},
+        **{"layer_embeddings": LayerEmbeddings(6, 50), "layer_scales": True},
+    },
+    "values that are keys, heads of two widths and numbers": {
+        **{"head_widths": (8, 12), "layer_kv_heads": (2, 1), "tied_values": (False, True), "value_norms": True},
+        **{"query_key_norms": True, "ropes": (OTHER, Rope(width=12))},
     },
     "scale": {"attention_scale": 0.7},
     "soft cap": {"soft_cap": 0.4},
@@ -130,8 +145,14 @@ def test_a_full_cache_honours_every_setting(changes: dict[str, Any]) -> None:
 
 @in_every_second(1)
 def test_pages_honour_every_setting(changes: dict[str, Any]) -> None:
-    policy = kvjax.policy("h2o", plan=AdaKV(floor=1.0))
-    state = assert_cached_equals_plain(small_config(4, 2, **changes), policy)
+    policy, config = kvjax.policy("h2o", plan=AdaKV(floor=1.0)), small_config(4, 2, **changes)
+    if config.layer_kv_heads is not None:
+        with pytest.raises(ValueError, match="with slots for each head needs equal heads in all layers, but those"):
+            kvjax.prefill(random_model(config), policy, [[1, 2, 3]], 8)
+        with pytest.raises(ValueError, match="residual less needs equal heads in all layers, but those of this model"):
+            kvjax.policy("less", kernels="performer").bind(random_model(config))
+        return
+    state = assert_cached_equals_plain(config, policy)
     assert state.cache.pool is not None
 
 

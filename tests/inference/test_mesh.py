@@ -72,6 +72,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
         [
             compared(["streaming", "h2o+adakv"], 2, (1, 4), model="SLOPED"),
             compared(["tova"], 2, (2, 2), model="LOCAL"),
+            compared(["h2o"], 2, (2, 4), model="SOURCES"),
             # Experts: one on each device, with and without slots of their own.
             compared(["fastgen"], 2, (2, 4), model="MIXED"),
             compared(["h2o"], 2, (1, 8), model="LLAMA4"),
@@ -84,6 +85,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             [
                 compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="MIXED"),
                 compared(["streaming"], 2, (1, 4), model="GROWING"),
+                compared(["h2o"], 2, (2, 4), (1, 2), model="WIDTHS"),
                 compared(["keyformer"], 2, (1, 2), model="LEARNED"),
                 compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="LLAMA4"),
                 compared(["h2o", "less-performer", "fastgen"], 2, (2, 4), model="SINKS"),

@@ -53,6 +53,7 @@ ROUNDED = {"falcon-rw": 256}
 
 
 OVERLAPPING = ("cerebras-gpt", "falcon-11b", "ernie4_5-bias", "nanochat-bias", "qwen3_5_moe", "olmo_hybrid-rope")
+OVERLAPPING += ("gemma4", "gemma4-layer-embeddings", "gemma4-shared-many")
 """Variants whose settings others try, too."""
 
 
@@ -255,6 +256,13 @@ def multimodal(name: str) -> Any:
         return transformers.Gemma3Config(
             text_config=text | {"sliding_window": 16}, vision_config=vision, mm_tokens_per_image=4
         )
+    if name == "gemma4":
+        text |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        text |= {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+        vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
+        return transformers.Gemma4Config(
+            text_config=text | {"sliding_window": 16, "global_head_dim": 16}, vision_config=vision
+        )
     if name == "mistral3":
         return transformers.Mistral3Config(
             text_config=text | {"model_type": "mistral"},
@@ -291,8 +299,8 @@ def multimodal(name: str) -> Any:
     )
 
 
-HALVES = ["gemma3", "llama4", "mistral3", "qwen2_5_vl", "qwen2_5_vl+yarn", "qwen3_vl", "qwen3_vl+yarn", "qwen3_5"]
-HALVES += [slow("qwen3_5_moe")]
+HALVES = ["gemma3", "gemma4", "llama4", "mistral3", "qwen2_5_vl", "qwen2_5_vl+yarn", "qwen3_vl", "qwen3_vl+yarn"]
+HALVES += ["qwen3_5", slow("qwen3_5_moe")]
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -327,6 +335,7 @@ def test_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
 
 GREEDY = ("gemma3", "phi3", "gpt2", "mpt", "gpt_oss", "granite_swa", "exaone4", "cohere2", "glm", "glm4", "ernie4_5")
 GREEDY += ("arcee", "seed_oss", "hunyuan_v1_dense", "apertus", "nanochat", "vaultgemma", "qwen3_next")
+GREEDY += ("gemma4-shared-many",)
 """Models of which the default suite compares greedy text."""
 
 

@@ -25,29 +25,72 @@ def forward(weights: Any, config: ModelConfig, tokens: Int[np.ndarray, " t"]) ->
         config: the model's shape; its activation is SiLU.
         tokens: ids of one text.
     """
-    hidden = [weights.table.rows(token) for token in tokens]
+    first = hidden = [weights.table.rows(token) for token in tokens]
+    stored: dict[int, tuple[list[Any], list[Any]]] = {}
     for index, layer in enumerate(weights.layers):
-        read = _attention(layer, config, index, [_norm(layer.attention_norm, config, x) for x in hidden])
+        normed = [_norm(layer.attention_norm, config, x) for x in hidden]
+        source = None if config.sources is None else config.sources[index]
+        if source is None:
+            stored[index] = _keys_and_values(layer, config, index, normed)
+        read = _attention(layer, config, index, normed, *stored[index if source is None else source])
         hidden = [x + linear(layer.mixer.output, out) for x, out in zip(hidden, read, strict=True)]
         hidden = [x + mlp(layer.mlp, config, _norm(layer.mlp_norm, config, x)) for x in hidden]
+        if config.layer_embeddings is not None:
+            embedded = [_embedded(layer.embedding, config, *one) for one in zip(hidden, first, tokens, strict=True)]
+            hidden = [x + more for x, more in zip(hidden, embedded, strict=True)]
+        if config.layer_scales:
+            hidden = [x * layer.scale for x in hidden]
     table = weights.embedding if weights.unembedding is None else weights.unembedding.weight
     scale = 1.0 if config.logit_scale is None else config.logit_scale
     return np.array([_capped(scale * (table @ _norm(weights.norm, config, x)), config.logit_soft_cap) for x in hidden])
 
 
-def _attention(layer: Any, config: ModelConfig, index: int, normed: list[Vector]) -> list[Vector]:
+def _embedded(embedding: Any, config: ModelConfig, x: Vector, first: Vector, token: int) -> Vector:
+    """What a layer adds to a token's hidden state `x` for its own embedding of it; `first` is the model's."""
+    sizes = config.layer_embeddings
+    assert sizes is not None
+    context = _norm(embedding.context_norm, config, linear(embedding.context, first) / math.sqrt(config.width))
+    vector = embedding.table.weight[token if token < sizes.vocab_size else 0] * math.sqrt(sizes.width)
+    gate = linear(embedding.narrow, x)
+    gate = gate / (1 + np.exp(-gate))
+    return _norm(embedding.norm, config, linear(embedding.widen, gate * (context + vector) / math.sqrt(2)))
+
+
+def _keys_and_values(
+    layer: Any, config: ModelConfig, index: int, normed: list[Vector]
+) -> tuple[list[list[Vector]], list[list[Vector]]]:
+    """Keys before RoPE and values of each token, by head."""
+    heads = config.kv_heads if config.layer_kv_heads is None else config.layer_kv_heads[index]
+    rope = config.rope if config.ropes is None else config.ropes[index]
+    bound = math.inf if config.qkv_clip is None else config.qkv_clip
+    keys = [np.split(np.clip(linear(layer.mixer.key, x), -bound, bound), heads) for x in normed]
+    values = keys
+    if config.tied_values is None or not config.tied_values[index]:
+        values = [np.split(np.clip(linear(layer.mixer.value, x), -bound, bound), heads) for x in normed]
+    if config.value_norms:
+        values = [[_normed(config, head) for head in of_token] for of_token in values]
+    return _normed_heads(layer.mixer.key_norm, config, rope, keys), values
+
+
+def _normed_heads(norm: Any, config: ModelConfig, rope: Rope | None, heads: list[list[Vector]]) -> list[list[Vector]]:
+    if not config.query_key_norms or (rope is None and not config.query_key_scales):
+        return heads
+    scale = norm.scale if config.query_key_scales else 1.0
+    return [[_normed(config, head) * scale for head in of_token] for of_token in heads]
+
+
+def _attention(
+    layer: Any, config: ModelConfig, index: int, normed: list[Vector], keys: list[Any], values: list[Any]
+) -> list[Vector]:
     """What each token reads, its heads one after the other."""
     rope = config.rope if config.ropes is None else config.ropes[index]
+    kv_heads = len(keys[0])
     window = config.sliding_window if config.windows is None else config.windows[index]
-    scale = 1 / math.sqrt(config.head_width) if config.attention_scale is None else config.attention_scale
+    scale = 1 / math.sqrt(len(keys[0][0])) if config.attention_scale is None else config.attention_scale
     scale = scale if config.attention_scales is None else config.attention_scales[index]
     bound = math.inf if config.qkv_clip is None else config.qkv_clip
     queries = [np.split(np.clip(linear(layer.mixer.query, x), -bound, bound), config.heads) for x in normed]
-    keys = [np.split(np.clip(linear(layer.mixer.key, x), -bound, bound), config.kv_heads) for x in normed]
-    values = [np.split(np.clip(linear(layer.mixer.value, x), -bound, bound), config.kv_heads) for x in normed]
-    if config.query_key_norms and rope is not None:
-        assert not config.query_key_scales
-        queries, keys = ([[_normed(config, head) for head in heads] for heads in each] for each in (queries, keys))
+    queries = _normed_heads(layer.mixer.query_norm, config, rope, queries)
     growth = config.query_growth
     if growth is not None and (rope is None or not growth.unrotated):
         grown = [1 + growth.slope * math.log(1 + (i + growth.offset) // growth.length) for i in range(len(normed))]
@@ -56,7 +99,7 @@ def _attention(layer: Any, config: ModelConfig, index: int, normed: list[Vector]
     for i in range(len(normed)):
         heads = []
         for head in range(config.heads):
-            shared = head * config.kv_heads // config.heads
+            shared = head * kv_heads // config.heads
             query = _rotated(rope, queries[i][head], i)
             seen = [j for j in range(i + 1) if window is None or i - j < window]
             logits = [_capped(scale * (query @ _rotated(rope, keys[j][shared], j)), config.soft_cap) for j in seen]
@@ -72,10 +115,10 @@ def _attention(layer: Any, config: ModelConfig, index: int, normed: list[Vector]
 def _rotated(rope: Rope | None, x: Vector, position: int) -> Vector:
     if rope is None:
         return x
-    assert rope.scaling == "none"
+    assert rope.scaling in ("none", "proportional")
     turned = x.copy()
     half = rope.width // 2
-    for pair in range(half):
+    for pair in range(int(half * rope.fraction)):
         first, second = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, half + pair)
         angle = position * rope.theta ** (-2 * pair / rope.width)
         turned[first] = x[first] * math.cos(angle) - x[second] * math.sin(angle)

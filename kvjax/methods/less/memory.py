@@ -69,6 +69,7 @@ class LowRankMemory(Residual, interface=True):
         from kvjax.methods.less import checkpoint as checkpoints
         from kvjax.methods.less.feature_maps import performer_kernels, unstack
 
+        model.config.check_equal_heads("residual less")
         kernels, trained = self.layers, ()
         if self.kernels == "learned" and not all(layer.attends for layer in model.config.layer_configs):
             raise ValueError(

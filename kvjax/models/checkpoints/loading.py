@@ -257,7 +257,7 @@ def _read_config(directory: Path) -> tuple[Settings, Family, ModelConfig, Sampli
     return settings, family, config, sampling
 
 
-TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|audio_tower)\..*"
+TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|audio_tower|embed_audio)\..*"
 """Tensors of a multimodal checkpoint that are not needed for text."""
 
 

@@ -11,6 +11,8 @@ from kvjax.models.families import (
     cohere,
     falcon,
     gemma,
+    gemma3n,
+    gemma4,
     glm,
     gpt,
     gpt_oss,
@@ -37,8 +39,8 @@ from kvjax.models.families.settings import special_token_ids as special_token_id
 FAMILIES: Mapping[str, Family] = {
     model_type: family
     for module in (
-        *(llama, llama4, mistral, qwen, qwen_hybrid, olmo, olmo_hybrid, granite, gpt_oss, gemma, glm, cohere, latent),
-        *(apertus, hunyuan, nanochat, falcon, gpt, mpt),
+        *(llama, llama4, mistral, qwen, qwen_hybrid, olmo, olmo_hybrid, granite, gpt_oss, gemma, gemma3n, gemma4),
+        *(glm, cohere, latent, apertus, hunyuan, nanochat, falcon, gpt, mpt),
     )
     for model_type, family in module.FAMILIES.items()
 }
@@ -76,6 +78,8 @@ _QWEN2_VL = TextHalf(
 )
 TEXT_HALVES: Mapping[str, TextHalf] = {
     "gemma3": TextHalf("gemma3_text", tied=True),
+    "gemma3n": TextHalf("gemma3n_text", tied=True),
+    "gemma4": TextHalf("gemma4_text", tied=True),
     "llama4": TextHalf("llama4_text"),
     "mistral3": TextHalf("mistral", tied=True),
     "qwen2_5_vl": _QWEN2_VL,
@@ -104,8 +108,7 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
             "mamba2",
         ),
     ),
-    "its layers store a latent vector instead of keys and values": (*("longcat_flash",),),
-    "some of its layers read the keys and values of other layers": ("gemma3n", "gemma4", "gemma4_unified"),
+    "its layers store a latent vector instead of keys and values": ("longcat_flash",),
 }
 """Why kvjax does not read some well-known architectures, with the `model_type` of each."""
 

@@ -40,17 +40,21 @@ class Source:
         read: function from the tensor and the config to the leaf (a transpose, or a part of a fused tensor); None if
             they are equal.
         alternatives: sources of the same leaf in other layouts, for checkpoints that have their tensors.
+        of_layers: True if the tensor has a part for each layer; `read` then takes the layer's number, too, as `layer`.
     """
 
     name: str
     shape: Callable[[Shape, ModelConfig], Shape] | None = None
-    read: Callable[[Tensor, ModelConfig], Tensor] | None = None
+    read: Callable[..., Tensor] | None = None
     alternatives: tuple[Source, ...] = ()
+    of_layers: bool = False
 
     def in_layer(self, layer: str | None) -> Source:
         """Return the source with a layer's number in the names of tensors."""
-        sources = tuple(source.in_layer(layer) for source in self.alternatives)
-        return dataclasses.replace(self, name=self.name.format(layer=layer, expert="{expert}"), alternatives=sources)
+        changes: dict[str, Any] = {"alternatives": tuple(source.in_layer(layer) for source in self.alternatives)}
+        if self.of_layers and self.read is not None and layer is not None:
+            changes["read"] = functools.partial(self.read, layer=int(layer))
+        return dataclasses.replace(self, name=self.name.format(layer=layer, expert="{expert}"), **changes)
 
     def names(self, leaf: Shape) -> tuple[str, ...]:
         """Return the names of the tensors of a leaf of this shape."""

@@ -60,12 +60,12 @@ def _gemma3(settings: Settings) -> ModelConfig:
     return dataclasses.replace(shape, ropes=ropes, query_key_norms=True)
 
 
-_NORMS = {
+POST_NORMS = {
     "layers.attention_post_norm": "post_attention_layernorm",
     "layers.mlp_norm": "pre_feedforward_layernorm",
     "layers.mlp_post_norm": "post_feedforward_layernorm",
 }
-_SOURCES_2: Mapping[str, Source] = {**LLAMA_SOURCES, **module_sources("model.layers", _NORMS)}
+_SOURCES_2: Mapping[str, Source] = {**LLAMA_SOURCES, **module_sources("model.layers", POST_NORMS)}
 _DEFAULTS_2: Settings = {**_DEFAULTS, "hidden_activation": "gelu_pytorch_tanh"}
 _LOOKED_UP_2 = (*_LOOKED_UP, "query_pre_attn_scalar", "sliding_window")
 FAMILIES: Mapping[str, Family] = {

@@ -29,11 +29,13 @@ _ROPES: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", _ORIGINAL),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "longrope": ("factor", _ORIGINAL),
+    "proportional": (),
 }
 """Numbers that each type of RoPE needs besides theta."""
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor"),
     "longrope": ("attention_factor",),
+    "proportional": ("factor",),
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -151,6 +153,7 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     nested = [key for key, value in merged.items() if isinstance(value, dict)]
     if nested:
         raise LoadError(f"RoPE settings per type of layer ({', '.join(nested)}) are not supported.")
+    partial = partial or merged.get("rope_type") == "proportional"
     share = merged.setdefault("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0) if partial else 1.0)
     if share != 1.0 and not (partial and 0 < positive_number(merged, "partial_rotary_factor") < 1):
         raise LoadError(f"partial_rotary_factor {share!r} is not supported; only {'up to ' if partial else ''}1.0 is.")
@@ -167,6 +170,8 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     for key in ("max_position_embeddings", _ORIGINAL):
         if key in numbers:
             numbers["original_max_positions"] = numbers.pop(key)
+    if kind == "proportional":  # pairs that are not rotated have frequency 0
+        numbers, share = {"fraction": share, **numbers}, 1.0
     return Rope(
         width=int(width * share),
         theta=float(positive_number(merged, "rope_theta")),
@@ -190,14 +195,18 @@ def ropes_of_layers(settings: Settings, shape: ModelConfig, theta: float) -> tup
     if not set(parameters) <= set(LAYER_TYPES):
         sliding = {"rope_theta": parameters.get("rope_theta", theta)}
         scaling, parameters = {}, {"full_attention": given_rope(settings), "sliding_attention": sliding}
+    windows = shape.windows or (None,) * shape.layers
+    widths = {window is not None: width for window, width in zip(windows, shape.widths_of_heads, strict=True)}
     ropes: list[Rope] = []
-    for kind, default_theta, changes in zip(LAYER_TYPES, (settings["rope_theta"], theta), (scaling, {}), strict=True):
+    of_types = zip(LAYER_TYPES, (settings["rope_theta"], theta), (scaling, {}), (False, True), strict=True)
+    for kind, default_theta, changes, windowed in of_types:
         layer_rope = parameters.get(kind) or {}
         if not isinstance(layer_rope, dict):
             raise LoadError(f"rope_parameters must have an object for {kind}, not {layer_rope!r}.")
         of_type = {"rope_theta": default_theta, **layer_rope, **changes}
-        ropes.append(read_rope({**settings, "rope_scaling": None, "rope_parameters": of_type}, shape.head_width))
-    return tuple(ropes[window is not None] for window in shape.windows or (None,) * shape.layers)
+        width = widths.get(windowed, shape.head_width)
+        ropes.append(read_rope({**settings, "rope_scaling": None, "rope_parameters": of_type}, width))
+    return tuple(ropes[window is not None] for window in windows)
 
 
 def rotated_in_windows(shape: ModelConfig) -> ModelConfig:

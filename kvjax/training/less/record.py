@@ -27,7 +27,7 @@ from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed, layers_of
+from kvjax.models.decoder import Weights, begin, block, layers_of
 from kvjax.policies import Plan, Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, LayerTokens, TokenBatch, wide
@@ -204,7 +204,7 @@ def read_full(weights: Weights, config: ModelConfig, reading: TokenBatch) -> tup
     """Run the model with full attention; return each layer's tokens, not rotated yet, and their attention to all."""
     texts: list[LayerTokens] = []
     attended: list[Partial] = []
-    x = embed(weights, config, reading.token, reading.position)
+    reading, x = begin(weights, config, reading)
     for layer in layers_of(weights, config):
         x, text = block(layer, FullText(), reading, x)
         texts.append(text.new)
@@ -263,6 +263,7 @@ def collect(
         seed: seed of random policies; each text gets its own seed from it.
     """
     check_trainable(policy, mask)
+    model.config.check_all_store("training of LESS")
     bound_policy, layers = bind_policy(model, policy, budget, plan), model.config.layer_configs
     if not all(layer.attends for layer in layers):
         raise ValueError(f"kernels are trained for attention in all layers, which {model.name!r} does not have.")

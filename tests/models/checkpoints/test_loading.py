@@ -426,7 +426,18 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
             "a model without attention has no slots; give delta_rule fewer layers",
         ),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its layers store a latent vector"),
-        ({"model_type": "gemma4_text"}, "'gemma4_text' is not supported: some of its layers read the keys and values"),
+        (
+            {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 3},
+            "num_kv_shared_layers 3 of 4 layers leaves no layer of type full_attention with keys and values of its own",
+        ),
+        (
+            {"model_type": "gemma4_text", "num_hidden_layers": 4, "per_layer_config": {"4": {"head_dim": 8}}},
+            "per_layer_config has '4', which is the number of none of 4 layers",
+        ),
+        (
+            {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},
+            "='all' is not supported for gemma4_text",
+        ),
         (
             {"model_type": "mistral3", "text_config": {"model_type": "lfm2"}},
             "'lfm2' is not supported: most of its layers have a recurrent state",
@@ -448,8 +459,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ),
         ({"model_type": None}, r"model_type\) None is not supported"),
         (
-            {"rope_scaling": {"type": "proportional", "factor": 2}},
-            "rope_type 'proportional' is not supported; supported are default, linear, dynamic, yarn, llama3, longrope",
+            {"rope_scaling": {"type": "axial", "factor": 2}},
+            "rope_type 'axial' is not supported; supported are default, linear, dynamic, yarn, llama3, longrope, prop",
         ),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "factor must be a number above 0, not None"),
         ({"rope_scaling": LONGROPE | {"long_factor": 2}}, "long_factor must be a list of numbers above 0, not 2"),
