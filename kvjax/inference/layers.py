@@ -161,11 +161,9 @@ def _with_victims(layers: Sequence[Layer], caches: Caches, reading: TokenBatch, 
         return caches
     victims = dict[int, Victim]()
     for heads in dict.fromkeys(view.limit.shape[1] for view in views.values()):  # one number of them in most models
-        alike = [index for index, view in views.items() if view.limit.shape[1] == heads]
-        chosen = victims_of(
-            [policies[index] for index in alike], [views[index] for index in alike], [new[index] for index in alike]
-        )
-        victims |= dict(zip(alike, chosen, strict=True))
+        alike = {index: view for index, view in views.items() if view.limit.shape[1] == heads}
+        of_layers = [policies[index] for index in alike], list(alike.values()), [new[index] for index in alike]
+        victims |= dict(zip(alike, victims_of(*of_layers), strict=True))
     return tuple(
         cache.replace(victim=victims[index]) if index in victims else cache for index, cache in enumerate(caches)
     )
