@@ -217,7 +217,8 @@ class ModelConfig:
 
     def check_equal_heads(self, what: str) -> None:
         """Refuse a model whose layers differ in the number or width of their heads, for `what` needs equal ones."""
-        if len({(layer.kv_heads, layer.key_width, layer.value_width) for layer in self.layer_configs}) > 1:
+        heads = {(layer.kv_heads, layer.key_width, layer.value_width) for layer in self.layer_configs if layer.attends}
+        if len(heads) > 1:
             raise ValueError(
                 f"{what} needs equal heads in all layers, but those of this model differ in number or width; use "
                 "another policy."

@@ -98,7 +98,7 @@ def test_rows_are_taken_and_put() -> None:
 def test_slots_for_each_layer_are_those_of_layers_with_attention() -> None:
     state, _ = kvjax.prefill(MODEL, "h2o", TEXT[:, :70], [24], max_new_tokens=10)
     assert [limit.max() for limit in slot_limits(state)] == [24]
-    with pytest.raises(ValueError, match=r"budget=\[24, 24\] is not .* from 1 for each of 1 layers with attention"):
+    with pytest.raises(ValueError, match=r"budget=\[24, 24\] is not .* from 1 for each of 1 layers with slots of their own"):
         kvjax.prefill(MODEL, "h2o", TEXT[:, :70], [24, 24])
 
 
