@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,6 @@ class Step(NamedTuple):
 
 class SlotCache(Heads, LayerCache):
     """Cache whose slots a policy evicts, in buffers or in pages."""
-
-    kind: ClassVar[str] = "slots"
 
     def waits_after(self, tokens: MixerInput) -> bool:
         score, cache = tokens.policy.score, self
@@ -189,8 +187,6 @@ class SlotCache(Heads, LayerCache):
 
 class Slots(View, SlotCache, kw_only=True):
     """Slots in buffers [b h c ...], of which each head has equally many."""
-
-    rewinds: ClassVar[bool] = True
 
     victim: Victim | None = None
     """Slot of each head that the next token takes, if devices share slots and it is known before the layer runs."""
