@@ -55,7 +55,7 @@ def test_prompts_turns_and_steps_equal_the_whole_text(name: str) -> None:
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), one, other)
     state = state.replace(active=jnp.array([True, True]))
     for step in range(3):
-        state, logits = kvjax.decode_step(state, [TEXT[0, 80 + step], TEXT[1, 42 + step]])
+        state, logits = kvjax.decode_step(state, TEXT[[0, 1], [80 + step, 42 + step]])
         close(logits, 0, 80 + step, expected)
         close(logits, 1, 42 + step, expected)
 
