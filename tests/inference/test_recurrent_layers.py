@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.recurrent import Recurrent
+from kvjax.evaluation.trace import trace
 from kvjax.inference.decode import lower_step
 from kvjax.inference.shapes import state_shapes
 from kvjax.inference.state import bytes_by_kind, held_positions, slot_limits
@@ -121,6 +122,8 @@ def test_what_needs_attention_in_all_layers_is_refused(tmp_path: Any) -> None:
         collect(MODEL, kvjax.policy("h2o"), 16, TEXT, tmp_path)
     with pytest.raises(ValueError, match="triattention needs attention with RoPE in all layers"):
         kvjax.prefill(MODEL, "triattention", TEXT, 16)
+    with pytest.raises(ValueError, match="this needs attention in all layers, and layer 0 has a Recurrent"):
+        trace(MODEL, "h2o", [1] * 20, [1] * 3, 16)
 
 
 def test_compression_leaves_recurrent_layers_as_they_are() -> None:
