@@ -56,12 +56,12 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
     `grow`. The mixer calls methods of its own kind of cache, such as `attend` of `kvjax.cache.slots.Slots`.
     """
 
-    kind: ClassVar[str] = "other"
+    kind: ClassVar[str] = "slots"
     """Name under which the bytes of such caches are reported."""
     specs: ClassVar[Any] = OF_ROWS
     """`PartitionSpec` of the arrays on a mesh: one for all of them, or a cache of this kind with specs for arrays."""
-    rewinds: ClassVar[bool] = False
-    """True if `truncate` may take back tokens that were read before the cache was `open`, too, and were not evicted."""
+    rewinds: ClassVar[bool] = True
+    """False if `truncate` takes back only tokens that were read while the cache was `open`."""
     undefined: Bool[Array, " b"] | None = None
     """True for rows whose results are meaningless, because a score is NaN; the loop clears it."""
 

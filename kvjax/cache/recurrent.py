@@ -43,6 +43,7 @@ class Recurrent(LayerCache, kw_only=True):
     """
 
     kind: ClassVar[str] = "recurrent"
+    rewinds: ClassVar[bool] = False
 
     columns: Float[Array, "b s h f"]
     """Newest inputs of the convolution, the oldest first: one fewer than it has taps."""

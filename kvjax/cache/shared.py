@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from jaxtyping import Array, Float, Int
 
@@ -16,8 +16,6 @@ class Shared(LayerCache, kw_only=True):
 
     The earlier cache has the method `attend_only`. It evicts only after its last reader has read a block of text.
     """
-
-    rewinds: ClassVar[bool] = True
 
     source: int = setting(0)
     """Index of the layer whose slots are read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,6 @@ from pallas_kernels.op import options_of
 
 class Slots(View, SlotCache, kw_only=True):
     """Slots in buffers [b h c ...], of which each head has equally many."""
-
-    rewinds: ClassVar[bool] = True
 
     victim: Victim | None = None
     """Slot of each head that the next token takes, if devices share slots and it is known before the layer runs."""

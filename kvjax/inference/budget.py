@@ -45,7 +45,7 @@ def plan_slots(
     width: int,
     budget_of: str = "text",
     beyond_window: int = 0,
-) -> tuple[list[Int[np.ndarray, "b h"]], tuple[int, ...]]:
+) -> tuple[list[Int[np.ndarray, "b _"]], tuple[int, ...]]:
     """Plan the slots that each row and head may use, and those of the buffers, by layer.
 
     Args:
@@ -115,7 +115,7 @@ def plan_slots(
     return _of_heads(limits, config), _with_slots([round_slots(int(slots)) for slots in buffers], config)
 
 
-def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
+def lines_of(limits: Sequence[Int[np.ndarray, "b _"]]) -> tuple[int, ...]:
     """Return the largest limit of each layer, rounded like buffers so that programs are shared."""
     return tuple(round_slots(int(limit.max(initial=0))) for limit in limits)
 
@@ -125,7 +125,7 @@ def _with_slots(slots: Sequence[int], config: ModelConfig) -> tuple[int, ...]:
     return tuple(count * layer.stores for count, layer in zip(slots, config.layer_configs, strict=True))
 
 
-def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b h"]]:
+def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b _"]]:
     # Limits of heads; layers without slots of their own have none.
     layers = zip(limits, config.layer_configs, strict=True)
     return [np.repeat(limit[:, None] * layer.stores, layer.kv_heads, axis=1) for limit, layer in layers]

@@ -278,7 +278,7 @@ class Bound(struct.PyTreeNode):
         """All layers, each with the policy as it uses it."""
         return layers_of(self.weights, self.config, self.policy)
 
-    def init_caches(self, limits: Sequence[Int[Array, "b h"]], slots: Sequence[int]) -> tuple[LayerCache, ...]:
+    def init_caches(self, limits: Sequence[Int[Array, "b _"]], slots: Sequence[int]) -> tuple[LayerCache, ...]:
         """Return caches that have read nothing, for a policy `sized` before if its states depend on the slots."""
         layers = zip(self.layers, limits, slots, strict=True)
         return tuple(layer.init_cache(limit, count, self.weights.dtype) for layer, limit, count in layers)

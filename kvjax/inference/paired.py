@@ -82,7 +82,7 @@ class PairedReader(Bound, kw_only=True):
     """A model with the policy of a draft, whose prompts also fill the full cache."""
 
     verifier: Policy
-    full_limits: tuple[Int[Array, "b h"] | Int[np.ndarray, "b h"], ...]
+    full_limits: tuple[Int[Array, "b _"] | Int[np.ndarray, "b _"], ...]
     full_slots: tuple[int, ...] = setting(())
 
     @property

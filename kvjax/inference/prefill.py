@@ -235,7 +235,7 @@ def _read_on_device(
     horizon: Int[Array, " b"],
     keys: Key[Array, " b"],
     rope_length: Int[Array, " b"] | None,
-    limits: tuple[Int[Array, "b h"], ...],
+    limits: tuple[Int[Array, "b _"], ...],
     *,
     capacities: tuple[int, ...],
     lines: tuple[int, ...],

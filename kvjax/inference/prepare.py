@@ -39,7 +39,7 @@ class Prompts(NamedTuple):
     keys: Key[Array, " b"]
     rope_length: Int[np.ndarray, " b"] | None
     """Length of each text that its RoPE frequencies are those of; None if they do not depend on it."""
-    limits: tuple[Int[np.ndarray, "b h"], ...]
+    limits: tuple[Int[np.ndarray, "b _"], ...]
     """Slots that each head may use, by layer."""
     capacities: tuple[int, ...]
     """Slots of the buffers, by layer."""

@@ -41,7 +41,7 @@ Pressed = tuple[Caches, Bool[Array, " b"]]
 Asking = tuple[tuple[Float[Array, "b h g n d"], ...], Bool[Array, "b n"]]
 """Queries of each layer with slots that stand for later ones, and a mask of those that are no padding."""
 
-Limits = tuple[Int[Array, "b h"], ...]
+Limits = tuple[Int[Array, "b _"], ...]
 """Slots that each head may use, by layer."""
 
 Ranked = tuple[Mapping[int, Slots], Sequence[LayerTokens]]

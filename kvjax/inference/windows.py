@@ -63,7 +63,7 @@ def with_windows(cache: Cache, decoder: Bound, read: Int[np.ndarray, " b"]) -> C
 
 @functools.partial(jax.jit, static_argnames=("capacities", "mesh"))
 def _grown(
-    cache: Cache, limits: tuple[Int[Array, "b h"], ...], *, capacities: tuple[int, ...], mesh: Mesh | None
+    cache: Cache, limits: tuple[Int[Array, "b _"], ...], *, capacities: tuple[int, ...], mesh: Mesh | None
 ) -> tuple[LayerCache, ...]:
     paged = cache.pool is not None
 

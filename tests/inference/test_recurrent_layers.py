@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.recurrent import Recurrent
+from kvjax.evaluation.trace import trace
 from kvjax.inference.decode import lower_step
 from kvjax.inference.shapes import state_shapes
 from kvjax.inference.state import bytes_by_kind, held_positions, slot_limits
@@ -55,7 +56,7 @@ def test_prompts_turns_and_steps_equal_the_whole_text(name: str) -> None:
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), one, other)
     state = state.replace(active=jnp.array([True, True]))
     for step in range(3):
-        state, logits = kvjax.decode_step(state, [TEXT[0, 80 + step], TEXT[1, 42 + step]])
+        state, logits = kvjax.decode_step(state, TEXT[[0, 1], [80 + step, 42 + step]])
         close(logits, 0, 80 + step, expected)
         close(logits, 1, 42 + step, expected)
 
@@ -98,7 +99,9 @@ def test_rows_are_taken_and_put() -> None:
 def test_slots_for_each_layer_are_those_of_layers_with_attention() -> None:
     state, _ = kvjax.prefill(MODEL, "h2o", TEXT[:, :70], [24], max_new_tokens=10)
     assert [limit.max() for limit in slot_limits(state)] == [24]
-    with pytest.raises(ValueError, match=r"budget=\[24, 24\] is not .* from 1 for each of 1 layers with slots of their own"):
+    with pytest.raises(
+        ValueError, match=r"budget=\[24, 24\] is not .* from 1 for each of 1 layers with slots of their own"
+    ):
         kvjax.prefill(MODEL, "h2o", TEXT[:, :70], [24, 24])
 
 
@@ -121,6 +124,8 @@ def test_what_needs_attention_in_all_layers_is_refused(tmp_path: Any) -> None:
         collect(MODEL, kvjax.policy("h2o"), 16, TEXT, tmp_path)
     with pytest.raises(ValueError, match="triattention needs attention with RoPE in all layers"):
         kvjax.prefill(MODEL, "triattention", TEXT, 16)
+    with pytest.raises(ValueError, match="this needs attention in all layers, and layer 0 has a Recurrent"):
+        trace(MODEL, "h2o", [1] * 20, [1] * 3, 16)
 
 
 def test_compression_leaves_recurrent_layers_as_they_are() -> None:

@@ -321,6 +321,14 @@ def test_the_text_half_of_a_multimodal_model(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(jax.nn.log_softmax(model.logits(ids)), theirs, atol=1e-4)
 
 
+def test_heads_that_predict_several_tokens_are_not_read(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    random_checkpoint("qwen3_5", tmp_path)
+    expected, file = load(tmp_path).weights, tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": np.ones((2, 2), np.float32)}, file)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path).weights, expected)
+
+
 def test_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     reference = random_checkpoint("gpt2", tmp_path / "whole")
