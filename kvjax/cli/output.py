@@ -113,8 +113,9 @@ def _drafts(report: dict[str, Any]) -> str:
         return ""
     full, speed = report.get("full_tokens_per_second"), report["decode_tokens_per_second"]
     ratio = "" if full is None or speed is None else f", {speed / full:.2f} times the full cache's {full:.1f} tokens/s"
+    to = f" to {report['verifier']}" if "verifier" in report else ""
     return (
-        f"\nlossless: {report['tokens_per_round']:.2f} tokens a verification{ratio}; drafts take "
+        f"\nlossless{to}: {report['tokens_per_round']:.2f} tokens a verification{ratio}; drafts take "
         f"{report['draft_cache_bytes']:,} bytes of the cache"
     )
 

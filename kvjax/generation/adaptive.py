@@ -137,12 +137,13 @@ class AdaptiveBatch(SpeculativeBatch):
 
 
 def drafting(
-    model: LanguageModel, policy: Policy, budget: Budget, draft_tokens: int | str
+    model: LanguageModel, policy: Policy, budget: Budget, draft_tokens: int | str, verifier: str | Policy
 ) -> tuple[Speculation, type[SpeculativeBatch]]:
     """Return a decoder with a draft, and the kind of batch that continues its prompts.
 
-    `draft_tokens` are as for `kvjax.speculation`, or "auto" for as many as pay.
+    The arguments are those of `kvjax.speculation`; `draft_tokens` may also be "auto" for as many as pay.
     """
     adapts = draft_tokens == "auto"
     count: Any = max(CHOICES) if adapts else draft_tokens
-    return speculation(model, policy, budget, draft_tokens=count), AdaptiveBatch if adapts else SpeculativeBatch
+    reader = speculation(model, policy, budget, verifier=verifier, draft_tokens=count)
+    return reader, AdaptiveBatch if adapts else SpeculativeBatch
