@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.attention import attend_known, attend_slots
-from kvjax.cache.buffers import in_memory
+from kvjax.cache.attention import attend_slots
+from kvjax.cache.buffers import as_wide, in_memory
 from kvjax.cache.evict import Attended, Victim, entries, ranked, where_read, write_token
 from kvjax.cache.fused import FusedStep, may_fuse
 from kvjax.cache.keep import allocated, keep_best
+from kvjax.cache.known import attend_known
 from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.pending import Pending
 from kvjax.cache.ranks import shrunk
@@ -25,7 +26,7 @@ from kvjax.policies.score import takes_attention
 from kvjax.policies.stats import flatten_requests, of_own_heads, sums_over
 from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, Heads, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
 from kvjax.utils.fields import values_of
-from pallas_kernels.attention import LowRank, Partial, attend, with_sink
+from pallas_kernels.attention import LowRank, Partial, with_sink
 from pallas_kernels.op import options_of
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -270,7 +271,10 @@ class Slots(View, SlotCache, kw_only=True):
         buffers = {"kv": self.kv, "slots": self.slots, "position": self.position}
         return self.replace(**jax.tree.map(put, buffers, block))
 
-    def grow(self, slots: int | None = None) -> GrowingSlots:
+    def widened(self, like: LayerCache, number: int) -> LayerCache:
+        return as_wide(like, self, number) if isinstance(like, View) else self
+
+    def grow(self, slots: int | None = None) -> LayerCache:
         size = self.capacity if slots is None else slots
         return GrowingSlots(**values_of(View, self), size=size, is_prompt=slots is not None)
 
@@ -336,14 +340,13 @@ class OpenSlots(Slots, kw_only=True):
         sink_logits: Float[Array, "h g"] | None,
     ) -> tuple[Float[Array, "b h g t e"], Self]:
         """Write the tokens into empty slots in place, and attend from them to all slots; see `SlotCache.attend`."""
-        new, policy = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns), tokens.policy
-        slots, spec = self.written(policy, new), new.config.spec
-        if spec.window is None and spec.slopes is None and policy.codec.positions == "original":
-            partial = attend_known(policy, slots, self.with_block(policy, new, lambda _, block: block), new)
-        else:  # which tell the queries of a head apart
-            mask, bias = spec.mask(new.position, slots.position), spec.bias(new.position[:, None], slots.position)
-            partial, _ = attend(new.q, slots.keys(new), slots.values(new), mask, spec, bias)
+        partial, slots = self.known(tokens.policy, tokens.attending(q, k, v, sink_logits).rotated(tokens.turns))
         return with_sink(partial, sink_logits).out, slots
+
+    def known(self, policy: Policy, new: LayerTokens) -> tuple[Partial, Self]:
+        """Write known tokens into empty slots, and return attention from them to all slots, without learned sinks."""
+        slots = self.written(policy, new)
+        return attend_known(policy, slots, self.with_block(policy, new, lambda _, block: block), new), slots
 
     def written(self, policy: Policy, new: LayerTokens) -> Self:
         """Return the slots with some known tokens in free ones; those for which there is none are dropped.

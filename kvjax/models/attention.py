@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.host import HostSlots
 from kvjax.cache.layer import MixerInput
 from kvjax.cache.slots import Slots, empty_slots
 from kvjax.models.config import ModelConfig
@@ -40,8 +41,9 @@ class Attention:
             limit: slots that each head may use.
             slots: slots of each head in the buffers.
         """
-        dtype = tokens.hidden.dtype
-        return empty_slots(tokens.policy, tokens.shape, tokens.number, limit=limit, slots=slots, dtype=dtype)
+        policy, shape, dtype = tokens.policy, tokens.shape, tokens.hidden.dtype
+        empty = empty_slots(policy, shape, tokens.number, limit=limit, slots=slots, dtype=dtype)
+        return HostSlots.empty(empty) if policy.plan.in_host_memory(shape) else empty
 
     def __call__(
         self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: MixerInput

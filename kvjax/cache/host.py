@@ -1,0 +1,117 @@
+"""The cache of a layer whose prompts are in host memory, from which it copies them to the device while it runs."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.attention import attend_slots
+from kvjax.cache.buffers import as_wide
+from kvjax.cache.known import attend_earlier
+from kvjax.cache.layer import LayerCache, MixerInput
+from kvjax.cache.slots import DEVICE, HOST, GrowingSlots, OpenSlots, Slots
+from kvjax.policies.policy import Policy
+from kvjax.types import KV, LayerTokens, Parts, View
+from kvjax.utils.fields import values_of
+from pallas_kernels.attention import Partial, merge, with_sink
+
+
+class HostSlots(OpenSlots, kw_only=True):
+    """Slots of the tokens after a prompt, and its keys and values in host memory; no token is evicted.
+
+    `kv`, `position` and `slots` are those of the later tokens, which are written into empty slots. The part in host
+    memory never changes.
+    """
+
+    prompt: KV
+    """Keys and values of the prompt [b h p d], in host memory."""
+    prompt_position: Int[Array, "b h p"]
+    """Position of each token of the prompt; -1 for padding."""
+
+    @staticmethod
+    def of(slots: Slots, prompt: KV, prompt_position: Int[Array, "b h p"]) -> HostSlots:
+        """Return slots for later tokens together with those of a prompt."""
+        of_host = jax.tree.map(lambda leaf: jax.device_put(leaf, HOST), prompt)
+        return HostSlots(**values_of(View, slots), prompt=of_host, prompt_position=prompt_position)
+
+    @staticmethod
+    def empty(slots: Slots) -> HostSlots:
+        """Return empty slots for later tokens, without a prompt."""
+        prompt, position = jax.tree.map(lambda leaf: leaf[:, :, :0], (slots.kv, slots.position))
+        return HostSlots.of(slots, prompt, position)
+
+    @property
+    def all_positions(self) -> Int[Array, "b h n"]:
+        """Positions of the prompt and of later tokens."""
+        return jnp.concatenate([self.prompt_position, self.position], axis=2)
+
+    def attend(
+        self,
+        tokens: MixerInput,
+        q: Float[Array, "b h g t d"],
+        k: Float[Array, "b h t d"],
+        v: Float[Array, "b h t e"],
+        sink_logits: Float[Array, "h g"] | None,
+    ) -> tuple[Float[Array, "b h g t e"], Self]:
+        """Copy the prompt to the device, write the tokens into empty slots, and attend from them to both."""
+        policy, new = tokens.policy, tokens.attending(q, k, v, sink_logits).rotated(tokens.turns)
+        # A copy that did not depend on the layer's input could start with the program, and those of all layers with it.
+        stored, queries = jax.lax.optimization_barrier((self.prompt, new.q))
+        prompt = jax.tree.map(lambda leaf: jax.device_put(leaf, DEVICE), stored)
+        slots, new = policy.codec.begin(self, new), new.replace(q=queries)
+        if new.given:  # a turn attends as under any policy, to all slots with its own behind them
+            after, partial = slots.written(policy, new), slots.attend_turn(policy, prompt, new)
+        else:
+            partial, after = slots.known(policy, new)
+            if self.prompt_position.shape[2]:
+                partial = merge(partial, attend_earlier(policy, slots.view_of(prompt), new))
+        return with_sink(partial, sink_logits).out, after
+
+    def attend_turn(self, policy: Policy, prompt: KV, new: LayerTokens) -> Partial:
+        """Attend from a block of text, which has no slots yet, to itself and all slots, with the prompt on the device."""
+        block = self.with_block(policy, new, lambda _, block: block)
+        parts = self.view_of(prompt), self, block
+        kv, position = jax.tree.map(
+            lambda *leaves: jnp.concatenate(leaves, axis=2), *((part.kv, part.position) for part in parts)
+        )
+        whole = View(self.limit, self.state, kv, position, Parts())
+        return attend_slots(policy, whole, new, (), None, block=True).partial
+
+    def view_of(self, prompt: KV) -> View:
+        """Return the slots of the prompt, with keys and values in the memory of `prompt`."""
+        return View(self.limit, self.state, prompt, self.prompt_position, Parts())
+
+    def open(self) -> Self:
+        return self
+
+    def truncate(self, length: Int[Array, " b"]) -> Self:
+        """Return the slots without the tokens at `length` and later ones."""
+        both = self.position, self.prompt_position
+        later, prompt = (jnp.where(position < length[:, None, None], position, -1) for position in both)
+        return self.replace(position=later, prompt_position=prompt)
+
+    def grow(self, slots: int | None = None) -> LayerCache:
+        return self if slots is None else HostPrompt(**values_of(View, self), size=slots, is_prompt=True)
+
+    def widened(self, like: LayerCache, number: int) -> LayerCache:
+        assert isinstance(like, HostSlots)
+        prompt = as_wide(like.view_of(like.prompt), self.view_of(self.prompt), number)
+        return HostSlots.of(as_wide(like, self, number), prompt.kv, prompt.position)
+
+
+class HostPrompt(GrowingSlots, kw_only=True):
+    """Slots of a layer while a whole prompt is read, which then moves to host memory."""
+
+    def close(self, policy: Policy) -> LayerCache:
+        """Move the prompt to host memory, and allocate empty slots for later tokens."""
+        later = self.size - self.capacity
+
+        def empty(leaf: Array) -> Array:
+            return jnp.zeros((*leaf.shape[:2], later, *leaf.shape[3:]), leaf.dtype)
+
+        kv, slots = jax.tree.map(empty, (self.kv, self.slots))
+        free = Slots(self.limit, self.state, kv, empty(self.position) - 1, slots)
+        return HostSlots.of(free, self.kv, self.position)
