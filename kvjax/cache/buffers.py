@@ -89,6 +89,11 @@ def allocated_bytes(storage: PyTree) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(storage))
 
 
+def host_bytes(storage: PyTree) -> int:
+    """Return the bytes of arrays in host memory."""
+    return allocated_bytes([leaf for leaf in jax.tree.leaves(storage) if _space(leaf) == jax.memory.Space.Host])
+
+
 def device_bytes(storage: PyTree) -> int:
     """Return the bytes that one device holds, from arrays or from shapes with a sharding."""
     shards = ((leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(storage))

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import attend_slots
 from kvjax.cache.buffers import as_wide
-from kvjax.cache.known import attend_earlier
+from kvjax.cache.known import attend_earlier, attend_known
 from kvjax.cache.layer import LayerCache, MixerInput
 from kvjax.cache.slots import DEVICE, HOST, GrowingSlots, OpenSlots, Slots
 from kvjax.policies.policy import Policy
-from kvjax.types import KV, LayerTokens, Parts, View
+from kvjax.types import KV, LayerTokens, Parts, View, wide
 from kvjax.utils.fields import values_of
 from pallas_kernels.attention import Partial, merge, with_sink
 
@@ -56,29 +56,28 @@ class HostSlots(OpenSlots, kw_only=True):
         v: Float[Array, "b h t e"],
         sink_logits: Float[Array, "h g"] | None,
     ) -> tuple[Float[Array, "b h g t e"], Self]:
-        """Copy the prompt to the device, write the tokens into empty slots, and attend from them to both."""
+        """Write the tokens into empty slots, and attend from them to these slots and to the prompt."""
         policy, new = tokens.policy, tokens.attending(q, k, v, sink_logits).rotated(tokens.turns)
-        # A copy that did not depend on the layer's input could start with the program, and those of all layers with it.
-        stored, queries = jax.lax.optimization_barrier((self.prompt, new.q))
-        prompt = jax.tree.map(lambda leaf: jax.device_put(leaf, DEVICE), stored)
-        slots, new = policy.codec.begin(self, new), new.replace(q=queries)
-        if new.given:  # a turn attends as under any policy, to all slots with its own behind them
-            after, partial = slots.written(policy, new), slots.attend_turn(policy, prompt, new)
-        else:
-            partial, after = slots.known(policy, new)
-            if self.prompt_position.shape[2]:
-                partial = merge(partial, attend_earlier(policy, slots.view_of(prompt), new))
+        slots = policy.codec.begin(self, new)
+        after = slots.written(policy, new)
+        none = jnp.zeros((*q.shape[:4], v.shape[-1]), wide(q.dtype)), jnp.full(q.shape[:4], -jnp.inf, wide(q.dtype))
+        # XLA starts a copy to the device as early as it can, but none of a branch before the branch. Without branches,
+        # a program would begin with the copies of all layers.
+        partial = jax.lax.cond(
+            new.valid.any(), lambda: slots.attend_all(policy, after, new), lambda: Partial(*none)
+        )
         return with_sink(partial, sink_logits).out, after
 
-    def attend_turn(self, policy: Policy, prompt: KV, new: LayerTokens) -> Partial:
-        """Attend from a block of text, which has no slots yet, to itself and all slots, with the prompt on the device."""
+    def attend_all(self, policy: Policy, after: View, new: LayerTokens) -> Partial:
+        """Attend from new tokens, which have slots in `after`, to all tokens, with a copy of the prompt."""
         block = self.with_block(policy, new, lambda _, block: block)
-        parts = self.view_of(prompt), self, block
-        kv, position = jax.tree.map(
-            lambda *leaves: jnp.concatenate(leaves, axis=2), *((part.kv, part.position) for part in parts)
-        )
-        whole = View(self.limit, self.state, kv, position, Parts())
-        return attend_slots(policy, whole, new, (), None, block=True).partial
+        prompt = self.view_of(jax.tree.map(lambda leaf: jax.device_put(leaf, DEVICE), self.prompt))
+        if new.given:  # a turn attends as under any policy: to all earlier slots with its own behind them
+            parts = [{"kv": part.kv, "position": part.position} for part in (prompt, self, block)]
+            joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=2), *parts)
+            return attend_slots(policy, prompt.replace(**joined), new, (), None, block=True).partial
+        partial = attend_known(policy, after, block, new)
+        return merge(partial, attend_earlier(policy, prompt, new)) if prompt.capacity else partial
 
     def view_of(self, prompt: KV) -> View:
         """Return the slots of the prompt, with keys and values in the memory of `prompt`."""

@@ -340,13 +340,9 @@ class OpenSlots(Slots, kw_only=True):
         sink_logits: Float[Array, "h g"] | None,
     ) -> tuple[Float[Array, "b h g t e"], Self]:
         """Write the tokens into empty slots in place, and attend from them to all slots; see `SlotCache.attend`."""
-        partial, slots = self.known(tokens.policy, tokens.attending(q, k, v, sink_logits).rotated(tokens.turns))
-        return with_sink(partial, sink_logits).out, slots
-
-    def known(self, policy: Policy, new: LayerTokens) -> tuple[Partial, Self]:
-        """Write known tokens into empty slots, and return attention from them to all slots, without learned sinks."""
-        slots = self.written(policy, new)
-        return attend_known(policy, slots, self.with_block(policy, new, lambda _, block: block), new), slots
+        new, policy = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns), tokens.policy
+        slots, block = self.written(policy, new), self.with_block(policy, new, lambda _, block: block)
+        return with_sink(attend_known(policy, slots, block, new), sink_logits).out, slots
 
     def written(self, policy: Policy, new: LayerTokens) -> Self:
         """Return the slots with some known tokens in free ones; those for which there is none are dropped.

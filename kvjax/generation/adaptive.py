@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.buffers import allocated_bytes
+from kvjax.cache.buffers import allocated_bytes, host_bytes
 from kvjax.generation.loop import Dispatch, PrefilledBatch, Running
 from kvjax.generation.speculative import SpeculativeBatch, parts_of
 from kvjax.inference.budget import Budget
@@ -27,6 +27,10 @@ TRIAL, TRIAL_TOKENS = 8, 4
 
 LIKELY = 0.95
 """Share of right guesses that is assumed before any is made."""
+
+
+HOST_COST = 32
+"""Bytes of a device's memory that are read in the time of one byte of host memory: about that of PCIe."""
 
 
 class Cost(NamedTuple):
@@ -56,8 +60,12 @@ def best_draft_tokens(tokens_per_round: float, cost: Cost) -> int:
 
 
 def bytes_read(decoder: Speculation, cache: SpeculativeCache) -> Cost:
-    """Return the bytes that a step and a round read: each draft token reads the weights and the draft's cache."""
+    """Return the bytes that a step and a round read: each draft token reads the weights and the draft's cache.
+
+    Bytes in host memory count as those that a device reads of its own memory in the same time.
+    """
     weights, draft, full = map(allocated_bytes, (decoder.weights, cache.draft.memory, cache.full.memory))
+    full += (HOST_COST - 1) * host_bytes(cache.full.memory)
     return Cost(weights + full, TRIAL_TOKENS * (weights + draft) + weights + full)
 
 

@@ -319,6 +319,10 @@ def _check_servable(policy: Policy, model: Model, chunk: int) -> Policy:
         raise ValueError(f"{name} reads prompts twice before it evicts, which a server does not; serve another policy.")
     if policy.score.requires.whole_prompt:
         raise ValueError(f"{name} evicts by the end of a prompt, and a server reads chunks; serve another policy.")
+    if policy.plan.sizing.host_memory:
+        raise ValueError(
+            f"{name} with memory='host' moves whole prompts to host memory, and a server reads chunks; leave memory out."
+        )
     if policy.score.requires.host_memory:
         raise ValueError(f"{name} keeps scores in host memory and cannot add or remove rows; leave offload out.")
     return policy
