@@ -60,6 +60,11 @@ def in_memory(view: V, space: Any) -> V:
     return view.replace(slots=slots, state=view.state.replace(score=state))
 
 
+def placed_like(leaf: Array, like: Array) -> Array:
+    """Return an array in the memory of another one, of the host or the device."""
+    return _to_space(leaf, _space(like))
+
+
 def _on_device(leaf: Array) -> Array:
     """Return an array in device memory: rows can be gathered and scattered only there."""
     return _to_space(leaf, jax.memory.Space.Device)

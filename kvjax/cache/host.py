@@ -63,9 +63,7 @@ class HostSlots(OpenSlots, kw_only=True):
         none = jnp.zeros((*q.shape[:4], v.shape[-1]), wide(q.dtype)), jnp.full(q.shape[:4], -jnp.inf, wide(q.dtype))
         # XLA starts a copy to the device as early as it can, but none of a branch before the branch. Without branches,
         # a program would begin with the copies of all layers.
-        partial = jax.lax.cond(
-            new.valid.any(), lambda: slots.attend_all(policy, after, new), lambda: Partial(*none)
-        )
+        partial = jax.lax.cond(new.valid.any(), lambda: slots.attend_all(policy, after, new), lambda: Partial(*none))
         return with_sink(partial, sink_logits).out, after
 
     def attend_all(self, policy: Policy, after: View, new: LayerTokens) -> Partial:

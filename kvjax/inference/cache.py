@@ -172,8 +172,8 @@ class Cache(struct.PyTreeNode):
                 raise ValueError(f"layer {index} has no slots, but a {type(layer).__name__}.")
             if layer.all_positions.shape != layer.position.shape:
                 raise ValueError(
-                    f"the slots of a prompt are in host memory (layer {index}), where nothing ranks or moves them; read "
-                    "the text with a policy that keeps them on the device."
+                    f"the slots of a prompt are in host memory (layer {index}), where nothing ranks or moves them; "
+                    "read the text with a policy that keeps them on the device."
                 )
             slots.append(layer)
         return tuple(slots)

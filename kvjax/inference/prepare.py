@@ -228,8 +228,8 @@ def checked_turn_chunk(policy: Policy, chunk: int | None) -> int | None:
     check_chunk(policy, chunk)
     if policy.score.requires.whole_prompt:
         raise ValueError(
-            f"prefill_chunk={chunk} does not go with policy {name_of(policy)}, which evicts by the end of a text; leave "
-            "it out."
+            f"prefill_chunk={chunk} does not go with policy {name_of(policy)}, which evicts by the end of a text; "
+            "leave it out."
         )
     return whole_number("prefill_chunk", chunk)
 

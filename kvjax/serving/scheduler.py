@@ -321,7 +321,8 @@ def _check_servable(policy: Policy, model: Model, chunk: int) -> Policy:
         raise ValueError(f"{name} evicts by the end of a prompt, and a server reads chunks; serve another policy.")
     if policy.plan.sizing.host_memory:
         raise ValueError(
-            f"{name} with memory='host' moves whole prompts to host memory, and a server reads chunks; leave memory out."
+            f"{name} with memory='host' moves whole prompts to host memory, and a server reads chunks of them; leave "
+            "memory out."
         )
     if policy.score.requires.host_memory:
         raise ValueError(f"{name} keeps scores in host memory and cannot add or remove rows; leave offload out.")
