@@ -110,7 +110,7 @@ def rounds(decoder: Any, cache: Any, token: jax.Array, in_text: jax.Array) -> An
     """Four rounds of drafts and verifications in one loop."""
     key = jax.vmap(jax.random.key)(token)
     texts = key, token, in_text, in_text[0], Sampling(0.0), cache.end
-    return draw_rounds.__wrapped__(decoder, cache, *texts, rounds=4, logprobs=None)
+    return draw_rounds(decoder, cache, *texts, rounds=4, logprobs=None)
 
 
 def in_host_memory(chip: str) -> dict[str, dict[str, Any]]:
