@@ -26,7 +26,7 @@ class Unbounded(Uniform):
 class HostMemory(Unbounded):
     """No eviction, and prompts in host memory, from which each layer copies its own to the device while it runs.
 
-    From: VeriCache, which streams a full cache that verifies drafts.
+    From: VeriCache (arXiv 2605.17613), which streams a full cache that verifies drafts.
     """
 
     @property
