@@ -79,7 +79,7 @@ def compiled(policy: kvjax.Policy, chip: str, run: Callable[..., Any] = Decoder.
 
 
 def facts(run: Callable[..., Any], chip: str, arguments: tuple[Any, ...], prompt: int = 0) -> dict[str, Any]:
-    """The kernels and bytes of a function that changes its second argument, with prompts of `prompt` slots on the host."""
+    """The kernels and bytes of a function that changes its second argument; prompts on the host get `prompt` slots."""
     mesh = aot.mesh_of(chip)
 
     def shape_of(x: Any, *slots: int) -> jax.ShapeDtypeStruct:
