@@ -175,6 +175,8 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: C
     facts = report(generation, policy, options.seed, samples(texts))
     if len(generation.padded.decoder.decoders) > 1:
         facts["full_tokens_per_second"] = full_tokens_per_second(generation.padded)
+    if options.verifier is not None:
+        facts["verifier"] = options.verifier
     if options.json:
         print(json.dumps(facts))
     else:

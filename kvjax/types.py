@@ -407,6 +407,11 @@ class View(Heads):
         return self.position.shape[-1]
 
     @property
+    def all_positions(self) -> Int[Array, "b h n"]:
+        """Positions in all of the layer's slots, of which the view may lack those in other memory."""
+        return self.position
+
+    @property
     def live(self) -> Bool[Array, "b h c"]:
         """Mask of the slots that hold a token."""
         return self.position >= 0

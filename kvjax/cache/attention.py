@@ -45,7 +45,7 @@ from kvjax.policies.stats import (
     over_heads,
 )
 from kvjax.types import SLOTS, LayerTokens, PyTree, View, wide
-from pallas_kernels.attention import LowRank, Partial, attend, merge, share_of_evicted
+from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, ScoreNoise, decode_attention
 from pallas_kernels.noise import layer_seed
 from pallas_kernels.prefill_attention import prefill_attention
@@ -137,17 +137,6 @@ def attend_token(
     if low_rank is None:
         partial = with_evicted(partial, evicted)
     return partial, requested_stats(requests, attention, operands, view.position, new, summed=summed)
-
-
-def attend_known(policy: Policy, view: View, block: View, new: LayerTokens) -> Partial:
-    """Attend from known tokens, which `block` has alone, to all slots of a layer without a window and ALiBi."""
-    spec, (rows, heads, groups, tokens, width) = new.config.spec, new.q.shape
-    own, _ = attend(new.q, block.keys(new), block.values(new), spec.mask(new.position, block.position), spec)
-    # All of a head's queries see the same earlier slots, like those of one token with more query heads.
-    together = new.part(0, 1).replace(q=new.q.reshape(rows, heads, groups * tokens, 1, width))
-    operands, last = policy.codec.operands(view, together), together.position[:, 0] - 1
-    attention = decode_attention(operands.q[:, :, :, 0], *operands.stored_once, view.position, last, spec)
-    return merge(own, Partial(*(leaf.reshape(*own.lse.shape, *leaf.shape[3:]) for leaf in attention[:2])))
 
 
 def kernel_scores(requests: PyTree, new: LayerTokens) -> tuple[str | ScoreNoise | None, bool]:

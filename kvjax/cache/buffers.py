@@ -60,6 +60,11 @@ def in_memory(view: V, space: Any) -> V:
     return view.replace(slots=slots, state=view.state.replace(score=state))
 
 
+def placed_like(leaf: Array, like: Array) -> Array:
+    """Return an array in the memory of another one, of the host or the device."""
+    return _to_space(leaf, _space(like))
+
+
 def _on_device(leaf: Array) -> Array:
     """Return an array in device memory: rows can be gathered and scattered only there."""
     return _to_space(leaf, jax.memory.Space.Device)
@@ -87,6 +92,11 @@ def _widened(larger: Array, rows: Array) -> Array:
 def allocated_bytes(storage: PyTree) -> int:
     """Return the bytes of all arrays in caches: pairs, positions, scores, codes, states."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(storage))
+
+
+def host_bytes(storage: PyTree) -> int:
+    """Return the bytes of arrays in host memory."""
+    return allocated_bytes([leaf for leaf in jax.tree.leaves(storage) if _space(leaf) == jax.memory.Space.Host])
 
 
 def device_bytes(storage: PyTree) -> int:

@@ -135,6 +135,10 @@ class LayerCache(struct.PyTreeNode, kw_only=True):
         """Return the cache with the contents of an `unpacked` one."""
         return contents
 
+    def widened(self, like: LayerCache, number: int) -> LayerCache:
+        """Return the cache in buffers as large as those of another one; raise a ValueError that names the layer."""
+        return self
+
     def moved(self, space: Any) -> Self:
         """Move what the policy keeps in host memory there, or back to the device."""
         return self

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.attention import attend_known, attend_slots
-from kvjax.cache.buffers import in_memory
+from kvjax.cache.attention import attend_slots
+from kvjax.cache.buffers import as_wide, in_memory
 from kvjax.cache.evict import Attended, Victim, entries, ranked, where_read, write_token
 from kvjax.cache.fused import FusedStep, may_fuse
 from kvjax.cache.keep import allocated, keep_best
+from kvjax.cache.known import attend_known
 from kvjax.cache.layer import DEVICE as DEVICE
 from kvjax.cache.layer import HOST as HOST
 from kvjax.cache.layer import LayerCache, MixerInput
@@ -26,7 +27,7 @@ from kvjax.cache.ranks import shrunk
 from kvjax.policies.policy import Policy
 from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
 from kvjax.utils.fields import values_of
-from pallas_kernels.attention import LowRank, Partial, attend, with_sink
+from pallas_kernels.attention import LowRank, Partial, with_sink
 from pallas_kernels.op import options_of
 
 
@@ -115,7 +116,10 @@ class Slots(View, SlotCache, kw_only=True):
         buffers = {"kv": self.kv, "slots": self.slots, "position": self.position}
         return self.replace(**jax.tree.map(put, buffers, block))
 
-    def grow(self, slots: int | None = None) -> GrowingSlots:
+    def widened(self, like: LayerCache, number: int) -> LayerCache:
+        return as_wide(like, self, number) if isinstance(like, View) else self
+
+    def grow(self, slots: int | None = None) -> LayerCache:
         size = self.capacity if slots is None else slots
         return GrowingSlots(**values_of(View, self), size=size, is_prompt=slots is not None)
 
@@ -187,12 +191,8 @@ class OpenSlots(Slots, kw_only=True):
     ) -> tuple[Float[Array, "b h g t e"], Self]:
         """Write the tokens into empty slots in place, and attend from them to all slots; see `SlotCache.attend`."""
         new, policy = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns), tokens.policy
-        slots, spec = self.written(policy, new), new.config.spec
-        if spec.window is None and spec.slopes is None and policy.codec.positions == "original":
-            partial = attend_known(policy, slots, self.with_block(policy, new, lambda _, block: block), new)
-        else:  # which tell the queries of a head apart
-            partial = slots.attend_token(policy, new, (), None)[1].partial
-        return with_sink(partial, sink_logits).out, slots
+        slots, block = self.written(policy, new), self.with_block(policy, new, lambda _, block: block)
+        return with_sink(attend_known(policy, slots, block, new), sink_logits).out, slots
 
     def attend_token(
         self, policy: Policy, new: LayerTokens, requests: PyTree, evicted: LowRank | Partial | None

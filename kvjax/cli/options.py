@@ -18,7 +18,7 @@ from kvjax.generation.sampling import TEMPERATURE, Sampling, defaults_in_force
 from kvjax.inference.budget import BUDGET_BASES
 from kvjax.inference.prepare import check_bounded
 from kvjax.methods import describe
-from kvjax.methods.notation import combined_parts, parse_policy
+from kvjax.methods.notation import combination, combined_parts, parse_policy
 from kvjax.models.model import SETTINGS, LanguageModel
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import (
@@ -111,6 +111,7 @@ def add_lossless_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--lossless", action="store_true", help="write the full cache's text: the policy drafts it on its small cache"
     )
+    add_verifier(options)
     options.add_argument(
         "--draft-tokens",
         type=lambda text: text if text == "auto" else int(text),
@@ -119,11 +120,23 @@ def add_lossless_options(options: argparse.ArgumentParser) -> None:
     )
 
 
+def add_verifier(options: argparse.ArgumentParser) -> None:
+    """Add the option of the policy whose text `--lossless` writes."""
+    options.add_argument(
+        "--verifier",
+        metavar="NAME",
+        help="full cache that verifies drafts: full, or full+int8 for the text of a cache in 8 bits (default: full)",
+    )
+
+
 def lossless_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of a draft as keywords of `kvjax.generation.generate.begin`."""
-    if not options.lossless and options.draft_tokens is not None:
-        raise ValueError("--draft-tokens is of --lossless; give that, too.")
-    drafts = {} if options.draft_tokens is None else {"draft_tokens": options.draft_tokens}
+    drafts = {name: getattr(options, name) for name in ("draft_tokens", "verifier")}
+    drafts = {name: value for name, value in drafts.items() if value is not None}
+    for name in () if options.lossless else drafts:
+        raise ValueError(f"--{name.replace('_', '-')} is of --lossless; give that, too.")
+    if "verifier" in drafts:
+        drafts["verifier"] = combination(drafts["verifier"])
     return {"lossless": options.lossless, **drafts}
 
 

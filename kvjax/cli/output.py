@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvjax import methods
+from kvjax.cache.buffers import host_bytes
 from kvjax.generation.detokenize import Spelling
 from kvjax.generation.generate import Generation, texts_of
 from kvjax.inference.state import allocated_slots, bytes_by_kind, cache_bytes, full_cache_bytes, slot_limits
@@ -48,6 +49,7 @@ def report(generation: Generation, policy: Policy, seed: int, texts: dict[str, A
         "decode_tokens_per_second": generation.decode_tokens_per_second,
         "seed": seed,
         **({} if rounds is None else {"tokens_per_round": rounds, "draft_cache_bytes": cache_bytes(small)}),
+        **({"host_cache_bytes": on_host} if (on_host := host_bytes(state.cache.memory)) else {}),
         **({"local_windows": local} if local else {}),
         **_choices(generation),
         **texts,
@@ -102,10 +104,11 @@ def summary(generation: Generation, report: dict[str, Any]) -> str:
     """Summarize a report in a few lines."""
     tokens = np.mean([(positions >= 0).sum(-1).mean() for positions in generation.cache_positions])
     speed = _speed(report["decode_tokens_per_second"])
+    of_host = f" ({report['host_cache_bytes']:,} in host memory)" if "host_cache_bytes" in report else ""
     return (
         f"prompt: {report['prompt_tokens']} tokens in {report['prefill_seconds']:.2f} s; "
         f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
-        f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
+        f"cache: {report['cache_bytes']:,} bytes{of_host}, a full cache {report['full_cache_bytes']:,} bytes; "
         f"{report['policy']} kept {tokens:.0f} of {report['prompt_tokens']} prompt tokens per head, "
         f"budget {report['budget']}: {report['allocated_slots']} slots{_kinds(report)}{_local(generation)}"
         f"{_excess(generation, report)}{_spare(generation)}{_drafts(report)}"
@@ -124,8 +127,9 @@ def _drafts(report: dict[str, Any]) -> str:
         return ""
     full, speed = report.get("full_tokens_per_second"), report["decode_tokens_per_second"]
     ratio = "" if full is None or speed is None else f", {speed / full:.2f} times the full cache's {full:.1f} tokens/s"
+    to = f" to {report['verifier']}" if "verifier" in report else ""
     return (
-        f"\nlossless: {report['tokens_per_round']:.2f} tokens a verification{ratio}; drafts take "
+        f"\nlossless{to}: {report['tokens_per_round']:.2f} tokens a verification{ratio}; drafts take "
         f"{report['draft_cache_bytes']:,} bytes of the cache"
     )
 

@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="write the full cache's texts: the policy drafts them on its budget, and rows keep the full cache, too",
     )
+    shared.add_verifier(options)
     options.add_argument(
         "--draft-tokens", type=int, metavar="N", help="tokens to draft before they are verified, 1 to 16 (default: 4)"
     )
@@ -144,7 +145,7 @@ def run(options: argparse.Namespace) -> None:
             service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             on = "" if model.mesh is None else f" on {model.mesh.size} devices"
-            drafts = ", which drafts for the full cache" if options.lossless else ""
+            drafts = f", which drafts for {options.verifier or 'the full cache'}" if options.lossless else ""
             what = f"{model.name} under {engine.policy_name} with {engine.budget} slots{on}{drafts}"
             server = Server(service, options.grace, options.write_timeout, lambda: _say(f"{what} is ready at {url}"))
             server.run([listener])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.buffers import allocated_bytes
+from kvjax.cache.buffers import allocated_bytes, host_bytes
 from kvjax.generation.loop import Dispatch, PrefilledBatch, Running
 from kvjax.generation.speculative import SpeculativeBatch, parts_of
 from kvjax.inference.budget import Budget
@@ -27,6 +27,10 @@ TRIAL, TRIAL_TOKENS = 8, 4
 
 LIKELY = 0.95
 """Share of right guesses that is assumed before any is made."""
+
+
+HOST_COST = 32
+"""Bytes of a device's memory that are read in the time of one byte of host memory: about that of PCIe."""
 
 
 class Cost(NamedTuple):
@@ -56,8 +60,12 @@ def best_draft_tokens(tokens_per_round: float, cost: Cost) -> int:
 
 
 def bytes_read(decoder: Speculation, cache: SpeculativeCache) -> Cost:
-    """Return the bytes that a step and a round read: each draft token reads the weights and the draft's cache."""
+    """Return the bytes that a step and a round read: each draft token reads the weights and the draft's cache.
+
+    Bytes in host memory count as those that a device reads of its own memory in the same time.
+    """
     weights, draft, full = map(allocated_bytes, (decoder.weights, cache.draft.memory, cache.full.memory))
+    full += (HOST_COST - 1) * host_bytes(cache.full.memory)
     return Cost(weights + full, TRIAL_TOKENS * (weights + draft) + weights + full)
 
 
@@ -137,12 +145,13 @@ class AdaptiveBatch(SpeculativeBatch):
 
 
 def drafting(
-    model: LanguageModel, policy: Policy, budget: Budget, draft_tokens: int | str
+    model: LanguageModel, policy: Policy, budget: Budget, draft_tokens: int | str, verifier: str | Policy
 ) -> tuple[Speculation, type[SpeculativeBatch]]:
     """Return a decoder with a draft, and the kind of batch that continues its prompts.
 
-    `draft_tokens` are as for `kvjax.speculation`, or "auto" for as many as pay.
+    The arguments are those of `kvjax.speculation`; `draft_tokens` may also be "auto" for as many as pay.
     """
     adapts = draft_tokens == "auto"
     count: Any = max(CHOICES) if adapts else draft_tokens
-    return speculation(model, policy, budget, draft_tokens=count), AdaptiveBatch if adapts else SpeculativeBatch
+    reader = speculation(model, policy, budget, verifier=verifier, draft_tokens=count)
+    return reader, AdaptiveBatch if adapts else SpeculativeBatch

@@ -73,6 +73,11 @@ def beam_search(
         eos: ids that end a text.
         length_penalty: exponent of the length that divides each score; values above 0 favor long texts.
     """
+    if state.policy.plan.sizing.host_memory:
+        raise ValueError(
+            "a beam search gathers rows of all caches at each step, but memory='host' keeps prompts in host memory; "
+            "leave beams or memory out."
+        )
     if state.cache.pool is not None:  # pages are counted on the host
         state = State(state.decoder, unpacked(state.cache, state.mesh))
     rows, vocabulary = logits.shape

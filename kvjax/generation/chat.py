@@ -115,7 +115,8 @@ class Conversation:
         reading |= dict(max_new_tokens=planned, key=None)
         prompts = prepare(self.model, policy, [[0] * tokens], budget, None, **reading)
         # Without loss, the full cache bounds the text.
-        self.policy = policy_by_name("full") if settings.get("lossless") else prompts.policy
+        verifier = settings.get("verifier", "full")
+        self.policy = policy_by_name(verifier) if settings.get("lossless") else prompts.policy
 
     def _affixes(self) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return the template's text around the first turn, and around a later turn from the end of the last answer."""

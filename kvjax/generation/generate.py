@@ -29,6 +29,7 @@ from kvjax.inference.padding import bucket_rows
 from kvjax.inference.prefill import draws
 from kvjax.inference.prepare import bind_policy, check_vocabulary, instead, longest_text, prepare
 from kvjax.inference.state import State, held_positions, take_rows
+from kvjax.inference.verify import check_used
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
@@ -130,6 +131,7 @@ def begin(
     logprobs: int | None = None,
     rope_length: int | None = None,
     lossless: bool = False,
+    verifier: str | Policy = "full",
     draft_tokens: int | str = 4,
 ) -> PrefilledBatch:
     """Prefill prompts for generation; see `generate_texts` for the settings and errors.
@@ -155,8 +157,9 @@ def begin(
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
     chosen = bind_policy(model, chosen, budget, plan)
+    check_used(verifier, lossless)
     if lossless:
-        reader, batch_kind = drafting(model, chosen, budget, draft_tokens)
+        reader, batch_kind = drafting(model, chosen, budget, draft_tokens, verifier)
         check_room(max(map(len, prompts)), max_new_tokens, reader.policy, model)
     else:
         reader, batch_kind = decoder(model, chosen, budget), PrefilledBatch
@@ -351,7 +354,8 @@ def generate_texts(
             `num_samples` (1): texts per prompt, returned one after the other; the i-th one uses seed + i. All samples
             share one prefill, unless the policy uses the seed in it;
             `lossless` (False): return the text of the full cache, which verifies the tokens that the policy drafts on
-            its small cache, `draft_tokens` (4) at a time, "auto" for as many as pay; see `kvjax.speculation`;
+            its small cache, `draft_tokens` (4) at a time, "auto" for as many as pay; `verifier` ("full") is the policy
+            of the full cache; see `kvjax.speculation`;
             `beams` (1), `length_penalty` (1.0): return the likeliest text of a beam search, see `beam_search`;
             `logprobs`, `on_tokens`: see `generate_ids`.
 

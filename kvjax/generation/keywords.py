@@ -34,6 +34,7 @@ class TextKeywords(TypedDict, total=False):
     stop_at_eos: bool
     logprobs: int | None
     lossless: bool
+    verifier: str | Policy
     draft_tokens: int | str
 
 

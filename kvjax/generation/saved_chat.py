@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.buffers import placed_like
 from kvjax.inference.cache import Cache
 from kvjax.utils.files import directory_aside, read_json, recover_directory, restore_arrays
 
@@ -55,7 +56,8 @@ class SavedConversation:
         leaves: list[Any] = restore_arrays(self.directory / _ARRAYS, self.leaves, damage)
         if self.digest not in (None, _digest(self.fits, self.text, leaves)):
             raise self.damaged("its text or its arrays are not those that were saved")
-        restored = jax.tree.unflatten(jax.tree.structure(self._layout(cache)), map(jnp.asarray, leaves))
+        likes, structure = jax.tree.flatten(self._layout(cache))
+        restored = jax.tree.unflatten(structure, map(placed_like, map(jnp.asarray, leaves), likes))
         if self.digest is None:
             restored = jax.tree.map(_as_words, _stored(cache), restored, is_leaf=_is_words)
         return restored.replace(key=jax.random.wrap_key_data(restored.key))

@@ -12,7 +12,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
-from kvjax.cache.buffers import allocated_bytes, as_wide, replace_rows, select_rows
+from kvjax.cache.buffers import allocated_bytes, replace_rows, select_rows
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.paged.pages import LayerPages, Pool
 from kvjax.cache.paged.table import gathered
@@ -147,7 +147,7 @@ class Cache(struct.PyTreeNode):
         """Return positions as stored, for collection inside a loop."""
         if self.pool is not None:
             return self.pool.position
-        return tuple(layer.position for layer in self.attending if isinstance(layer, View))
+        return tuple(layer.all_positions for layer in self.attending if isinstance(layer, View))
 
     def positions(self, stored: Any = None) -> list[np.ndarray]:
         """Return positions [b h c] by layer on the host, -1 in empty slots, of the layers with slots.
@@ -183,7 +183,14 @@ class Cache(struct.PyTreeNode):
     @property
     def slots_by_layer(self) -> dict[int, Slots]:
         """Slots of the layers that have some, pages unpacked, by the layers' indices."""
-        return {index: layer for index, layer in enumerate(self.unpacked()) if isinstance(layer, Slots)}
+        slots = {index: layer for index, layer in enumerate(self.unpacked()) if isinstance(layer, Slots)}
+        for index, layer in slots.items():
+            if layer.all_positions.shape != layer.position.shape:
+                raise ValueError(
+                    f"the slots of a prompt are in host memory (layer {index}), where nothing ranks or moves them; "
+                    "read the text with a policy that keeps them on the device."
+                )
+        return slots
 
     def with_layers(self, layers: Mapping[int, LayerCache]) -> tuple[LayerCache, ...]:
         """Return the caches of all layers, with others at some indices."""
@@ -221,7 +228,8 @@ class Cache(struct.PyTreeNode):
         """
         fields = self._of_rows(lambda all, new: all.at[where].set(new), rows)
         if self.pool is None or rows.pool is None:
-            layers = tuple(map(_same_size, range(len(self.layers)), self.layers, rows.layers))
+            pairs = enumerate(zip(self.layers, rows.layers, strict=True))
+            layers = tuple(new.widened(layer, index) for index, (layer, new) in pairs)
             return self.replace(layers=replace_rows(self.layers, where, layers), **fields)
         size = min(self.pool.page_size, rows.pool.page_size)
         sources = [(_split(cache._pages, cache.pool, size)) for cache in (self, rows)]
@@ -282,10 +290,6 @@ class Bound(struct.PyTreeNode):
         """Return caches that have read nothing, for a policy `sized` before if its states depend on the slots."""
         layers = zip(self.layers, limits, slots, strict=True)
         return tuple(layer.init_cache(limit, count, self.weights.dtype) for layer, limit, count in layers)
-
-
-def _same_size(number: int, layer: LayerCache, rows: LayerCache) -> LayerCache:
-    return as_wide(layer, rows, number) if isinstance(layer, View) and isinstance(rows, View) else rows
 
 
 def _split(layers: tuple[LayerPages, ...], pool: Pool | None, size: int) -> tuple[tuple[LayerPages, ...], Pool]:

@@ -28,6 +28,7 @@ from kvjax.inference.prepare import (
     check_on_host,
     check_tokens,
     checked_lengths,
+    checked_turn_chunk,
     prepare_bound,
 )
 from kvjax.inference.press import on_pages, press, reads_all_first, stored, unevicted
@@ -51,7 +52,6 @@ from kvjax.types import OF_ROWS, Kernels, setting
 from kvjax.utils.autotune import settle_before
 from kvjax.utils.modes import on_the_host
 from kvjax.utils.processes import on_host
-from kvjax.utils.settings import whole_number
 
 
 class Decoder(Bound):
@@ -203,13 +203,7 @@ class Decoder(Bound):
         check_on_host("extend", cache.position, tokens, lengths)
         if logits not in ("last", "all"):
             raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
-        if prefill_chunk is not None:
-            if self.policy.score.requires.whole_prompt:
-                raise ValueError(
-                    f"prefill_chunk={prefill_chunk} does not go with policy {name_of(self.policy)}, which evicts by "
-                    "the end of a text; leave it out."
-                )
-            prefill_chunk = whole_number("prefill_chunk", prefill_chunk)
+        prefill_chunk = checked_turn_chunk(self.policy, prefill_chunk)
         rows = len(cache.position)
         if isinstance(tokens, (list, tuple)):
             tokens, counted = rows_of(tokens)

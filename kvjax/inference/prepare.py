@@ -23,6 +23,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.model import LanguageModel, rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
+from kvjax.utils.host_memory import check_host_memory
 from kvjax.utils.settings import whole_number
 
 Tokens = ArrayLike | Sequence[Sequence[int]]
@@ -110,6 +111,7 @@ def prepare_bound(
         subject = "a budget for each head" if per_head else f"policy {policy.name}"
         raise ValueError(f"{what} does not go with {subject}, which only the whole prompt can tell; {instead}.")
     chunk = policy_chunk if chunk is None else whole_number("prefill_chunk", chunk)
+    check_chunk(policy, chunk)
     padded, counted = rows_of(tokens)
     rows, width = padded.shape
     real = checked_lengths(counted if lengths is None else lengths)
@@ -193,8 +195,45 @@ def bind_policy(model: LanguageModel, policy: Policy | str, budget: Budget, plan
     bound_policy = replaced(chosen.budgeted(budget), plan=plan)
     if bound_policy.plan.sizing.per_head:
         model.config.check_equal_heads(f"{name_of(bound_policy)} with slots for each head")
+    if bound_policy.plan.sizing.host_memory:
+        _check_prompts_on_host(model)
     check_parts(bound_policy, model)
     return bound_policy
+
+
+def _check_prompts_on_host(model: LanguageModel) -> None:
+    # Refuses a model whose prompts cannot be in host memory, or would not be.
+    check_host_memory(model.weights, "memory='host'", "memory")
+    model.config.check_all_store("memory='host'")
+    if model.mesh is not None:
+        raise ValueError("memory='host' keeps the prompts of one device; leave memory out, or load without a mesh.")
+    if all(layer.window is not None for layer in model.config.layer_configs):
+        raise ValueError(
+            f"every layer of {model.name!r} has a window, which stays on the device, so memory='host' has no effect; "
+            "leave memory out."
+        )
+
+
+def check_chunk(policy: Policy, chunk: int | None) -> None:
+    """Refuse chunks of a prompt or a turn under a policy that keeps prompts in host memory."""
+    if chunk is not None and policy.plan.sizing.host_memory:
+        raise ValueError(
+            f"prefill_chunk={chunk} does not go with memory='host', which moves whole prompts to host memory; leave "
+            "prefill_chunk out."
+        )
+
+
+def checked_turn_chunk(policy: Policy, chunk: int | None) -> int | None:
+    """Return the size of the chunks of a turn, which has to fit the policy; None to read all of it at once."""
+    if chunk is None:
+        return None
+    check_chunk(policy, chunk)
+    if policy.score.requires.whole_prompt:
+        raise ValueError(
+            f"prefill_chunk={chunk} does not go with policy {name_of(policy)}, which evicts by the end of a text; "
+            "leave it out."
+        )
+    return whole_number("prefill_chunk", chunk)
 
 
 def instead(config: ModelConfig) -> str:

@@ -13,6 +13,7 @@ from kvjax.inference.layers import read
 from kvjax.inference.sharding import gather_slots, logits_spec, run_on_mesh, scatter_slots
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import begin, unembed
+from kvjax.policies.policy import Policy
 
 C = TypeVar("C", bound=Cache)
 
@@ -76,6 +77,13 @@ def check_verifier(decoder: Bound, count: int) -> None:
                 f"layer {index} keeps a window of {shape.window} tokens and {decoder.beyond_window} before it, so "
                 f"{count} cannot be taken back; use kvjax.speculation, or read them by steps."
             )
+
+
+def check_used(verifier: Policy | str, lossless: bool) -> None:
+    """Refuse a verifier other than the default one where nothing is drafted for it."""
+    if not lossless and verifier != "full":
+        label = verifier if isinstance(verifier, str) else verifier.label
+        raise ValueError(f"verifier={label!r} has no effect without lossless=True; give that, too, or leave it out.")
 
 
 def truncate(cache: C, length: Int[Array, " b"]) -> C:

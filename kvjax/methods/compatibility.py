@@ -51,6 +51,12 @@ PAIRS = (
         "choose another plan, or another policy such as h2o, snapkv or keyformer",
     ),
     Pair(
+        lambda policy: policy.plan.sizing.host_memory and not _of_stored_pairs(policy),
+        "plan {plan} copies prompts from host memory as they are stored, without scores of attention, a residual, a "
+        "selection or positions='cache'",
+        "use policy full with memory='host', and at most a codec",
+    ),
+    Pair(
         lambda policy: policy.evict_every > 1 and not _of_fixed_budgets(policy.plan.sizing),
         "evict_every lets heads grow beyond a budget between two evictions, which plan {plan} does not allow",
         "use evict_every=1, or a plan with fixed budgets, such as uniform, pyramid or adakv",
@@ -105,6 +111,11 @@ PAIRS = (
 
 def _ranks_by_age(policy: Policy) -> bool:
     return type(policy.score).score is AgeScore.score
+
+
+def _of_stored_pairs(policy: Policy) -> bool:
+    plain = policy.residual is None and policy.selection is None and policy.codec.positions == "original"
+    return plain and _ranks_by_age(policy)
 
 
 def _of_fixed_budgets(sizing: Sizing) -> bool:

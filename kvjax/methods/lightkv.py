@@ -17,6 +17,7 @@ from kvjax.models.model import LanguageModel
 from kvjax.policies import AttentionSum, Plan, Policy, ReplayedQueries, Requirements, Score, Sizing, StoredScore
 from kvjax.policies.protection import Protection, one_slot_in
 from kvjax.types import Heads, LayerTokens, PyTree, View, at_least, check, nothing, number, one_of, setting, wide
+from kvjax.utils.host_memory import check_host_memory
 
 
 @register_part("arithmetic")
@@ -109,14 +110,8 @@ class _Observed(Score):
 
     def bind(self, model: LanguageModel) -> Self:
         """Return the score unchanged, after a check that `offload` finds host memory."""
-        if not self.offload:
-            return self
-        device = next(iter(model.weights.table.weight.devices()))
-        if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
-            raise ValueError(
-                f"offload=True needs memory of the kind 'pinned_host', which {device.platform} does not have; "
-                "leave offload out."
-            )
+        if self.offload:
+            check_host_memory(model.weights, "offload=True", "offload")
         return self
 
     def _alpha(self, heads: Heads) -> Int[Array, "b h"]:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.host import slots_of
 from kvjax.cache.layer import MixerInput
-from kvjax.cache.slots import Slots, empty_slots
+from kvjax.cache.slots import Slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import Linear, Norm, normalise
 from kvjax.rope import Turns, rotate_by
@@ -45,8 +46,7 @@ class Attention:
             limit: slots that each head may use.
             slots: slots of each head in the buffers.
         """
-        dtype = tokens.hidden.dtype
-        return empty_slots(tokens.policy, tokens.shape, tokens.number, limit=limit, slots=slots, dtype=dtype)
+        return slots_of(tokens, limit, slots)
 
     def __call__(
         self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: MixerInput

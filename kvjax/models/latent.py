@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.host import slots_of
 from kvjax.cache.layer import MixerInput
-from kvjax.cache.slots import Slots, empty_slots
+from kvjax.cache.slots import Slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.linear import Linear, Norm, normalise
 from kvjax.types import LayerConfig
@@ -43,8 +44,7 @@ class LatentAttention:
 
     def init_cache(self, tokens: MixerInput, limit: Int[Array, "b h"], slots: int) -> Slots:
         """Return a cache of empty slots, see `kvjax.models.decoder.Mixer`."""
-        dtype = tokens.hidden.dtype
-        return empty_slots(tokens.policy, tokens.shape, tokens.number, limit=limit, slots=slots, dtype=dtype)
+        return slots_of(tokens, limit, slots)
 
     def __call__(
         self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: MixerInput

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.base import Part
-from kvjax.types import LayerTokens, PyTree, View, check, number
+from kvjax.types import LayerConfig, LayerTokens, PyTree, View, check, number
 from kvjax.utils.fields import check_fields
 
 
@@ -28,6 +28,8 @@ class Sizing:
         fixed_length: True if the slots suffice for the planned text only.
         may_shrink: True if one step may have to evict several tokens, for example because `slots_at` decreases.
         spare_slots: slots of a buffer beyond the budget, if `slots_at` increases again after a decrease.
+        host_memory: True to keep the pairs of prompts in host memory, of layers without a window; only if no token is
+            evicted.
     """
 
     mode: Literal["budget", "unbounded", "profiled"] = "budget"
@@ -36,11 +38,14 @@ class Sizing:
     fixed_length: bool = False
     may_shrink: bool = False
     spare_slots: int = 0
+    host_memory: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         modes = ("budget", "unbounded", "profiled")
         check(self.mode in modes, "mode", self.mode, f"one of {', '.join(modes)}")
+        if self.host_memory:
+            check(self.mode == "unbounded", "mode", self.mode, "unbounded, as host_memory needs it")
 
 
 _RENAMED = {"shares": "layer_budgets", "settle": "head_budgets", "room": "slots_at"}
@@ -85,6 +90,10 @@ class Plan(Part, interface=True, kw_only=True):
     def sizing(self) -> Sizing:
         """Properties of the plan's numbers of slots."""
         return FIXED
+
+    def in_host_memory(self, layer: LayerConfig) -> bool:
+        """Return whether a layer keeps its prompts in host memory; windows are small enough for the device."""
+        return self.sizing.host_memory and layer.window is None
 
     def spread_by(self, allocation: Plan) -> Plan:
         """Return a plan that distributes the budget over layers as another one does."""

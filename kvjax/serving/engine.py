@@ -15,6 +15,7 @@ from kvjax.generation.detokenize import Pieces, stop_strings
 from kvjax.generation.generate import logprob_at
 from kvjax.generation.loop import Drawn
 from kvjax.inference.speculation import MOST_DRAFT_TOKENS
+from kvjax.inference.verify import check_used
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
@@ -83,6 +84,7 @@ class Engine:
         lossless: generate the texts of the full cache, for which each row has slots for `context` tokens; the policy
             drafts them on its `budget`.
         draft_tokens: tokens to draft before they are verified, if `lossless`.
+        verifier: policy of the full cache, if `lossless`; see `kvjax.speculation`.
 
     Raises:
         ValueError: a setting is out of range, the policy's memory is not known before a text is read, the model has no
@@ -102,6 +104,7 @@ class Engine:
         snapshot_bytes: int = requests.SNAPSHOT_BYTES,
         lossless: bool = False,
         draft_tokens: int = 4,
+        verifier: str | Policy = "full",
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
@@ -109,7 +112,8 @@ class Engine:
             whole_number("snapshot_bytes", snapshot_bytes, *requests.SIZES["snapshot_bytes"])
         )
         count = whole_number("draft_tokens", draft_tokens, 1, MOST_DRAFT_TOKENS) if lossless else 0
-        self.device = Device(model, policy, budget, rows, context, chunk, steps, count)
+        check_used(verifier, lossless)
+        self.device = Device(model, policy, budget, rows, context, chunk, steps, count, verifier)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.model, self.policy_name = model, name_of(self.device.policy)
         self.budget, self.context = self.device.budget, self.device.context

@@ -68,6 +68,7 @@ class Device:
         chunk: int,
         steps: int,
         draft_tokens: int = 0,
+        verifier: str | Policy = "full",
     ) -> None:
         self.model, config = model, model.config
         self._end_ids = functools.cache(functools.partial(end_ids, model))
@@ -77,10 +78,11 @@ class Device:
         self.chunk = whole_number("chunk", chunk, *SIZES["chunk"])
         self.steps = whole_number("steps", steps, *SIZES["steps"])
         self.logprobs = min(LOGPROBS, config.vocab_size)
-        self.policy = _check_servable(bind_policy(model, policy, budget, None), model, self.chunk)
+        self.policy = bind_policy(model, policy, budget, None)
         of_policy = model, self.policy, budget if self.policy.bounded else 1.0
-        bound = speculation(*of_policy, draft_tokens=draft_tokens) if draft_tokens else decoder(*of_policy)
-        self._policies = [_policy_of(each) for each in bound.decoders]
+        drafts = dict[str, Any](verifier=verifier, draft_tokens=draft_tokens)
+        bound = speculation(*of_policy, **drafts) if draft_tokens else decoder(*of_policy)
+        self._policies = [_check_servable(_policy_of(each), model, self.chunk) for each in bound.decoders]
         self.decoder = bound.for_steps()
         self.writing: dict[str, Any] = dict(
             buffer_size=self.steps + draft_tokens,
@@ -317,6 +319,11 @@ def _check_servable(policy: Policy, model: Model, chunk: int) -> Policy:
         raise ValueError(f"{name} reads prompts twice before it evicts, which a server does not; serve another policy.")
     if policy.score.requires.whole_prompt:
         raise ValueError(f"{name} evicts by the end of a prompt, and a server reads chunks; serve another policy.")
+    if policy.plan.sizing.host_memory:
+        raise ValueError(
+            f"{name} with memory='host' moves whole prompts to host memory, and a server reads chunks of them; leave "
+            "memory out."
+        )
     if policy.score.requires.host_memory:
         raise ValueError(f"{name} keeps scores in host memory and cannot add or remove rows; leave offload out.")
     return policy

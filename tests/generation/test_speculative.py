@@ -23,6 +23,7 @@ from kvjax.generation.sampling import Sampling
 from kvjax.generation.speculative import draft_and_verify
 from kvjax.inference.speculation import SpeculativeCache
 from kvjax.models import ModelConfig, Rope
+from kvjax.serving.engine import Engine
 from tests.cases import FIRST, POLICIES, slow
 from tests.small_models import (
     GQA,
@@ -269,11 +270,19 @@ def test_drafts_that_do_not_pay_are_switched_off() -> None:
         ({"policy": "full"}, "policy full cannot draft for itself; give one with a smaller cache"),
         ({"policy": "h2o", "budget": 17, "beams": 2}, "lossless=True has no effect on a beam search"),
         ({"policy": "h2o", "budget": 17, "draft_tokens": 17}, "draft_tokens=17 is not a whole number from 1 to 16"),
+        ({"policy": "h2o", "budget": 17, "verifier": "streaming"}, "streaming evicts tokens, which no roll-back"),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate_ids(kvjax.load("tiny"), PROMPTS, lossless=True, max_new_tokens=8, **settings)
+
+
+def test_a_verifier_without_drafts_is_refused() -> None:
+    with pytest.raises(ValueError, match="verifier='full' has no effect without lossless=True; give that, too"):
+        kvjax.load("tiny").generate("The dog", verifier=kvjax.policy("full", codec="int8"), max_new_tokens=8)
+    with pytest.raises(ValueError, match="verifier='h2o' has no effect without lossless=True"):
+        Engine(kvjax.load("tiny"), verifier="h2o")
 
 
 def test_a_verifier_that_evicts_is_refused() -> None:
@@ -305,6 +314,20 @@ def test_the_commands_write_the_full_cache_s_text(capsys: pytest.CaptureFixture[
     assert "--draft-tokens is of --lossless; give that, too." in capsys.readouterr().err
 
 
+def test_the_commands_refuse_a_verifier_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "tiny", "--prompt", "Once upon a time", "-n", "8", "--policy", "h2o", "--budget", "8"]
+    for wrong, message in (
+        (["--verifier", "full+int8"], "--verifier is of --lossless; give that, too."),
+        (["--lossless", "--verifier", "full+int7"], "'full+int7': there is no part 'int7'"),
+        (
+            ["--lossless", "--verifier", "tova"],
+            "tova evicts tokens, which no roll-back brings back; verify under full.",
+        ),
+    ):
+        assert generate.main([*words, *wrong]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_a_conversation_without_loss_is_that_of_the_full_cache(tmp_path: Path) -> None:
     model = kvjax.load("tiny")
     settings: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5, "context": 200}
@@ -319,6 +342,9 @@ def test_a_conversation_without_loss_is_that_of_the_full_cache(tmp_path: Path) -
             drafted.load(tmp_path / "saved")
     with pytest.raises(ValueError, match="a conversation of another model, policy or dtype"):
         Conversation(model, policy="tova", budget=16, lossless=True, **settings).load(tmp_path / "saved")
+    with pytest.raises(ValueError, match="a conversation of another model, policy or dtype"):
+        codes = kvjax.policy("full", codec="int8")
+        Conversation(model, policy="h2o", budget=16, lossless=True, verifier=codes, **settings).load(tmp_path / "saved")
     with pytest.raises(ValueError, match="a conversation of another model, policy or dtype"):
         full.load(tmp_path / "saved")
 

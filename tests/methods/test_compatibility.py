@@ -16,6 +16,7 @@ from kvjax.inference.prepare import bind, prepare_bound
 from kvjax.methods import PLANS, REGISTRY
 from kvjax.methods.compatibility import PAIRS, Pair, fitted
 from kvjax.methods.fastgen import Profiled
+from kvjax.methods.full import HostMemory
 from kvjax.policies import Policy
 from kvjax.policies.allocation import Uniform
 from tests.small_models import GQA, random_model
@@ -33,6 +34,12 @@ EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
     (lambda: kvjax.policy("lightkv", window="running", offload=True, plan="adakv"),),
     (lambda: kvjax.policy("lightkv", plan="adakv"),),
     tuple(functools.partial(kvjax.policy, name, plan="adakv") for name in ("rkv", "snapkv_decode")),
+    (
+        lambda: kvjax.policy("full", memory="host", selection="topk"),
+        lambda: kvjax.policy("full", memory="host", positions="cache"),
+        lambda: kvjax.policy("full", memory="host", residual="momentkv"),
+        lambda: fitted(dataclasses.replace(kvjax.policy("h2o"), plan=HostMemory())),
+    ),
     (
         lambda: kvjax.policy("full", evict_every=8),
         lambda: kvjax.policy("lightkv", evict_every=8, context_limit=64),

@@ -13,7 +13,7 @@ from kvjax.methods import CODECS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, settin
 COMMON: dict[str, Any] = {"sinks": 0, "recent": 0, "special": (), "positions": "original", "evict_every": 1}
 OBSERVED: dict[str, Any] = COMMON | {"recent": 32, "kernel": 7, "pooling": "average", "group": "mean"}
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "full": COMMON,
+    "full": COMMON | {"memory": "device"},
     "window": COMMON,
     "dilated_window": COMMON | {"dilation": 1},
     "streaming": COMMON | {"sinks": 4, "positions": "cache"},
@@ -79,7 +79,7 @@ def test_policies_begin_with_their_papers_numbers(name: str) -> None:
         # What a policy's parts hold is what its function was given.
         of_parts = settings_in(kvjax.policy(name))
         assert of_parts == {setting: value for setting, value in DEFAULTS[name].items() if setting in of_parts}
-        assert set(DEFAULTS[name]) - set(of_parts) <= {"middle", "window", "evict_every"}
+        assert set(DEFAULTS[name]) - set(of_parts) <= {"middle", "window", "evict_every", "memory"}
 
 
 @pytest.mark.parametrize("name", [*PLANS, *SELECTIONS])

@@ -204,6 +204,13 @@ def test_lossless_answers_are_those_of_the_full_cache(policy: str, of_full: list
         assert 0 < numbers["rounds_total"] < numbers["tokens_total"]
 
 
+def test_a_verifier_in_8_bits_answers_as_a_cache_in_8_bits() -> None:
+    codes = kvjax.policy("full", codec="int8")
+    with engine(codes) as alone, engine(lossless=True, verifier=codes) as served:
+        answers = [ask(each, GREEDY, max_tokens=30) for each in (alone, served)]
+    assert answers[0].tokens == answers[1].tokens
+
+
 def test_a_lossless_draft_of_the_whole_text_is_always_right() -> None:
     with engine(lossless=True, budget=128) as served:
         held = ask(served, GREEDY, max_tokens=20).held

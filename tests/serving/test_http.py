@@ -742,6 +742,7 @@ def test_help_has_the_engines_numbers(capsys: pytest.CaptureFixture[str]) -> Non
         ("--snapshot-bytes -1", "snapshot_bytes=-1 is not a whole number from 0"),
         ("--lossless --draft-tokens 0", "draft_tokens=0 is not a whole number from 1 to 16."),
         ("--draft-tokens 3", "--draft-tokens is of --lossless; give that, too."),
+        ("--verifier full+int8", "--verifier is of --lossless; give that, too."),
         ("--grace nan", "grace=nan is not a number of seconds"),
         ("--policy nonsense", "there is no policy 'nonsense'"),
         ("--policy h20", "there is no policy 'h20'; did you mean h2o?"),

@@ -69,12 +69,16 @@ def test_decode_steps_on_tpu_call_the_kernels_and_copy_no_cache():
     command = [os.environ[VARIABLE], "-W", "ignore", "-m", "tests.benchmarks.aot.tpu_steps", "v5e"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    for name, found in json.loads(done.stdout).items():
+    programs = json.loads(done.stdout)
+    for name, found in programs["device"].items():
         assert set(found["kernels"]) == set(found["expected"]), name
         assert found["alias"] >= found["cache"], name
         # A few megabytes, however small the cache; on pages the logits and scores of all, less than half a layer.
         share = 0.08 if "paged_attention" in found["expected"] else 0.05
         assert found["temp"] < max(share * found["cache"], 6e6), name
+    for name, found in programs["host"].items():
+        assert found["host_alias"] >= 8 * found["prompt"], f"{name} copies prompts within host memory"
+        assert found["temp"] < 2 * found["prompt"], f"{name} has the prompts of several layers on the device"
 
 
 def lowered(program: Program, implementation: str) -> jax.stages.Lowered:
