@@ -335,7 +335,7 @@ class OpenSlots(Slots, kw_only=True):
         v: Float[Array, "b h t e"],
         sink_logits: Float[Array, "h g"] | None,
     ) -> tuple[Float[Array, "b h g t e"], Self]:
-        """Write the tokens into empty slots in place, and attend from them to all slots; see `SlotCache.attend`."""
+        """Write the tokens into empty slots in place, and attend from them to all slots; they are then `pending`."""
         new, policy = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns), tokens.policy
         slots, spec = self.written(policy, new), new.config.spec
         if spec.window is None and spec.slopes is None and policy.codec.positions == "original":
@@ -343,7 +343,7 @@ class OpenSlots(Slots, kw_only=True):
         else:  # which tell the queries of a head apart
             mask, bias = spec.mask(new.position, slots.position), spec.bias(new.position[:, None], slots.position)
             partial, _ = attend(new.q, slots.keys(new), slots.values(new), mask, spec, bias)
-        return with_sink(partial, sink_logits).out, slots
+        return with_sink(partial, sink_logits).out, slots.replace(pending=Pending((), (), new))
 
     def written(self, policy: Policy, new: LayerTokens) -> Self:
         """Return the slots with some known tokens in free ones; those for which there is none are dropped.

@@ -117,14 +117,26 @@ def add_lossless_options(options: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to draft before they are verified, or auto for as many as pay (default: 4)",
     )
+    add_refresh_option(options)
+
+
+def add_refresh_option(options: argparse.ArgumentParser) -> None:
+    """Add the option of a draft whose slots are chosen anew."""
+    options.add_argument(
+        "--refresh",
+        action="store_true",
+        help="choose the draft's slots anew after each verification, by its attention to the full cache",
+    )
 
 
 def lossless_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of a draft as keywords of `kvjax.generation.generate.begin`."""
     if not options.lossless and options.draft_tokens is not None:
         raise ValueError("--draft-tokens is of --lossless; give that, too.")
+    if not options.lossless and options.refresh:
+        raise ValueError("--refresh is of --lossless; give that, too.")
     drafts = {} if options.draft_tokens is None else {"draft_tokens": options.draft_tokens}
-    return {"lossless": options.lossless, **drafts}
+    return {"lossless": options.lossless, **drafts} | ({"refresh": True} if options.refresh else {})
 
 
 def add_sampling_options(options: argparse.ArgumentParser, temperature: float = TEMPERATURE, also: str = "") -> None:

@@ -137,12 +137,13 @@ class AdaptiveBatch(SpeculativeBatch):
 
 
 def drafting(
-    model: LanguageModel, policy: Policy, budget: Budget, draft_tokens: int | str
+    model: LanguageModel, policy: Policy, budget: Budget, draft_tokens: int | str, refresh: bool
 ) -> tuple[Speculation, type[SpeculativeBatch]]:
     """Return a decoder with a draft, and the kind of batch that continues its prompts.
 
-    `draft_tokens` are as for `kvjax.speculation`, or "auto" for as many as pay.
+    `draft_tokens` and `refresh` are as for `kvjax.speculation`; "auto" drafts as many tokens as pay.
     """
     adapts = draft_tokens == "auto"
     count: Any = max(CHOICES) if adapts else draft_tokens
-    return speculation(model, policy, budget, draft_tokens=count), AdaptiveBatch if adapts else SpeculativeBatch
+    decoder = speculation(model, policy, budget, draft_tokens=count, refresh=refresh)
+    return decoder, AdaptiveBatch if adapts else SpeculativeBatch

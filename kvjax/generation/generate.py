@@ -131,6 +131,7 @@ def begin(
     rope_length: int | None = None,
     lossless: bool = False,
     draft_tokens: int | str = 4,
+    refresh: bool = False,
 ) -> PrefilledBatch:
     """Prefill prompts for generation; see `generate_texts` for the settings and errors.
 
@@ -155,8 +156,10 @@ def begin(
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
     chosen = bind_policy(model, chosen, budget, plan)
+    if refresh and not lossless:
+        raise ValueError("refresh=True chooses the slots of a draft; give lossless=True, too.")
     if lossless:
-        reader, batch_kind = drafting(model, chosen, budget, draft_tokens)
+        reader, batch_kind = drafting(model, chosen, budget, draft_tokens, refresh)
         check_room(max(map(len, prompts)), max_new_tokens, reader.policy, model)
     else:
         reader, batch_kind = decoder(model, chosen, budget), PrefilledBatch
@@ -351,7 +354,8 @@ def generate_texts(
             `num_samples` (1): texts per prompt, returned one after the other; the i-th one uses seed + i. All samples
             share one prefill, unless the policy uses the seed in it;
             `lossless` (False): return the text of the full cache, which verifies the tokens that the policy drafts on
-            its small cache, `draft_tokens` (4) at a time, "auto" for as many as pay; see `kvjax.speculation`;
+            its small cache, `draft_tokens` (4) at a time, "auto" for as many as pay; `refresh` (False)
+            chooses its slots anew after each verification; see `kvjax.speculation`;
             `beams` (1), `length_penalty` (1.0): return the likeliest text of a beam search, see `beam_search`;
             `logprobs`, `on_tokens`: see `generate_ids`.
 

@@ -35,6 +35,7 @@ class TextKeywords(TypedDict, total=False):
     logprobs: int | None
     lossless: bool
     draft_tokens: int | str
+    refresh: bool
 
 
 class BeginKeywords(TextKeywords, total=False):

@@ -83,6 +83,7 @@ class Engine:
         lossless: generate the texts of the full cache, for which each row has slots for `context` tokens; the policy
             drafts them on its `budget`.
         draft_tokens: tokens to draft before they are verified, if `lossless`.
+        refresh: choose the draft's slots anew after each verification, if `lossless`; see `kvjax.speculation`.
 
     Raises:
         ValueError: a setting is out of range, the policy's memory is not known before a text is read, the model has no
@@ -102,6 +103,7 @@ class Engine:
         snapshot_bytes: int = requests.SNAPSHOT_BYTES,
         lossless: bool = False,
         draft_tokens: int = 4,
+        refresh: bool = False,
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
@@ -109,7 +111,7 @@ class Engine:
             whole_number("snapshot_bytes", snapshot_bytes, *requests.SIZES["snapshot_bytes"])
         )
         count = whole_number("draft_tokens", draft_tokens, 1, MOST_DRAFT_TOKENS) if lossless else 0
-        self.device = Device(model, policy, budget, rows, context, chunk, steps, count)
+        self.device = Device(model, policy, budget, rows, context, chunk, steps, count, refresh)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.model, self.policy_name = model, name_of(self.device.policy)
         self.budget, self.context = self.device.budget, self.device.context

@@ -68,6 +68,7 @@ class Device:
         chunk: int,
         steps: int,
         draft_tokens: int = 0,
+        refresh: bool = False,
     ) -> None:
         self.model, config = model, model.config
         self._end_ids = functools.cache(functools.partial(end_ids, model))
@@ -79,7 +80,8 @@ class Device:
         self.logprobs = min(LOGPROBS, config.vocab_size)
         self.policy = _check_servable(bind_policy(model, policy, budget, None), model, self.chunk)
         of_policy = model, self.policy, budget if self.policy.bounded else 1.0
-        bound = speculation(*of_policy, draft_tokens=draft_tokens) if draft_tokens else decoder(*of_policy)
+        drafts: dict[str, Any] = dict(draft_tokens=draft_tokens, refresh=refresh)
+        bound = speculation(*of_policy, **drafts) if draft_tokens else decoder(*of_policy)
         self._policies = [_policy_of(each) for each in bound.decoders]
         self.decoder = bound.for_steps()
         self.writing: dict[str, Any] = dict(
