@@ -10,7 +10,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.evict import where_read
-from kvjax.cache.layer import LayerCache
 from kvjax.cache.pending import Pending, sum_over_layers
 from kvjax.cache.ranks import best_slots, gather
 from kvjax.cache.slots import Slots
@@ -22,12 +21,13 @@ from kvjax.inference.verify import Queries, truncate
 from kvjax.models.decoder import Layer
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import AttentionSum, Damage, Peak, flatten_requests, over_heads
-from kvjax.types import OF_HEADS, OF_ROWS, LayerTokens, TokenBatch, restored
+from kvjax.types import OF_HEADS, OF_ROWS, LayerTokens, TokenBatch, View, restored
 from kvjax.utils.dependence import depends_on
 from pallas_kernels.attention import attend
 
 SIZE = 16
 """Slots of the small caches with which a policy is checked."""
+
 
 def refresh_draft(draft: Bound, cache: Cache, full: Cache, queries: Queries, counts: Int[Array, " b"]) -> Cache:
     r"""Return a draft's cache with the slots of the full cache that its policy ranks highest; call it under `jit`.
@@ -50,15 +50,15 @@ def refresh_draft(draft: Bound, cache: Cache, full: Cache, queries: Queries, cou
     """
 
     def refresh_on_device(draft: Bound, cache: Cache, full: Cache, queries: Queries, counts: Array) -> Cache:
-        draft = draft.here()
-        before, source = (gather_slots(each, draft.mesh).layers for each in (cache, full))
-        tokens, rankings = _newest(cache, full, queries, counts), dict[int, tuple[Slots, Pending]]()
+        draft, tokens = draft.here(), _newest(cache, full, queries, counts)
+        before: Any = gather_slots(cache, draft.mesh).layers
+        layers: list[Any] = list(gather_slots(full, draft.mesh).layers)
+        rankings = dict[int, tuple[Slots, Pending]]()  # a layer without slots has the same cache under all policies
         for index, (layer, q) in enumerate(zip(draft.layers, queries, strict=True)):
-            of_draft, of_full = before[index], source[index]
-            if q is not None and isinstance(of_draft, Slots) and isinstance(of_full, Slots):
-                rankings[index] = _ranking(layer, of_draft, of_full, tokens, q, draft.weights.dtype)
+            if q is not None:
+                contents = _contents(layer, layers[index], tokens, q, draft.weights.dtype)
+                rankings[index] = _ranking(layer.policy, before[index], layers[index], *contents)
         sums = sum_over_layers([pending for _, pending in rankings.values()])
-        layers: list[LayerCache] = list(source)  # a layer without slots has the same cache under all policies
         for (index, (slots, _)), pending in zip(rankings.items(), sums, strict=True):
             layers[index] = _best(draft.layers[index].policy, before[index], slots, pending)
         layers = [where_read(tokens, after, old) for after, old in zip(layers, before, strict=True)]
@@ -91,24 +91,23 @@ def _newest(cache: Cache, full: Cache, queries: Queries, counts: Int[Array, " b"
     return reading.replace(prompt_length=full.position, given=True)
 
 
-def _ranking(
-    layer: Layer, of_draft: Slots, of_full: Slots, tokens: TokenBatch, q: Float[Array, "b h g n d"], dtype: DTypeLike
-) -> tuple[Slots, Pending]:
-    """Return all slots of a layer in the form of the draft's policy, and the statistics of attention that rank them."""
-    text = _text(layer, of_full, tokens, dtype)
-    return _ranking_of(layer.policy, of_draft, of_full, text, tokens.ahead(layer.shape, layer.number, dtype).replace(q=q))
+def _contents(
+    layer: Layer, slots: Slots, tokens: TokenBatch, q: Float[Array, "b h g n d"], dtype: DTypeLike
+) -> tuple[LayerTokens, LayerTokens]:
+    """Return all tokens of the text in the order of slots, and the newest ones with their queries.
 
-
-def _text(layer: Layer, slots: Slots, tokens: TokenBatch, dtype: DTypeLike) -> LayerTokens:
-    # All tokens of the text in the order of the slots, which is the same in all heads of a full cache.
+    The slots are those of a full cache, in which the order is the same in all heads.
+    """
     position = slots.position[:, 0]
     text = tokens.replace(position=position, token=jnp.zeros_like(position)).ahead(layer.shape, layer.number, dtype)
-    return text.replace(k=slots.keys(text), v=slots.values(text))
+    new = tokens.ahead(layer.shape, layer.number, dtype).replace(q=q)
+    return text.replace(k=slots.keys(text), v=slots.values(text)), new
 
 
-def _ranking_of(
+def _ranking(
     policy: Policy, of_draft: Slots, of_full: Slots, text: LayerTokens, new: LayerTokens
 ) -> tuple[Slots, Pending]:
+    """Return all slots of a layer in the form of the draft's policy, and the statistics of attention that rank them."""
     state = of_draft.state.replace(score=policy.score.init_head(text), codec=of_full.state.codec)
     slots = of_full.replace(limit=of_draft.limit, state=state, slots=policy.slots(text, state))
     requests, spec = policy.score.attention_stats(slots, new), new.config.spec
@@ -163,26 +162,26 @@ def check_refresh(draft: Bound) -> None:
 
 def _missing(layers: list[Layer], dtype: DTypeLike) -> str | None:
     """Return what a policy needs to rank slots that a verification does not give; None if it gives all."""
-    for layer in layers:
-        slots = layer.init_cache(jnp.full((1, layer.shape.kv_heads), SIZE, jnp.int32), SIZE, dtype)
-        if isinstance(slots, Slots):
-            break
-    else:
-        return "has no layer with slots"
+    limits = [jnp.full((1, layer.shape.kv_heads), SIZE, jnp.int32) for layer in layers]
+    caches: list[Any] = [layer.init_cache(limit, SIZE, dtype) for layer, limit in zip(layers, limits, strict=True)]
+    layer, slots = next(pair for pair in zip(layers, caches, strict=True) if isinstance(pair[1], View))
     policy, tokens = layer.policy, TokenBatch.of_text(jnp.zeros((1, 2), jnp.int32), jnp.full(1, 2))
-    text, new = _text(layer, slots, tokens, dtype), tokens.ahead(layer.shape, layer.number, dtype)
-    requests = flatten_requests(policy.score.attention_stats(slots, new))[0]
+    q = tokens.ahead(layer.shape, layer.number, dtype).q
+    text, new = _contents(layer, slots, tokens, q, dtype)
+    requests = flatten_requests(jax.eval_shape(policy.score.attention_stats, slots, new))[0]
     if not requests:
         return "ranks without attention"
     if not all(isinstance(request, AttentionSum | Damage | Peak) for request in requests):
         return "ranks by attention of other queries, too"
 
-    def ranks(**contents: Any) -> Any:
-        of_text, of_new = ({name: pair[i] for name, pair in contents.items()} for i in range(2))
-        ranking = _ranking_of(policy, slots, slots, text.replace(**of_text), new.replace(**of_new | {"q": new.q}))
-        slots_after = ranking[0].updated(policy, ranking[1])
-        return slots_after.slots, slots_after.state.score, policy.scores_and_protection(slots_after, new)[0]
+    def ranks(**contents: tuple[Array, Array]) -> Any:
+        of_text = {name: pair[0] for name, pair in contents.items() if name in UNKNOWN}
+        of_new = {name: pair[1] for name, pair in contents.items() if name != "q"}
+        view, pending = _ranking(policy, slots, slots, text.replace(**of_text), new.replace(**of_new))
+        after = view.updated(policy, pending)
+        return after.slots, after.state.score, policy.scores_and_protection(after, pending.new)[0]
 
-    contents = {name: (getattr(text, name), getattr(new, name)) for name in UNKNOWN}
-    missing = [UNKNOWN[name] for name in sorted(depends_on(ranks, contents))]
+    unknown = UNKNOWN | {"k": "keys of single tokens", "v": "values of single tokens"}
+    contents = {name: (getattr(text, name), getattr(new, name)) for name in unknown}
+    missing = [unknown[name] for name in sorted(depends_on(ranks, contents))]
     return f"needs {missing[0]} of the text" if missing else None

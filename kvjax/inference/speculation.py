@@ -224,9 +224,10 @@ class Verified(NamedTuple):
         full = truncate(self.opened, self.before.position + counts).replace(active=self.before.active)
         fewer = ((0, 0), (0, self.before.behind.shape[1] - self.guesses.shape[1]))
         behind = jnp.where(self.base.active[:, None], jnp.pad(self.guesses, fewer), self.before.behind)
-        draft, reads = self.base, self.base.active
+        draft = self.base
         if self.speculation.refresh:
-            draft = refresh_draft(self.speculation.draft.for_steps(), draft, full, self.queries, jnp.where(reads, counts, 0))
+            reads = jnp.where(draft.active, counts, 0)
+            draft = refresh_draft(self.speculation.draft.for_steps(), draft, full, self.queries, reads)
         return SpeculativeCache.of(full, draft, behind)
 
 
@@ -318,5 +319,5 @@ def speculation(
     check_verifier(full, draft_tokens + 1)
     if refresh:
         check_refresh(draft)
-    settings = dict(draft_without_weights=draft.replace(weights=None), draft_tokens=draft_tokens, refresh=refresh)
-    return Speculation(**values_of(Decoder, full), **settings)
+    drafts: dict[str, Any] = dict(draft_without_weights=draft.replace(weights=None), draft_tokens=draft_tokens)
+    return Speculation(**values_of(Decoder, full), **drafts, refresh=refresh)
