@@ -130,9 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--lengths", default="1024,4096", help="tokens of the prompts (default: %(default)s)")
     options.add_argument("--rows", default="1", help="rows of the batches (default: %(default)s)")
     options.add_argument("--stride", type=int, default=100, help="tokens between the prompts' beginnings")
-    options.add_argument(
-        "--draft-tokens", default="4,auto", help="draft tokens, or auto, each also +refresh (default: %(default)s)"
-    )
+    options.add_argument("--draft-tokens", default="4,auto", help="also auto, 4+refresh (default: %(default)s)")
     options.add_argument("--new-tokens", type=int, default=128, help="tokens of a text (default: %(default)s)")
     options.add_argument("--temperature", type=float, default=0.0, help="of the texts (default: 0, greedy)")
     return finish("bench lossless", lambda: run(options.parse_args(argv)))

@@ -103,7 +103,8 @@ class Rounds(NamedTuple):
     def acceptance(self) -> list[float]:
         """Share of right guesses in each text, among those that a verification reached."""
         right = np.maximum(self.counts - 1, 0).sum(0)
-        wrong = ((self.counts > 0) & (self.counts <= self.draft_tokens)).sum(0)
+        goes_on = np.cumsum(self.counts, axis=0) < self.counts.sum(0)  # the text may end before a wrong guess
+        wrong = (goes_on & (self.counts <= self.draft_tokens)).sum(0)
         return (right / np.maximum(right + wrong, 1)).tolist()
 
 
