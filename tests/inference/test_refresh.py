@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.generation.generate import generate_ids
+from kvjax.inference.refresh import truncate_draft
 from kvjax.models import ModelConfig
 from tests.cases import POLICIES, slow
 from tests.oracles.decoder import Decoder, Oracle, Prompt
@@ -115,3 +116,15 @@ def test_a_policy_that_needs_more_than_attention_is_refused(policy: str, setting
     budget = 1.0 if policy in ("topk_oracle", "duoattention") else 17
     with pytest.raises(ValueError, match=message):
         kvjax.speculation(kvjax.load("tiny"), made, budget, refresh=True, **settings)
+
+
+def test_a_draft_gives_back_tokens_that_it_has_read() -> None:
+    speculation = kvjax.speculation(kvjax.load("tiny"), "tova", 16, refresh=True)
+    cache, logits = speculation.prefill(PROMPTS, max_new_tokens=8)
+    cache, _, counts = kvjax.speculate(speculation, cache, logits.argmax(-1))
+    length = cache.position - jnp.minimum(counts, 2)
+    after = truncate_draft(cache.draft, length)
+    assert after.position.tolist() == length.tolist()
+    for before, layer in zip(cache.draft.positions(), after.positions(), strict=True):
+        np.testing.assert_array_equal(layer, np.where(before < length[:, None, None], before, -1))
+        assert (layer != before).any()
