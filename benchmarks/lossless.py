@@ -27,6 +27,9 @@ from kvjax.utils.files import read_text
 from kvjax.utils.markdown import markdown_table
 from kvjax.utils.settings import parse_budget, whole_number
 
+REFRESH = "+refresh"
+"""After a number of draft tokens: the draft's slots are chosen anew after each verification."""
+
 
 def run(options: argparse.Namespace) -> None:
     """Measure what the command line names, and print a table.
@@ -47,7 +50,8 @@ def run(options: argparse.Namespace) -> None:
             say(f"{rows} x {length} tokens")
             settings: dict[str, Any] = dict(policy=options.policy, budget=budget, temperature=options.temperature)
             settings |= dict(max_new_tokens=options.new_tokens, stop_at_eos=False, draft_tokens="auto")
-            batch = begin(model, prompts, lossless=True, **settings)
+            refresh = REFRESH in options.draft_tokens
+            batch = begin(model, prompts, lossless=True, refresh=refresh, **settings)
             for figures in race(batch, options.draft_tokens.split(",")):
                 table.append((length, rows, *figures))
                 say(" | ".join(map(str, table[-1])))
@@ -75,12 +79,14 @@ def race(batch: PrefilledBatch, choices: Sequence[str]) -> Iterator[tuple[str, s
         return _Turns(kind(**started).blocks())
 
     alone = of(PrefilledBatch, decoder.full, cache.full)
-    drafted = {
-        choice: of(AdaptiveBatch, decoder, cache)
-        if choice == "auto"
-        else of(SpeculativeBatch, decoder.replace(draft_tokens=int(choice)), cache)
-        for choice in choices
-    }
+
+    def drafts(choice: str) -> _Turns:
+        count, refresh = choice.removesuffix(REFRESH), choice.endswith(REFRESH)
+        if count == "auto":
+            return of(AdaptiveBatch, decoder.replace(refresh=refresh), cache)
+        return of(SpeculativeBatch, decoder.replace(draft_tokens=int(count), refresh=refresh), cache)
+
+    drafted = {choice: drafts(choice) for choice in choices}
     while alone.advance() and all(each.advance() for each in drafted.values()):
         pass
     share = allocated_bytes(cache.full.memory) / allocated_bytes(decoder.weights)
@@ -124,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--lengths", default="1024,4096", help="tokens of the prompts (default: %(default)s)")
     options.add_argument("--rows", default="1", help="rows of the batches (default: %(default)s)")
     options.add_argument("--stride", type=int, default=100, help="tokens between the prompts' beginnings")
-    options.add_argument("--draft-tokens", default="4,auto", help="draft tokens, or auto (default: %(default)s)")
+    options.add_argument("--draft-tokens", default="4,auto", help="also auto, 4+refresh (default: %(default)s)")
     options.add_argument("--new-tokens", type=int, default=128, help="tokens of a text (default: %(default)s)")
     options.add_argument("--temperature", type=float, default=0.0, help="of the texts (default: 0, greedy)")
     return finish("bench lossless", lambda: run(options.parse_args(argv)))

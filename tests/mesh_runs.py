@@ -188,14 +188,18 @@ def served(case: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> Non
         print(json.dumps({"case": case, "mesh": shape} | told), flush=True)
 
 
-def lossless(policy: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> None:
-    """Print for each mesh whether a policy that drafts there writes the full cache's texts of one device."""
+def lossless(case: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> None:
+    """Print for each mesh whether a policy that drafts there writes the full cache's texts of one device.
+
+    A case is a policy, or `NAME refreshed` for a draft whose slots are chosen anew.
+    """
     model = small_models.sharp_model(config)
     prompts = [row[:length].tolist() for row, length in zip(TEXT, LENGTHS, strict=True)]
     settings = dict[str, Any](max_new_tokens=STEPS, temperature=0.8, seed=3, stop_at_eos=False)
     whole = generate_ids(model, prompts, policy="full", **settings)
     for shape in shapes:
-        drafts = dict[str, Any](policy=policy_of(policy), budget=24, lossless=True, draft_tokens=3)
+        drafts = dict[str, Any](policy=policy_of(case.split()[0]), budget=24, lossless=True, draft_tokens=3)
+        drafts["refresh"] = case.endswith(" refreshed")
         texts = generate_ids(placed(model, shape), prompts, **drafts, **settings)
         per_round = texts.tokens_per_round
         print(json.dumps({"mesh": shape, "same": texts.tokens == whole.tokens, "per_round": per_round}), flush=True)

@@ -14,7 +14,7 @@ from kvjax.policies.base import label_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protected
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, as_numbers
-from kvjax.types import KV, SLOTS, Evicted, LayerTokens, Parts, PyTree, View, restored, wide
+from kvjax.types import KV, SLOTS, Evicted, LayerTokens, Parts, PyTree, TokenBatch, View, restored, wide
 from kvjax.utils.dependence import depends_on
 from pallas_kernels import ranking as slot_ranking
 from pallas_kernels.attention import Partial
@@ -289,7 +289,7 @@ def evicted_pairs(state: Parts, new: LayerTokens, kv: KV | None, position: Int[A
     return Evicted(pair.k, pair.v, position[..., None], new.layer)
 
 
-def where_read(new: LayerTokens, after: PyTree, before: PyTree) -> PyTree:
+def where_read(new: TokenBatch, after: PyTree, before: PyTree) -> PyTree:
     """Return `after` for rows that have read tokens, and `before` for the others, even if a score changes them."""
     reads = new.valid.any(1)
 

@@ -27,7 +27,7 @@ from kvjax.cache.ranks import shrunk
 from kvjax.policies.policy import Policy
 from kvjax.types import OF_HEADS, OF_SLOTS, Evicted, LayerConfig, LayerTokens, PyTree, TokenBatch, View, setting
 from kvjax.utils.fields import values_of
-from pallas_kernels.attention import LowRank, Partial, with_sink
+from pallas_kernels.attention import LowRank, Partial, attend, with_sink
 from pallas_kernels.op import options_of
 
 
@@ -189,10 +189,11 @@ class OpenSlots(Slots, kw_only=True):
         v: Float[Array, "b h t e"],
         sink_logits: Float[Array, "h g"] | None,
     ) -> tuple[Float[Array, "b h g t e"], Self]:
-        """Write the tokens into empty slots in place, and attend from them to all slots; see `SlotCache.attend`."""
+        """Write the tokens into empty slots in place, and attend from them to all slots; they are then `pending`."""
         new, policy = tokens.attending(q, k, v, sink_logits).rotated(tokens.turns), tokens.policy
         slots, block = self.written(policy, new), self.with_block(policy, new, lambda _, block: block)
-        return with_sink(attend_known(policy, slots, block, new), sink_logits).out, slots
+        out = with_sink(attend_known(policy, slots, block, new), sink_logits).out
+        return out, slots.replace(pending=Pending((), (), new))
 
     def attend_token(
         self, policy: Policy, new: LayerTokens, requests: PyTree, evicted: LowRank | Partial | None

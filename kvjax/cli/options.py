@@ -118,6 +118,16 @@ def add_lossless_options(options: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to draft before they are verified, or auto for as many as pay (default: 4)",
     )
+    add_refresh_option(options)
+
+
+def add_refresh_option(options: argparse.ArgumentParser) -> None:
+    """Add the option of a draft whose slots are chosen anew."""
+    options.add_argument(
+        "--refresh",
+        action="store_true",
+        help="choose the draft's slots anew after each verification, by its attention to the full cache",
+    )
 
 
 def add_verifier(options: argparse.ArgumentParser) -> None:
@@ -131,8 +141,8 @@ def add_verifier(options: argparse.ArgumentParser) -> None:
 
 def lossless_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of a draft as keywords of `kvjax.generation.generate.begin`."""
-    drafts = {name: getattr(options, name) for name in ("draft_tokens", "verifier")}
-    drafts = {name: value for name, value in drafts.items() if value is not None}
+    drafts = {name: getattr(options, name) for name in ("draft_tokens", "verifier", "refresh")}
+    drafts = {name: value for name, value in drafts.items() if value}
     for name in () if options.lossless else drafts:
         raise ValueError(f"--{name.replace('_', '-')} is of --lossless; give that, too.")
     if "verifier" in drafts:

@@ -45,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--draft-tokens", type=int, metavar="N", help="tokens to draft before they are verified, 1 to 16 (default: 4)"
     )
+    shared.add_refresh_option(options)
     options.add_argument("--rows", type=int, default=8, help="texts that are generated in parallel")
     options.add_argument("--context", type=int, help="maximum tokens of a text (default: the model's positions)")
     options.add_argument("--chunk", type=int, help=f"prompt tokens per chunk of prefill (default: {CHUNK})")

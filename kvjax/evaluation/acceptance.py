@@ -1,7 +1,8 @@
 """Acceptance of drafts: how many tokens of the full cache's text a policy guesses, measured without speculation.
 
 A draft reads the full cache's own tokens, so its guesses in a round are those that it makes when it reads the whole
-text by decode steps. One reading therefore tells the rounds for every number of draft tokens.
+text by decode steps. One reading therefore tells the rounds for every number of draft tokens. Drafts whose slots are
+chosen anew after each verification depend on the rounds, which `refreshed_rounds` runs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import GREEDY, Sampling, sample
+from kvjax.generation.speculative import speculate
 from kvjax.inference.budget import Budget
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import prefill
-from kvjax.inference.state import cache_bytes, full_cache_bytes
+from kvjax.inference.speculation import speculation
+from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.models.model import LanguageModel
 from kvjax.policies.policy import Policy
+from kvjax.utils.processes import on_host
 
 
 class Acceptance(NamedTuple):
@@ -79,6 +83,59 @@ def acceptance(
     cache = state.cache.replace(key=None)
     drawn = _draws(state.decoder, cache, jnp.asarray(texts[:, :-1], jnp.int32), key, Sampling(temperature))
     return Acceptance(np.asarray(drawn) == texts[:, 1:], cache_bytes(state), full_cache_bytes(state))
+
+
+class Rounds(NamedTuple):
+    """Tokens that each round added to each text."""
+
+    counts: Int[np.ndarray, "n b"]
+    draft_tokens: int
+    cache_bytes: int
+    """Bytes of the draft's cache, of all rows."""
+    full_cache_bytes: int
+
+    @property
+    def tokens_per_round(self) -> list[float]:
+        """Tokens that a verification adds to each text on average."""
+        return (self.counts.sum(0) / (self.counts > 0).sum(0)).tolist()
+
+    @property
+    def acceptance(self) -> list[float]:
+        """Share of right guesses in each text, among those that a verification reached."""
+        right = np.maximum(self.counts - 1, 0).sum(0)
+        goes_on = np.cumsum(self.counts, axis=0) < self.counts.sum(0)  # the text may end before a wrong guess
+        wrong = (goes_on & (self.counts <= self.draft_tokens)).sum(0)
+        return (right / np.maximum(right + wrong, 1)).tolist()
+
+
+def refreshed_rounds(
+    model: LanguageModel,
+    policy: Policy | str,
+    prompts: Int[np.ndarray, "b n"],
+    texts: Int[np.ndarray, "b m"],
+    budget: Budget = 1.0,
+    *,
+    draft_tokens: int = 4,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Rounds:
+    """Draft the full cache's `continuations` of prompts on slots that are chosen anew after each verification.
+
+    Args:
+        texts: the continuations.
+        budget: of the policy; a fraction is one of prompt and continuation.
+        temperature: that of the continuations, as `seed`.
+    """
+    drafts = speculation(model, policy, budget, draft_tokens=draft_tokens, refresh=True)
+    key, rows = jax.random.key(seed), np.arange(len(prompts))
+    cache, _ = drafts.prefill(prompts, max_new_tokens=texts.shape[1], key=key)
+    cache = cache.replace(key=jnp.broadcast_to(key, rows.shape), end=cache.end - 1)
+    draft, counts = State(drafts.draft, cache.draft), list[Int[np.ndarray, " b"]]()
+    while (read := on_host(cache.position) - prompts.shape[1]).min() < texts.shape[1] - 1:
+        newest = jnp.asarray(texts[rows, read], jnp.int32)
+        cache, _, added = speculate(drafts, cache, newest, Sampling(temperature))
+        counts.append(on_host(added))
+    return Rounds(np.stack(counts), draft_tokens, cache_bytes(draft), full_cache_bytes(draft))
 
 
 @jax.jit

@@ -145,7 +145,7 @@ class AdaptiveBatch(SpeculativeBatch):
 
 
 def drafting(
-    model: LanguageModel, policy: Policy, budget: Budget, draft_tokens: int | str, verifier: str | Policy
+    model: LanguageModel, policy: Policy, budget: Budget, *, draft_tokens: int | str, **settings: Any
 ) -> tuple[Speculation, type[SpeculativeBatch]]:
     """Return a decoder with a draft, and the kind of batch that continues its prompts.
 
@@ -153,5 +153,5 @@ def drafting(
     """
     adapts = draft_tokens == "auto"
     count: Any = max(CHOICES) if adapts else draft_tokens
-    reader = speculation(model, policy, budget, verifier=verifier, draft_tokens=count)
+    reader = speculation(model, policy, budget, draft_tokens=count, **settings)
     return reader, AdaptiveBatch if adapts else SpeculativeBatch

@@ -133,6 +133,7 @@ def begin(
     lossless: bool = False,
     verifier: str | Policy = "full",
     draft_tokens: int | str = 4,
+    refresh: bool = False,
 ) -> PrefilledBatch:
     """Prefill prompts for generation; see `generate_texts` for the settings and errors.
 
@@ -158,8 +159,11 @@ def begin(
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
     chosen = bind_policy(model, chosen, budget, plan)
     check_used(verifier, lossless)
+    if refresh and not lossless:
+        raise ValueError("refresh=True chooses the slots of a draft; give lossless=True, too.")
     if lossless:
-        reader, batch_kind = drafting(model, chosen, budget, draft_tokens, verifier)
+        settings = dict[str, Any](draft_tokens=draft_tokens, verifier=verifier, refresh=refresh)
+        reader, batch_kind = drafting(model, chosen, budget, **settings)
         check_room(max(map(len, prompts)), max_new_tokens, reader.policy, model)
     else:
         reader, batch_kind = decoder(model, chosen, budget), PrefilledBatch
@@ -355,7 +359,8 @@ def generate_texts(
             share one prefill, unless the policy uses the seed in it;
             `lossless` (False): return the text of the full cache, which verifies the tokens that the policy drafts on
             its small cache, `draft_tokens` (4) at a time, "auto" for as many as pay; `verifier` ("full") is the policy
-            of the full cache; see `kvjax.speculation`;
+            of the full cache, and `refresh` (False) chooses the draft's slots anew after each verification; see
+            `kvjax.speculation`;
             `beams` (1), `length_penalty` (1.0): return the likeliest text of a beam search, see `beam_search`;
             `logprobs`, `on_tokens`: see `generate_ids`.
 

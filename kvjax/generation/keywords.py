@@ -36,6 +36,7 @@ class TextKeywords(TypedDict, total=False):
     lossless: bool
     verifier: str | Policy
     draft_tokens: int | str
+    refresh: bool
 
 
 class BeginKeywords(TextKeywords, total=False):

@@ -26,6 +26,7 @@ from kvjax.generation.loop import (
     token_buffers,
 )
 from kvjax.generation.sampling import GREEDY, Sampling
+from kvjax.inference.refresh import truncate_draft
 from kvjax.inference.speculation import Speculation, SpeculativeCache, verify_drafts
 from kvjax.inference.state import State
 from kvjax.utils.modes import on_the_host
@@ -210,10 +211,14 @@ class SpeculativeBatch(PrefilledBatch):
         if not isinstance(state.cache, SpeculativeCache):
             return super().cut(state, surplus)
         decoder, cache = parts_of(state)
-        # Tokens that the draft or a recurrent layer has read stay, as those of several steps of a cache that evicts.
-        length, rewinds = on_host(cache.position) - surplus, all(layer.rewinds for layer in cache.layers)
-        if not surplus.any() or not rewinds or (length < on_host(cache.draft.position)).any():
+        length = on_host(cache.position) - surplus
+        if not surplus.any() or not all(layer.rewinds for layer in cache.layers):
             return state
+        if (length < on_host(cache.draft.position)).any():
+            if not decoder.refresh:
+                # Tokens that the draft has read stay, as those of several steps of a cache that evicts.
+                return state
+            cache = cache.replace(draft=_truncated_draft(cache.draft, jnp.asarray(length)))
         return State(decoder, _truncated(cache.replace(key=None), jnp.asarray(length)).replace(key=cache.key))
 
 
@@ -234,7 +239,7 @@ def full_tokens_per_second(state: State) -> float:
     return int(on_host(state.active).sum()) * STEPS_PER_DISPATCH / seconds
 
 
-_truncated = jax.jit(SpeculativeCache.truncate)
+_truncated, _truncated_draft = jax.jit(SpeculativeCache.truncate), jax.jit(truncate_draft)
 
 
 def parts_of(state: State) -> tuple[Speculation, SpeculativeCache]:

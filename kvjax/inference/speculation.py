@@ -17,7 +17,8 @@ from kvjax.inference.decoder import Decoder, decoder
 from kvjax.inference.paired import PairedSlots, paired_reader
 from kvjax.inference.prefill import bound_prompts
 from kvjax.inference.prepare import Tokens
-from kvjax.inference.verify import check_verifier, truncate, verify
+from kvjax.inference.refresh import check_refresh, refresh_draft
+from kvjax.inference.verify import Queries, check_verifier, truncate, verify_with_queries
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.model import LanguageModel
 from kvjax.policies.allocation import Plan
@@ -116,6 +117,8 @@ class Speculation(Decoder, kw_only=True):
     """The decoder that drafts, a `Decoder` whose weights, devices and kernels are those of this one."""
     draft_tokens: int = setting(4)
     """Tokens that the draft guesses before they are verified."""
+    refresh: bool = setting(False)
+    """True to choose the draft's slots anew after each verification, by its attention."""
 
     def __repr__(self) -> str:
         return f"Speculation({self.draft.policy.label} drafts {self.draft_tokens} tokens for {self.policy.label})"
@@ -212,13 +215,20 @@ class Verified(NamedTuple):
     """Full cache after all of them."""
     base: Cache
     """Draft's cache after the newest token."""
+    queries: Queries
+    """Queries of the newest token and of all guesses, by layer."""
+    speculation: Speculation
 
     def keep(self, counts: Int[Array, " b"]) -> SpeculativeCache:
         """Return the caches after so many tokens in each row: the newest one, and guesses after it."""
         full = truncate(self.opened, self.before.position + counts).replace(active=self.before.active)
         fewer = ((0, 0), (0, self.before.behind.shape[1] - self.guesses.shape[1]))
         behind = jnp.where(self.base.active[:, None], jnp.pad(self.guesses, fewer), self.before.behind)
-        return SpeculativeCache.of(full, self.base, behind)
+        draft = self.base
+        if self.speculation.refresh:
+            reads = jnp.where(draft.active, counts, 0)
+            draft = refresh_draft(self.speculation.draft.for_steps(), draft, full, self.queries, reads)
+        return SpeculativeCache.of(full, draft, behind)
 
 
 def verify_drafts(
@@ -255,8 +265,9 @@ def verify_drafts(
     count = speculation.draft_tokens
     _, others = jax.lax.scan(guess_next, (base, texts, first), length=count - 1)
     known = jnp.concatenate([token[None], first[None], others]).T
-    opened, logits = verify(full, cache.full.replace(active=active), known, jnp.where(active, count + 1, 0))
-    return Verified(known[:, 1:], logits, cache, opened, base)
+    lengths = jnp.where(active, count + 1, 0)
+    opened, logits, queries = verify_with_queries(full, cache.full.replace(active=active), known, lengths)
+    return Verified(known[:, 1:], logits, cache, opened, base, queries, speculation)
 
 
 _compiled_steps = jax.jit(Decoder.steps)
@@ -271,6 +282,7 @@ def speculation(
     plan: Plan | str | None = None,
     verifier: Policy | str = "full",
     draft_tokens: int = 4,
+    refresh: bool = False,
     implementation: str | Kernels = "auto",
 ) -> Speculation:
     """Return a model with a policy that drafts tokens on a small cache, which are verified on a full one.
@@ -280,10 +292,13 @@ def speculation(
         verifier: policy of the full cache, which evicts nothing: `full`, or `kvjax.policy("full", codec="int8")` for
             the text of a full cache in 8 bits.
         draft_tokens: tokens that are drafted before they are verified together, 1 to 16.
+        refresh: True to choose the draft's slots anew after each verification, among all tokens of the full cache, by
+            the attention of the tokens that it has verified.
         implementation: as for `kvjax.decoder`.
 
     Raises:
-        ValueError: both policies are the same, the verifier evicts, or a policy does not fit the model or the budget.
+        ValueError: both policies are the same, the verifier evicts, or a policy does not fit the model, the budget or
+            `refresh`.
         TypeError: the model or a policy is of another type.
 
     Example:
@@ -302,5 +317,7 @@ def speculation(
     draft = decoder(model, policy, budget, plan=plan, implementation=implementation)
     full = decoder(model, verifier, implementation=implementation).replace(beyond_window=draft_tokens + 1)
     check_verifier(full, draft_tokens + 1)
-    draft = draft.replace(weights=None)
-    return Speculation(**values_of(Decoder, full), draft_without_weights=draft, draft_tokens=draft_tokens)
+    if refresh:
+        check_refresh(draft, full)
+    drafts: dict[str, Any] = dict(draft_without_weights=draft.replace(weights=None), draft_tokens=draft_tokens)
+    return Speculation(**values_of(Decoder, full), **drafts, refresh=refresh)

@@ -14,6 +14,7 @@ from kvjax.inference.sharding import gather_slots, logits_spec, run_on_mesh, sca
 from kvjax.methods.registry import name_of
 from kvjax.models.decoder import begin, unembed
 from kvjax.policies.policy import Policy
+from kvjax.types import OF_HEADS
 
 C = TypeVar("C", bound=Cache)
 
@@ -47,9 +48,20 @@ def verify(
         >>> truncate(opened, jnp.array([5])).position.tolist(), logits.shape
         ([5], (1, 3, 2048))
     """
+    return verify_with_queries(decoder, cache, tokens, lengths)[:2]
+
+
+Queries = tuple[Float[Array, "b h g n d"] | None, ...]
+"""Queries of some tokens, as they attend, by layer; None for layers without attention."""
+
+
+def verify_with_queries(
+    decoder: Bound, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
+) -> tuple[Cache, Float[Array, "b n vocab"], Queries]:
+    """Return the results of `verify`, and the queries of the tokens."""
     check_verifier(decoder, tokens.shape[1])
 
-    def read_on_device(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Cache, Array]:
+    def read_on_device(decoder: Bound, cache: Cache, tokens: Array, lengths: Array) -> tuple[Cache, Array, Queries]:
         decoder, place = decoder.here(), cache.position[:, None] + jnp.arange(tokens.shape[1])
         batch = cache.following(tokens, jnp.where(cache.active, lengths, 0)).replace(given=False)
         batch, x = begin(decoder.weights, decoder.config, batch)
@@ -57,12 +69,14 @@ def verify(
         layers, _, x = read(decoder.layers, opened, batch, x, close=False)
         logits = unembed(decoder.weights, decoder.config, x)
         logits = jnp.where((place < cache.end[:, None])[..., None], logits, jnp.nan)
-        return cache.replace(layers=scatter_slots(layers, decoder.mesh), position=batch.read), logits
+        queries = tuple(None if layer.pending is None else layer.pending.new.q for layer in layers)
+        layers = tuple(layer.replace(pending=None) for layer in layers)
+        return cache.replace(layers=scatter_slots(layers, decoder.mesh), position=batch.read), logits, queries
 
-    def specs() -> tuple[Cache, Any]:
+    def specs() -> tuple[Cache, Any, Any]:
         opened = tuple(type(layer.open()).specs for layer in cache.layers)
         logits = logits_spec(decoder.config, decoder.mesh)
-        return cache.specs.replace(layers=opened), PartitionSpec(logits[0], None, *logits[1:])
+        return cache.specs.replace(layers=opened), PartitionSpec(logits[0], None, *logits[1:]), OF_HEADS
 
     return run_on_mesh(read_on_device, decoder, cache, tokens, lengths, out_specs=specs)
 

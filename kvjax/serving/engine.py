@@ -85,6 +85,7 @@ class Engine:
             drafts them on its `budget`.
         draft_tokens: tokens to draft before they are verified, if `lossless`.
         verifier: policy of the full cache, if `lossless`; see `kvjax.speculation`.
+        refresh: choose the draft's slots anew after each verification, if `lossless`; see `kvjax.speculation`.
 
     Raises:
         ValueError: a setting is out of range, the policy's memory is not known before a text is read, the model has no
@@ -105,6 +106,7 @@ class Engine:
         lossless: bool = False,
         draft_tokens: int = 4,
         verifier: str | Policy = "full",
+        refresh: bool = False,
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
@@ -113,7 +115,7 @@ class Engine:
         )
         count = whole_number("draft_tokens", draft_tokens, 1, MOST_DRAFT_TOKENS) if lossless else 0
         check_used(verifier, lossless)
-        self.device = Device(model, policy, budget, rows, context, chunk, steps, count, verifier)
+        self.device = Device(model, policy, budget, rows, context, chunk, steps, count, verifier, refresh)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.model, self.policy_name = model, name_of(self.device.policy)
         self.budget, self.context = self.device.budget, self.device.context

@@ -69,6 +69,7 @@ class Device:
         steps: int,
         draft_tokens: int = 0,
         verifier: str | Policy = "full",
+        refresh: bool = False,
     ) -> None:
         self.model, config = model, model.config
         self._end_ids = functools.cache(functools.partial(end_ids, model))
@@ -80,7 +81,7 @@ class Device:
         self.logprobs = min(LOGPROBS, config.vocab_size)
         self.policy = bind_policy(model, policy, budget, None)
         of_policy = model, self.policy, budget if self.policy.bounded else 1.0
-        drafts = dict[str, Any](verifier=verifier, draft_tokens=draft_tokens)
+        drafts = dict[str, Any](verifier=verifier, draft_tokens=draft_tokens, refresh=refresh)
         bound = speculation(*of_policy, **drafts) if draft_tokens else decoder(*of_policy)
         self._policies = [_check_servable(_policy_of(each), model, self.chunk) for each in bound.decoders]
         self.decoder = bound.for_steps()

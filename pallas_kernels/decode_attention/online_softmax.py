@@ -200,14 +200,19 @@ def logits_of(
         is_sink = (per_query_row(position[:, :near], len(q)) < sinks) & (per_query_row(index, len(q)) < sinks)
         if x.sinks.gap is not None:  # slopes place sinks nearer
             nearer = jnp.where((position[:, :near] < sinks) & (index < sinks), x.sinks.gap[row], 0)
-            distance = jnp.concatenate([distance[:, :near] + nearer, distance[:, near:]], axis=1)
-        sink_products = jnp.where(is_sink, sink_products, products[..., :near])
-        products = jnp.concatenate([sink_products, products[..., near:]], axis=-1)
+            distance = _with_first(distance[:, :near] + nearer, distance)
+        products = _with_first(jnp.where(is_sink, sink_products, products[..., :near]), products)
     logits = x.spec.capped(products)
     if x.spec.slopes is not None:
         logits += x.spec.slopes[...] * per_query_row(distance.astype(jnp.float32), len(q))
     mask = jnp.broadcast_to(per_query_row(visible, len(q)), logits.shape)
     return jnp.where(mask, logits, LOWEST), mask
+
+
+def _with_first(first: Array, x: Array) -> Array:
+    # Replaces the first entries of the last axis. Mosaic has no vectors of width 0, so none may be left of a short `x`.
+    width = first.shape[-1]
+    return first if width == x.shape[-1] else jnp.concatenate([first, x[..., width:]], axis=-1)
 
 
 def add_noise(

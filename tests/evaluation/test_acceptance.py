@@ -49,4 +49,9 @@ def test_the_command_measures_policies(tmp_path: Path) -> None:
     assert (full["tokens_per_round_2"], full["tokens_per_round_8"]) == (16 / 6, 16 / 2)
     assert 1 <= small["tokens_per_round_4"] <= 4
     assert small["cache_bytes"] < full["cache_bytes"]
+    assert evaluate.main([*words[:-2], "--refresh", "2", "--out", str(tmp_path / "refreshed")]) == 0
+    rows = (tmp_path / "refreshed" / "acceptance.jsonl").read_text().splitlines()
+    full, small, large = map(json.loads, rows)
+    assert (full["acceptance"], large["acceptance"], large["tokens_per_round_2"]) == (1, 1, 16 / 6)
+    assert 1 <= small["tokens_per_round_2"] <= 3 and small["refresh"] == 2
     assert evaluate.main([*words, "--new-tokens", "1"]) == 2

@@ -271,6 +271,11 @@ def test_drafts_that_do_not_pay_are_switched_off() -> None:
         ({"policy": "h2o", "budget": 17, "beams": 2}, "lossless=True has no effect on a beam search"),
         ({"policy": "h2o", "budget": 17, "draft_tokens": 17}, "draft_tokens=17 is not a whole number from 1 to 16"),
         ({"policy": "h2o", "budget": 17, "verifier": "streaming"}, "streaming evicts tokens, which no roll-back"),
+        ({"policy": "streaming", "budget": 17, "refresh": True}, "streaming ranks without attention"),
+        (
+            {"policy": "h2o", "budget": 17, "refresh": True, "verifier": kvjax.policy("full", memory="host")},
+            "ranks the slots of the full cache, which memory='host' moves",
+        ),
     ],
 )
 def test_what_cannot_be_drafted_is_refused(settings: dict[str, Any], message: str) -> None:
@@ -310,6 +315,10 @@ def test_the_commands_write_the_full_cache_s_text(capsys: pytest.CaptureFixture[
     assert (facts["policy"], facts["budget"], facts["allocated_slots"]) == ("h2o", 8, 16)
     assert 1 <= facts["tokens_per_round"] <= 3
     assert 0 < facts["draft_cache_bytes"] < full["cache_bytes"] < facts["cache_bytes"]
+    assert generate.main([*words, "--policy", "h2o", "--budget", "8", "--lossless", "--refresh"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == full["text"]
+    assert generate.main([*words, "--refresh"]) == 2
+    assert "--refresh is of --lossless; give that, too." in capsys.readouterr().err
     assert generate.main([*words, "--draft-tokens", "2"]) == 2
     assert "--draft-tokens is of --lossless; give that, too." in capsys.readouterr().err
 
@@ -328,11 +337,12 @@ def test_the_commands_refuse_a_verifier_that_is_none(capsys: pytest.CaptureFixtu
         assert message in capsys.readouterr().err
 
 
-def test_a_conversation_without_loss_is_that_of_the_full_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("refresh", [slow(False), True])
+def test_a_conversation_without_loss_is_that_of_the_full_cache(refresh: bool, tmp_path: Path) -> None:
     model = kvjax.load("tiny")
     settings: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 5, "context": 200}
     full = Conversation(model, **settings)
-    drafted = Conversation(model, policy="h2o", budget=16, lossless=True, **settings)
+    drafted = Conversation(model, policy="h2o", budget=16, lossless=True, refresh=refresh, **settings)
     for number, turn in enumerate(("The dog was big.", "Then a cat came.", "They went home.")):
         assert "".join(drafted.reply(turn)) == "".join(full.reply(turn))
         assert drafted.text == full.text

@@ -186,8 +186,9 @@ def test_a_server_on_a_mesh_answers_as_on_one_device(told: list[Told]) -> None:
 
 def test_drafts_on_a_mesh_write_the_full_caches_texts() -> None:
     meshes = [2, 2], [1, 4], [2, 2, 2]
-    rows = run(dict(what="lossless", cases=["h2o"], kv_heads=2, meshes=meshes))
-    assert len(rows) == len(meshes)
+    told = dict[str, Any](what="lossless", kv_heads=2)
+    rows = run(told | dict(cases=["h2o"], meshes=meshes), told | dict(cases=["tova refreshed"], meshes=meshes[2:]))
+    assert len(rows) == len(meshes) + 1
     for row in rows:
         assert row["same"] and 1 < row["per_round"] <= 4, row
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.evaluation.acceptance import acceptance, continuations
+from kvjax.evaluation.acceptance import acceptance, continuations, refreshed_rounds
 from kvjax.evaluation.grid import Cell, Entry
 from kvjax.evaluation.summary import Columns, Measure
 from kvjax.evaluation.tasks.task import Task, mean
@@ -26,7 +26,7 @@ class AcceptanceTask(Task):
     """Tokens that a verification of a policy's drafts adds to the full cache's text."""
 
     summary = "how many tokens of the full cache's text a policy drafts right"
-    subject = ("model", "dtype", "text", "length", "new_tokens", "temperature")
+    subject = ("model", "dtype", "text", "length", "new_tokens", "temperature", "refresh")
     columns = Columns(
         Measure("acceptance", "acceptance"),
         Measure("tokens_per_round_4", "tokens a verification of 4"),
@@ -39,6 +39,15 @@ class AcceptanceTask(Task):
         parser.add_argument("--new-tokens", type=int, default=128, help="tokens of each continuation (default: 128)")
         parser.add_argument("--temperature", type=float, default=0.0, help="of the continuations (default: 0, greedy)")
         parser.add_argument("--seed", type=int, default=0, help="of the continuations")
+        parser.add_argument(
+            "--refresh",
+            type=int,
+            choices=DRAFT_TOKENS,
+            nargs="?",
+            const=4,
+            metavar="N",
+            help="choose the draft's slots anew after each verification of N draft tokens (2, 4 or 8; 4 if left out)",
+        )
 
     def check(self, options: argparse.Namespace) -> None:
         whole_number("new_tokens", options.new_tokens, 2)
@@ -48,6 +57,7 @@ class AcceptanceTask(Task):
     def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
         """Return a cell for each text and length of its prompts."""
         continued = {name: getattr(options, name) for name in ("new_tokens", "temperature", "seed")}
+        continued |= {} if options.refresh is None else {"refresh": options.refresh}
         return [cell | continued for cell in passages_of(model, options)]
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
@@ -58,13 +68,17 @@ class AcceptanceTask(Task):
         prompts = cell_passages(model, options, cell).tokens
         drawn: dict[str, Any] = dict(temperature=cell["temperature"], seed=cell["seed"])
         texts = _continuations(model, prompts.tobytes(), len(prompts), cell["new_tokens"], *drawn.values())
-        measured = acceptance(model, entry.policy, prompts, texts, entry.budget, **drawn)
-        rounds = {
-            f"tokens_per_round_{count}": float(np.mean(measured.tokens_per_round(count))) for count in DRAFT_TOKENS
-        }
+        of_policy = model, entry.policy, prompts, texts, entry.budget
+        if "refresh" in cell and entry.policy.bounded:
+            measured = refreshed_rounds(*of_policy, draft_tokens=cell["refresh"], **drawn)
+            agrees, rounds = measured.acceptance, {cell["refresh"]: measured.tokens_per_round}
+        else:
+            measured = acceptance(*of_policy, **drawn)
+            rounds = {count: measured.tokens_per_round(count) for count in DRAFT_TOKENS}
+            agrees = measured.agrees.mean(1).tolist()
         return (
-            mean("acceptance", measured.agrees.mean(1).tolist())
-            | rounds
+            mean("acceptance", agrees)
+            | {f"tokens_per_round_{count}": float(np.mean(tokens)) for count, tokens in rounds.items()}
             | {
                 "cases": len(prompts),
                 "cache_bytes": measured.cache_bytes,

@@ -10,8 +10,9 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
-from jax.sharding import use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from benchmarks import aot, chip_steps
 from benchmarks.aot import page
@@ -23,6 +24,7 @@ from kvjax.models.weights import weight_shapes
 from pallas_kernels.benchmark import Program
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised
+from pallas_kernels.workloads import Setup, fused_workload
 from tests.cases import slow
 from tests.kernels import H100
 from tests.paths import ROOT
@@ -32,6 +34,9 @@ VARIABLE = "KVJAX_TPU_PYTHON"
 
 ALWAYS = ("v5e", "v6e")
 """Chips for which kernels compile by default; tests of the others are slow."""
+
+V5E = AbstractMesh((1,), ("one",), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+"""A TPU that is not there, for which kernels are lowered."""
 
 PROGRAMS = list(programs())
 OF_TPU, OF_GPU = ([program for program in PROGRAMS if form in program.forms] for form in ("tpu", "gpu"))
@@ -60,6 +65,15 @@ def test_every_kernel_compiles_for_tpu(chip, tmp_path):
     (sums,) = of_prompts["8 heads x 4, 8192 tokens, d 128, bfloat16"]
     (plain,) = of_prompts["the same without scores"]
     assert sums["grid"] == plain["grid"], "attention with sums takes smaller steps than without"
+
+
+@pytest.mark.parametrize("settings", [{}, {"slopes": True}, {"bits": 8}], ids=str)
+@pytest.mark.parametrize("slots", [64, 128, 208])
+def test_heads_of_few_slots_with_sinks_lower_to_tpu(slots, settings):
+    program = fused_workload("few slots", Setup(2, 8, 1, slots, 128, jnp.bfloat16, **settings), sink_count=4)
+    with use_abstract_mesh(V5E):
+        lowered = program.jit("pallas", "tpu").trace(**program.shapes).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
 
 
 @pytest.mark.skipif(

@@ -67,10 +67,12 @@ def verified(decoder: Decoder, cache: Cache, token: jax.Array) -> tuple[Cache, j
     return truncate(opened, cache.position + 4), logits
 
 
-def compiled(policy: kvjax.Policy, chip: str, run: Callable[..., Any] = Decoder.step) -> dict[str, Any]:
+def compiled(
+    policy: kvjax.Policy, chip: str, run: Callable[..., Any] = Decoder.step, slots: int = SLOTS
+) -> dict[str, Any]:
     """The kernels and bytes of a step, or of another function of a decoder, a cache and tokens."""
     model = random_model(CONFIG, dtype=jnp.bfloat16)
-    budget = SLOTS if policy.plan.sizing.mode == "budget" else 1.0
+    budget = slots if policy.plan.sizing.mode == "budget" else 1.0
     state, _ = kvjax.prefill(model, policy, np.ones((ROWS, 40), int), budget, max_new_tokens=SLOTS)
     arguments = jax.tree.map(
         jnp.asarray, (state.decoder, state.cache, jnp.zeros(ROWS, jnp.int32))
@@ -133,4 +135,6 @@ if __name__ == "__main__":
     os.environ.update(aot.ENVIRONMENT)
     found = {name: compiled(policy, sys.argv[1]) | {"expected": names} for name, (policy, names) in cases().items()}
     found["verification"] = compiled(kvjax.policy("full"), sys.argv[1], verified) | {"expected": ["decode_attention"]}
+    few = compiled(kvjax.policy("streaming"), sys.argv[1], slots=64)
+    found["streaming-64"] = few | {"expected": cases()["streaming"][1]}
     print(json.dumps({"device": found, "host": in_host_memory(sys.argv[1])}, indent=1))
