@@ -114,11 +114,11 @@ class HostPrompt(GrowingSlots, kw_only=True):
         return HostSlots.of(free, self.kv, self.position)
 
 
-def slots_of(tokens: MixerInput, limit: Int[Array, "b h"], slots: int) -> Slots:
+def new_slots(tokens: MixerInput, limit: Int[Array, "b h"], slots: int) -> Slots:
     """Return empty slots for a layer with attention, with prompts in host memory if its policy keeps them there.
 
     The arguments are those of `kvjax.models.decoder.Mixer.init_cache`.
     """
     policy, shape, dtype = tokens.policy, tokens.shape, tokens.hidden.dtype
     empty = empty_slots(policy, shape, tokens.number, limit=limit, slots=slots, dtype=dtype)
-    return HostSlots.empty(empty) if policy.plan.in_host_memory(shape) else empty
+    return HostSlots.empty(empty) if policy.plan.sizing.in_host_memory(shape) else empty

@@ -158,12 +158,10 @@ def begin(
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
     chosen = bind_policy(model, chosen, budget, plan)
-    check_used(verifier, lossless)
-    if refresh and not lossless:
-        raise ValueError("refresh=True chooses the slots of a draft; give lossless=True, too.")
+    check_used(verifier, refresh, lossless)
     if lossless:
-        settings = dict[str, Any](draft_tokens=draft_tokens, verifier=verifier, refresh=refresh)
-        reader, batch_kind = drafting(model, chosen, budget, **settings)
+        drafts = dict[str, Any](draft_tokens=draft_tokens, verifier=verifier, refresh=refresh)
+        reader, batch_kind = drafting(model, chosen, budget, **drafts)
         check_room(max(map(len, prompts)), max_new_tokens, reader.policy, model)
     else:
         reader, batch_kind = decoder(model, chosen, budget), PrefilledBatch

@@ -93,9 +93,13 @@ def check_verifier(decoder: Bound, count: int) -> None:
             )
 
 
-def check_used(verifier: Policy | str, lossless: bool) -> None:
-    """Refuse a verifier other than the default one where nothing is drafted for it."""
-    if not lossless and verifier != "full":
+def check_used(verifier: Policy | str, refresh: bool, lossless: bool) -> None:
+    """Refuse settings of drafts other than the default ones where nothing is drafted."""
+    if lossless:
+        return
+    if refresh:
+        raise ValueError("refresh=True chooses the slots of a draft; give lossless=True, too.")
+    if verifier != "full":
         label = verifier if isinstance(verifier, str) else verifier.label
         raise ValueError(f"verifier={label!r} has no effect without lossless=True; give that, too, or leave it out.")
 

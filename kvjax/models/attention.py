@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.host import slots_of
+from kvjax.cache.host import new_slots
 from kvjax.cache.layer import MixerInput
 from kvjax.cache.slots import Slots
 from kvjax.models.config import ModelConfig
@@ -46,7 +46,7 @@ class Attention:
             limit: slots that each head may use.
             slots: slots of each head in the buffers.
         """
-        return slots_of(tokens, limit, slots)
+        return new_slots(tokens, limit, slots)
 
     def __call__(
         self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: MixerInput

@@ -18,7 +18,7 @@ SEGMENT = 16
 """Most chunks whose matrices are made together, except on a CPU, which is fastest with one after another."""
 
 
-class Operands(NamedTuple):
+class DeltaTokens(NamedTuple):
     """Tokens as the rule reads them: `r` value heads share each of `h` key heads."""
 
     q: Float[Array, "b h t d"]
@@ -38,7 +38,7 @@ class Reads(NamedTuple):
     writes: Writes
 
 
-def read_token(tokens: Operands, state: Float[Array, "b h r d e"]) -> Reads:
+def read_token(tokens: DeltaTokens, state: Float[Array, "b h r d e"]) -> Reads:
     r"""Read one token per row.
 
     .. math:: S_t = e^{g_t} S_{t-1} + k_t u_t^\top, \quad u_t = \beta_t (v_t - e^{g_t} S_{t-1}^\top k_t), \quad
@@ -53,7 +53,7 @@ def read_token(tokens: Operands, state: Float[Array, "b h r d e"]) -> Reads:
     return Reads(out[..., None, :], state, Writes(tokens.k, u[..., None, :], tokens.decay))
 
 
-def read_text(tokens: Operands, state: Float[Array, "b h r d e"]) -> Reads:
+def read_tokens(tokens: DeltaTokens, state: Float[Array, "b h r d e"]) -> Reads:
     r"""Read a block of text in chunks; the result is that of `read_token` for one token after another.
 
     With :math:`G` the sums of :math:`g` within a chunk and :math:`\Gamma_{ij} = e^{G_i - G_j}` for :math:`j \le i`, the
@@ -77,12 +77,12 @@ def read_text(tokens: Operands, state: Float[Array, "b h r d e"]) -> Reads:
         x = jnp.moveaxis(x, 0, axis)
         return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 3 :])[(slice(None),) * axis + (slice(count),)]
 
-    parts = Operands(*map(split, tokens, (2, 2, 3, 3, 3)))
+    parts = DeltaTokens(*map(split, tokens, (2, 2, 3, 3, 3)))
     state, (out, u) = jax.lax.scan(_read_segment, state, parts)
     return Reads(join(out, 3), state, Writes(tokens.k, join(u, 3), tokens.decay))
 
 
-def _read_segment(state: Float[Array, "b h r d e"], tokens: Operands) -> tuple[Array, tuple[Array, Array]]:
+def _read_segment(state: Float[Array, "b h r d e"], tokens: DeltaTokens) -> tuple[Array, tuple[Array, Array]]:
     # Tokens have axes [b h (r) n c ...] for n chunks of c tokens.
     q, k, v, beta, decay = tokens
     total = jnp.cumsum(decay, axis=-1)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.layer import MixerInput
 from kvjax.cache.recurrent import Recurrent
 from kvjax.models.config import ModelConfig
-from kvjax.models.delta_rule import Operands, read_text, read_token
+from kvjax.models.delta_rule import DeltaTokens, read_token, read_tokens
 from kvjax.models.linear import Linear, Norm, product
 from kvjax.types import ALONE
 from pallas_kernels.attention import wide
@@ -82,7 +82,7 @@ class GatedDelta:
         assert rule is not None and self.norm.scale is not None
         x = jnp.where(tokens.reading.valid[..., None], x, 0)
         operands, cache = self._operands(x, config, cache, tokens)
-        read = read_token if x.shape[1] == 1 else read_text
+        read = read_token if x.shape[1] == 1 else read_tokens
         out, state, writes = read(operands, cache.state)
         cache = cache.advance(state, writes)
         out = out * jax.lax.rsqrt(jnp.mean(out**2, -1, keepdims=True) + rule.norm_eps)
@@ -94,7 +94,7 @@ class GatedDelta:
             return self.output(out), cache
         return self.output.over(spread.over_attention, spread.own_features(out)), cache
 
-    def _operands(self, x: Array, config: ModelConfig, cache: Any, tokens: MixerInput) -> tuple[Operands, Any]:
+    def _operands(self, x: Array, config: ModelConfig, cache: Any, tokens: MixerInput) -> tuple[DeltaTokens, Any]:
         (h, r), (b, t, _), dtype = self.heads, x.shape, cache.state.dtype
         assert config.delta_rule is not None
 
@@ -113,7 +113,7 @@ class GatedDelta:
         decay = -jnp.exp(self.log_rate.astype(dtype)) * steps
         valid = tokens.reading.valid[..., None]
         beta, decay = (jnp.moveaxis(jnp.where(valid, each, 0).reshape(b, t, h, r), 1, 3) for each in (beta, decay))
-        return Operands(_unit(q) * d**-0.5, _unit(k), v, beta, decay), cache
+        return DeltaTokens(_unit(q) * d**-0.5, _unit(k), v, beta, decay), cache
 
 
 def _unit(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:

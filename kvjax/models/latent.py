@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.host import slots_of
+from kvjax.cache.host import new_slots
 from kvjax.cache.layer import MixerInput
 from kvjax.cache.slots import Slots
 from kvjax.models.config import ModelConfig
@@ -44,7 +44,7 @@ class LatentAttention:
 
     def init_cache(self, tokens: MixerInput, limit: Int[Array, "b h"], slots: int) -> Slots:
         """Return a cache of empty slots, see `kvjax.models.decoder.Mixer`."""
-        return slots_of(tokens, limit, slots)
+        return new_slots(tokens, limit, slots)
 
     def __call__(
         self, x: Float[Array, "b t width"], config: ModelConfig, cache: Any, tokens: MixerInput

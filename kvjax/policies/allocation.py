@@ -47,6 +47,10 @@ class Sizing:
         if self.host_memory:
             check(self.mode == "unbounded", "mode", self.mode, "unbounded, as host_memory needs it")
 
+    def in_host_memory(self, layer: LayerConfig) -> bool:
+        """Return whether a layer keeps its prompts in host memory; windows are small enough for the device."""
+        return self.host_memory and layer.window is None
+
 
 _RENAMED = {"shares": "layer_budgets", "settle": "head_budgets", "room": "slots_at"}
 _REPLACED = {
@@ -90,10 +94,6 @@ class Plan(Part, interface=True, kw_only=True):
     def sizing(self) -> Sizing:
         """Properties of the plan's numbers of slots."""
         return FIXED
-
-    def in_host_memory(self, layer: LayerConfig) -> bool:
-        """Return whether a layer keeps its prompts in host memory; windows are small enough for the device."""
-        return self.sizing.host_memory and layer.window is None
 
     def spread_by(self, allocation: Plan) -> Plan:
         """Return a plan that distributes the budget over layers as another one does."""

@@ -114,7 +114,7 @@ class Engine:
             whole_number("snapshot_bytes", snapshot_bytes, *requests.SIZES["snapshot_bytes"])
         )
         count = whole_number("draft_tokens", draft_tokens, 1, MOST_DRAFT_TOKENS) if lossless else 0
-        check_used(verifier, lossless)
+        check_used(verifier, refresh, lossless)
         self.device = Device(model, policy, budget, rows, context, chunk, steps, count, verifier, refresh)
         """Device side; only the engine's thread uses it once that thread runs."""
         self.model, self.policy_name = model, name_of(self.device.policy)
