@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import inspect
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -17,6 +19,7 @@ import pytest
 
 import kvjax
 from kvjax.methods import PAPERS, describe
+from kvjax.models import families
 from tests.compiling import fast_environment
 from tests.fake_engine import FakeEngine, events, served
 from tests.paths import ROOT
@@ -65,6 +68,22 @@ def test_readme_names_every_method() -> None:
     ]
     table = "\n".join(["| methods | name (source) |", "| --- | --- |", *rows])
     assert table in readme, f"the README's table of methods is now\n{table}"
+
+
+def families_table() -> str:
+    """Names of each family's models and of their architectures, from the modules of the registry."""
+    rows = ["| models | `model_type` |", "| --- | --- |"]
+    for info in pkgutil.iter_modules(families.__path__):
+        module = importlib.import_module(f"{families.__name__}.{info.name}")
+        if registered := vars(module).get("FAMILIES"):
+            names = (module.__doc__ or "").partition(":")[0]
+            rows.append(f"| {names} | {', '.join(f'`{name}`' for name in registered)} |")
+    return "\n".join(rows)
+
+
+def test_the_guide_names_every_family() -> None:
+    table = families_table()
+    assert table in (DOCS / "guides" / "own_model.md").read_text(encoding="utf-8"), f"the table is now\n{table}"
 
 
 def documented() -> dict[str, Any]:

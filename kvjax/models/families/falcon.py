@@ -1,4 +1,4 @@
-"""Falcon: 7B (one KV head), 40B and 11B (grouped, `new_decoder_architecture`), RW (ALiBi), with and without biases."""
+"""Falcon 7B, 11B, 40B and RW: one KV head, groups of them (`new_decoder_architecture`), or ALiBi, maybe biases."""
 
 from __future__ import annotations
 

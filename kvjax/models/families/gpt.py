@@ -1,4 +1,4 @@
-"""GPT-2 and Cerebras-GPT, GPT-J, and GPT-NeoX and Pythia.
+"""GPT-2 and Cerebras-GPT, GPT-J, and GPT-NeoX and Pythia: layer norms, and MLPs without a gate.
 
 GPT-2 has learned position embeddings, and linear maps stored as [in, out]. GPT-J has parallel blocks with one norm,
 interleaved RoPE on a part of each head, and an unembedding with a bias. GPT-NeoX has parallel or sequential blocks with

@@ -1,4 +1,4 @@
-"""Granite: Llama with four multipliers. Granite SWA adds windows, learned sinks and one theta per layer."""
+"""Granite and Granite SWA: Llama with four multipliers, and in SWA windows, learned sinks and a theta by layer."""
 
 from __future__ import annotations
 

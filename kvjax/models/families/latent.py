@@ -1,4 +1,4 @@
-"""Families with multi-head latent attention: DeepSeek V2 and V3, GLM-4.7 Flash, Youtu-LLM and MiniCPM3."""
+"""DeepSeek V2 and V3, GLM-4.7 Flash, Youtu-LLM and MiniCPM3: Llama with multi-head latent attention."""
 
 from __future__ import annotations
 

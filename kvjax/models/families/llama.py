@@ -1,4 +1,4 @@
-"""Llama 1 to 3.2, and families that differ from it in a few places: SmolLM3, Phi-3, Arcee, ERNIE 4.5 and Seed-OSS."""
+"""Llama 1 to 3.2, SmolLM3, Phi-3 and Phi-4-mini, Arcee, ERNIE 4.5 (dense) and Seed-OSS: they differ in a few places."""
 
 from __future__ import annotations
 

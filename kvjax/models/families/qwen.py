@@ -1,4 +1,4 @@
-"""Qwen2 and 3: Llama with biases of queries, keys and values (Qwen2), or with norms of queries and keys (Qwen3)."""
+"""Qwen2 and 3, Qwen3 MoE: Llama with biases of queries, keys and values (2), or norms of queries and keys (3)."""
 
 from __future__ import annotations
 
