@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope, Weights, random_weights
 from kvjax.models.attention import Attention
-from kvjax.models.config import DeltaRule, Latent, LayerEmbeddings, Mixture, QueryGrowth
+from kvjax.models.config import DeltaRule, Latent, LayerEmbeddings, Mixture, QueryGrowth, ShortConvolution
 from kvjax.models.decoder import LayerWeights
 
 
@@ -53,6 +53,7 @@ LLAMA4 = small_config(
 LATENT = small_config(4, 1, head_width=24, latent=Latent(16, 6, 10, 8, 20), rope=Rope(width=8, interleaved=True))
 SINKS = small_config(4, 2, sinks=True)
 NORMS_AFTER_ROPE = small_config(4, 2, query_key_norms=True, norms_after_rope=True)
+CONVOLVED = small_config(4, 2, layers=3, query_key_norms=True, short_conv=ShortConvolution((0, 2), bias=True))
 HYBRID = small_config(
     *(4, 2),
     layers=3,
@@ -163,6 +164,8 @@ def _types(letters: str) -> list[str]:
 _SHARED = _GEMMA4 | {"num_hidden_layers": 8, "num_kv_shared_layers": 4, "layer_types": _types("ssfssfsf")}
 _SHARED |= {"hidden_size_per_layer_input": 24, "use_double_wide_mlp": True}
 _SHARED |= {"initializer_range": 0.06}  # at 0.2 transformers differs from itself in float64 by 4e-4
+
+_CONV_FIRST = ["conv", "conv", "full_attention", "conv"]
 
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
@@ -276,6 +279,14 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         layer_types=["full_attention", "linear_attention"],
         **{"linear_key_head_dim": 20, "linear_value_head_dim": 20, "linear_allow_neg_eigval": False},
         pad_token_id=0,
+    ),
+    "lfm2": lambda: _huggingface("Lfm2Config", num_hidden_layers=4, layer_types=_CONV_FIRST, block_multiple_of=16),
+    "lfm2_moe": lambda: _huggingface(
+        "Lfm2MoeConfig",
+        num_hidden_layers=4,
+        layer_types=_CONV_FIRST,
+        conv_bias=True,
+        **{"num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     ),
     "granite": lambda: _huggingface(
         "GraniteConfig",

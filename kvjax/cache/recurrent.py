@@ -1,4 +1,4 @@
-"""The cache of a recurrent layer: the columns that a convolution needs next, and a decaying sum of outer products."""
+"""Caches of layers without slots: inputs that a convolution needs next, and a decaying sum of outer products."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.layer import LayerCache
-from kvjax.types import HEADS, OF_HEADS, OF_ROWS, ROWS, TokenBatch
+from kvjax.types import HEADS, OF_HEADS, OF_ROWS, ROWS, TokenBatch, wide
 from kvjax.utils.fields import values_of
 
 _OF_COLUMNS: Any = PartitionSpec(ROWS, None, HEADS)
@@ -36,35 +36,46 @@ def written(state: Float[Array, "b h r d e"], writes: Writes) -> Float[Array, "b
     return jnp.exp(last)[..., None] * state + jnp.einsum("bhtd,bhrte->bhrde", writes.k, later, precision="highest")
 
 
-class Recurrent(LayerCache, kw_only=True):
-    """State of a layer that reads a text of any length in constant memory.
-
-    The state has at least float32, `r` value heads for each of `h` key heads, and a causal convolution before it.
-    """
+class Columns(LayerCache, kw_only=True):
+    """Newest inputs of a causal convolution, which are all that a layer keeps of a text of any length."""
 
     kind: ClassVar[str] = "recurrent"
     rewinds: ClassVar[bool] = False
 
     columns: Float[Array, "b s h f"]
-    """Newest inputs of the convolution, the oldest first: one fewer than it has taps."""
-    state: Float[Array, "b h r d e"]
+    """Inputs, the oldest first: one fewer than the convolution has taps."""
 
     def convolve(
         self, x: Float[Array, "b t h f"], taps: Float[Array, "h f w"], tokens: TokenBatch
     ) -> tuple[Float[Array, "b t h f"], Self]:
-        """Return the causal convolution of new inputs, which are 0 for padding, and the cache with the newest ones."""
+        """Return the causal convolution of new inputs, which are 0 for padding, and the cache with the newest ones.
+
+        The results have at least float32.
+        """
         columns = jnp.concatenate([self.columns, x], axis=1)
-        dtype, factors = self.state.dtype, jnp.moveaxis(taps, -1, 0)
+        dtype, factors = wide(x.dtype), jnp.moveaxis(taps, -1, 0)
         out = jnp.zeros(x.shape, dtype)
         for tap, factor in enumerate(factors):
             out += factor.astype(dtype) * columns[:, tap : tap + x.shape[1]].astype(dtype)
         return out, self.replace(columns=_newest(columns, tokens.counts, self.columns.shape[1]))
 
+    def open(self) -> LayerCache:
+        return OpenColumns(**values_of(Columns, self))
+
+
+class Recurrent(Columns, kw_only=True):
+    """State of a layer that reads a text of any length in constant memory, and the inputs of a convolution before it.
+
+    The state has at least float32, and `r` value heads for each of `h` key heads.
+    """
+
+    state: Float[Array, "b h r d e"]
+
     def advance(self, state: Float[Array, "b h r d e"], writes: Writes) -> Self:
         """Return the cache with the state after some tokens, to which their writes lead."""
         return self.replace(state=state)
 
-    def open(self) -> OpenRecurrent:
+    def open(self) -> LayerCache:
         return OpenRecurrent(**values_of(Recurrent, self))
 
 
@@ -77,8 +88,8 @@ class Trail(NamedTuple):
     writes: Writes | None = None
 
 
-class OpenRecurrent(Recurrent, kw_only=True):
-    """The state before some known tokens, and their trail, along which `truncate` goes as far as they are kept."""
+class OpenColumns(Columns, kw_only=True):
+    """Inputs before some known tokens, and their trail, along which `truncate` goes as far as they are kept."""
 
     trail: Trail | None = None
 
@@ -88,21 +99,33 @@ class OpenRecurrent(Recurrent, kw_only=True):
         out, _ = super().convolve(x, taps, tokens)
         return out, self.replace(trail=Trail(tokens.position, x))
 
+    def follow(self, length: Int[Array, " b"]) -> tuple[Trail, Bool[Array, "b t"], Float[Array, "b s h f"]]:
+        """Return the trail, a mask of its tokens before `length`, and the newest inputs up to the last of them."""
+        if self.trail is None:
+            raise ValueError("a recurrent layer cannot take back tokens that were read before it was opened.")
+        kept = (self.trail.position >= 0) & (self.trail.position < length[:, None])
+        columns = jnp.concatenate([self.columns, self.trail.inputs], axis=1)
+        return self.trail, kept, _newest(columns, kept.sum(1, dtype=jnp.int32), self.columns.shape[1])
+
+    def truncate(self, length: Int[Array, " b"]) -> LayerCache:
+        """Return the cache after the tokens before `length`."""
+        return Columns(columns=self.follow(length)[2])
+
+
+class OpenRecurrent(OpenColumns, Recurrent, kw_only=True):
+    """The state before some known tokens, and their trail."""
+
     def advance(self, state: Float[Array, "b h r d e"], writes: Writes) -> Self:
         assert self.trail is not None
         return self.replace(trail=self.trail._replace(writes=writes))
 
-    def truncate(self, length: Int[Array, " b"]) -> Recurrent:
+    def truncate(self, length: Int[Array, " b"]) -> LayerCache:
         """Return the cache after the tokens before `length`; others have neither written nor let the state decay."""
-        trail = self.trail
-        if trail is None or trail.writes is None:
-            raise ValueError("a recurrent layer cannot take back tokens that were read before it was opened.")
-        kept = (trail.position >= 0) & (trail.position < length[:, None])
-        columns = jnp.concatenate([self.columns, trail.inputs], axis=1)
+        trail, kept, columns = self.follow(length)
         writes, at = trail.writes, kept[:, None, None]
+        assert writes is not None
         writes = writes._replace(u=jnp.where(at[..., None], writes.u, 0), decay=jnp.where(at, writes.decay, 0))
-        newest = _newest(columns, kept.sum(1, dtype=jnp.int32), self.columns.shape[1])
-        return Recurrent(columns=newest, state=written(self.state, writes))
+        return Recurrent(columns=columns, state=written(self.state, writes))
 
 
 def _newest(columns: Float[Array, "b n h f"], start: Int[Array, " b"], count: int) -> Float[Array, "b s h f"]:

@@ -1,4 +1,4 @@
-"""Settings of components that some models have: experts, layers with the delta rule, grown queries, latents."""
+"""Settings of components that some models have: experts, layers without attention, grown queries, latents."""
 
 from __future__ import annotations
 
@@ -96,6 +96,21 @@ class DeltaRule:
     def groups(self) -> int:
         """Number of value heads that share one key head."""
         return self.value_heads // self.key_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortConvolution:
+    """Layers with a gated convolution in place of attention; see `kvjax.models.short_conv`.
+
+    Args:
+        layers: numbers of these layers.
+        taps: tokens that the convolution reads, the newest included.
+        bias: True if the projections and the convolution add a bias.
+    """
+
+    layers: tuple[int, ...]
+    taps: int = 3
+    bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from kvjax.models.components import DeltaRule as DeltaRule
 from kvjax.models.components import Latent as Latent
 from kvjax.models.components import Mixture as Mixture
 from kvjax.models.components import QueryGrowth as QueryGrowth
+from kvjax.models.components import ShortConvolution as ShortConvolution
 from kvjax.models.token_states import LayerEmbeddings as LayerEmbeddings
 from kvjax.models.token_states import Streams as Streams
 from kvjax.rope import Rope, lengths_by_frequencies
@@ -64,8 +65,8 @@ class ModelConfig:
         norm_scales: True if norms have learned scales (not in nanochat).
         norm_offset: True if norms multiply by 1 + scale (Gemma).
         embedding_norm: True if token embeddings are normalized, without a scale (nanochat).
-        pre_norms: True if the inputs of attention and MLP are normalized (not in OLMo 2). Layers of `delta_rule` always
-            normalize inputs, and no outputs.
+        pre_norms: True if the inputs of attention and MLP are normalized (not in OLMo 2). Layers without attention
+            always normalize inputs, and no outputs.
         post_norms: True if the outputs of attention and MLP are also normalized before they are added (Gemma 2).
         query_key_norms: True if queries and keys are normalized (Qwen3).
         norms_after_rope: True if these norms follow RoPE instead of preceding it (Hunyuan). Stored keys then stay at
@@ -100,6 +101,7 @@ class ModelConfig:
         windows: window of each layer (None for all tokens), replacing `sliding_window`; None for `sliding_window` in
             all layers.
         delta_rule: layers with the gated delta rule in place of attention; None for a model without them.
+        short_conv: layers with a short convolution in place of attention; None for a model without them.
         bos: id of the token that starts a text; None if the model uses none.
         eos: ids that end a text.
         spread: sharding over devices, for the program of one device. All other fields describe the whole model;
@@ -170,6 +172,7 @@ class ModelConfig:
     sliding_window: int | None = None
     windows: tuple[int | None, ...] | None = None
     delta_rule: DeltaRule | None = None
+    short_conv: ShortConvolution | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
     spread: Spread = ALONE
@@ -252,7 +255,7 @@ class ModelConfig:
         if scales is None:
             scales = [width**-0.5 if self.attention_scale is None else self.attention_scale for width in widths]
         windows = (self.sliding_window,) * self.layers if self.windows is None else self.windows
-        without = () if self.delta_rule is None else self.delta_rule.layers
+        without = {layer for kind in (self.delta_rule, self.short_conv) if kind is not None for layer in kind.layers}
         bounded = [window for index, window in enumerate(windows) if index in without or window is not None]
         furthest = max((window for window in bounded if window is not None), default=None)
         furthest = furthest if len(bounded) == self.layers else None
@@ -348,8 +351,8 @@ class ModelConfig:
             if rope is not None and rope.width > width:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {width}.")
         plain = self.norm == "rms" and self.norm_scales and not self.norm_offset
-        if self.delta_rule is not None and set(self.delta_rule.layers) >= set(range(self.layers)):
-            raise ValueError("a model without attention has no slots; give delta_rule fewer layers.")
+        if not any(layer.attends for layer in self.layer_configs):
+            raise ValueError("a model without attention has no slots; give delta_rule and short_conv fewer layers.")
         if self.query_key_norm_over == "heads" and not (plain and self.query_key_norms):
             raise ValueError("query_key_norm_over='heads' goes with query_key_norms=True and plain RMS norms only.")
         if not self.query_key_scales and (self.query_key_norm_over == "heads" or not self.query_key_norms):

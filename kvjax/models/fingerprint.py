@@ -14,7 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from kvjax.models.config import DeltaRule, Latent, LayerEmbeddings, Mixture, ModelConfig, QueryGrowth, Streams
+from kvjax.models.config import (
+    DeltaRule,
+    Latent,
+    LayerEmbeddings,
+    Mixture,
+    ModelConfig,
+    QueryGrowth,
+    ShortConvolution,
+    Streams,
+)
 from kvjax.models.decoder import RoundedFrom, Weights
 from kvjax.models.integers import signed
 from kvjax.models.model import LanguageModel
@@ -108,7 +117,9 @@ def _unusual(value: Any) -> Any:
     # The settings that enter a fingerprint, in JSON types.
     if isinstance(value, tuple):
         return [_unusual(item) for item in value]
-    kinds = ModelConfig | DeltaRule | Rope | Mixture | QueryGrowth | Latent | LayerEmbeddings | Streams
+    kinds = (
+        ModelConfig | DeltaRule | ShortConvolution | Rope | Mixture | QueryGrowth | Latent | LayerEmbeddings | Streams
+    )
     if not isinstance(value, kinds):
         return value
     settings = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))

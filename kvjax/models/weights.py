@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, PRNGKeyArray, UInt8
 
 from kvjax.models.attention import Attention
-from kvjax.models.config import DeltaRule, Latent, LayerEmbeddings, ModelConfig
+from kvjax.models.config import DeltaRule, Latent, LayerEmbeddings, ModelConfig, ShortConvolution
 from kvjax.models.decoder import LayerWeights, Weights
 from kvjax.models.experts import Experts
 from kvjax.models.gated_delta import GatedDelta
@@ -26,6 +26,7 @@ from kvjax.models.linear import Linear, Norm
 from kvjax.models.mlp import DenseMlp, Xielu
 from kvjax.models.mlp_and_experts import MlpAndExperts
 from kvjax.models.shared_attention import SharedAttention
+from kvjax.models.short_conv import ShortConv
 from kvjax.models.streams import Laurel, LayerStreams, ModelStreams
 from kvjax.types import LayerConfig
 
@@ -175,10 +176,19 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             key_width=rule.key_width,
         )
 
-    def mixer(index: int, shape: LayerConfig) -> Attention | SharedAttention | LatentAttention | GatedDelta:
-        if not shape.attends:
-            assert config.delta_rule is not None
+    def short_conv(kind: ShortConvolution) -> ShortConv:
+        return ShortConv(
+            expand=linear(3 * config.width, config.width, bias=kind.bias),
+            contract=linear(config.width, config.width, bias=kind.bias),
+            taps=leaf(config.width, kind.taps),
+            bias=leaf(config.width) if kind.bias else None,
+        )
+
+    def mixer(index: int, shape: LayerConfig) -> Any:
+        if config.delta_rule is not None and index in config.delta_rule.layers:
             return gated_delta(config.delta_rule)
+        if config.short_conv is not None and index in config.short_conv.layers:
+            return short_conv(config.short_conv)
         return attention(index, shape) if config.latent is None else latent_attention(config.latent)
 
     def layer(index: int, shape: LayerConfig) -> LayerWeights:

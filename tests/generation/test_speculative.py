@@ -26,6 +26,7 @@ from kvjax.models import ModelConfig, Rope
 from kvjax.serving.engine import Engine
 from tests.cases import FIRST, POLICIES, slow
 from tests.small_models import (
+    CONVOLVED,
     GQA,
     HYBRID,
     LATENT,
@@ -42,7 +43,7 @@ from tests.small_models import (
 
 PROMPTS = [np.random.default_rng(row).integers(0, 64, size).tolist() for row, size in enumerate((41, 57, 48))]
 MODELS = {"mha": MHA, "gqa": GQA, "mqa": MQA, "sinks": SINKS, "windows": LOCAL, "moe": MIXED, "alibi": SLOPED}
-MODELS |= {"latent": LATENT, "recurrent": HYBRID, "layers that read others": SOURCES}
+MODELS |= {"latent": LATENT, "recurrent": HYBRID, "convolutions": CONVOLVED, "layers that read others": SOURCES}
 
 
 def both(model: Any, new: int = 40, policy: Any = "h2o", budget: Any = 17, **settings: Any) -> tuple[Any, Any]:

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.recurrent import Recurrent
+from kvjax.cache.recurrent import Columns, Recurrent
 from kvjax.evaluation.trace import trace
 from kvjax.inference.decode import lower_step
 from kvjax.inference.shapes import state_shapes
 from kvjax.inference.state import bytes_by_kind, held_positions, slot_limits
+from kvjax.models import ModelConfig
 from kvjax.training.less.record import collect
 from tests.cases import slow
-from tests.small_models import HYBRID, random_model
+from tests.small_models import CONVOLVED, HYBRID, random_model
 
 TEXT = np.random.default_rng(0).integers(0, HYBRID.vocab_size, (2, 90))
 LENGTHS = np.array([70, 41])
@@ -37,11 +38,19 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name if name in ("full", "pages") else slow(name) for name in READ])
-def test_prompts_turns_and_steps_equal_the_whole_text(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *((name, HYBRID) if name in ("full", "pages") else slow(name, HYBRID) for name in READ),
+        *(("full", CONVOLVED), slow("steps", CONVOLVED)),
+    ],
+    ids=lambda it: it if isinstance(it, str) else ("convolutions" if it is CONVOLVED else "delta"),
+)
+def test_prompts_turns_and_steps_equal_the_whole_text(name: str, config: ModelConfig) -> None:
     policy, settings = READ[name]
-    expected = np.asarray(MODEL.logits(TEXT))
-    state, logits = kvjax.prefill(MODEL, policy, TEXT[:, :70], lengths=LENGTHS, max_new_tokens=20, **settings)
+    model = random_model(config)
+    expected = np.asarray(model.logits(TEXT))
+    state, logits = kvjax.prefill(model, policy, TEXT[:, :70], lengths=LENGTHS, max_new_tokens=20, **settings)
     for row, length in enumerate(LENGTHS):
         close(logits, row, length - 1, expected)
     turn = [TEXT[0, 70:80].tolist(), []]
@@ -52,7 +61,7 @@ def test_prompts_turns_and_steps_equal_the_whole_text(name: str) -> None:
     state, logits = kvjax.decode_step(state, jnp.asarray([999, TEXT[1, 41]]))
     close(logits, 1, 41, expected)
     for one, other in zip(before.layers, state.layers, strict=True):
-        if isinstance(one, Recurrent):
+        if isinstance(one, Columns):
             jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[0], y[0]), one, other)
     state = state.replace(active=jnp.array([True, True]))
     for step in range(3):

@@ -77,7 +77,8 @@ def test_parity(name: str, tmp_path: Path) -> None:
     assert_parity(reference, load(tmp_path), ROUNDED.get(name, TOKENS))
 
 
-NEEDED = {"deepseek_v2": {"num_experts_per_tok": 6}}
+NEEDED: dict[str, dict[str, Any]] = {"deepseek_v2": {"num_experts_per_tok": 6}}
+NEEDED["lfm2_moe"] = {"layer_types": ["conv", "full_attention"] * 16}
 """Settings of families without which transformers' own config runs no model."""
 
 

@@ -19,6 +19,7 @@ from kvjax.models.families import (
     granite,
     hunyuan,
     latent,
+    lfm2,
     llama,
     llama4,
     mistral,
@@ -40,7 +41,7 @@ FAMILIES: Mapping[str, Family] = {
     model_type: family
     for module in (
         *(llama, llama4, mistral, qwen, qwen_hybrid, olmo, olmo_hybrid, granite, gpt_oss, gemma, gemma3n, gemma4),
-        *(glm, cohere, latent, apertus, hunyuan, nanochat, falcon, gpt, mpt),
+        *(glm, cohere, latent, lfm2, apertus, hunyuan, nanochat, falcon, gpt, mpt),
     )
     for model_type, family in module.FAMILIES.items()
 }
@@ -101,8 +102,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
             "jamba",
             "bamba",
             "zamba2",
-            "lfm2",
-            "lfm2_moe",
             "recurrent_gemma",
             "mamba",
             "mamba2",
