@@ -58,7 +58,7 @@ HYBRID = small_config(
     *(4, 2),
     layers=3,
     query_key_norms=True,
-    output_gate=True,
+    output_gate="feature",
     delta_rule=DeltaRule((0, 2), key_heads=2, value_heads=4, key_width=6, value_width=8),
 )
 """A recurrent state in all layers but one."""
@@ -287,6 +287,14 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         layer_types=_CONV_FIRST,
         conv_bias=True,
         **{"num_dense_layers": 1, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    ),
+    "lfm3": lambda: _huggingface(
+        "Lfm3Config",
+        num_hidden_layers=5,
+        head_dim=24,
+        sliding_window=16,
+        conv_L_cache=5,
+        **_SPECIAL_IDS,
     ),
     "granite": lambda: _huggingface(
         "GraniteConfig",

@@ -131,15 +131,16 @@ def project_output(
     attended: Float[Array, "b h g t e"],
     cache: Any,
     tokens: MixerInput,
-    gate: Float[Array, "b t f"] | None = None,
+    gate: Float[Array, "b t gates"] | None = None,
 ) -> tuple[Float[Array, "b t width"], Any]:
-    """Apply a layer's output projection to attention, gated if there is a `gate`; return the cache after that, too.
+    """Apply a layer's output projection to attention, and return the cache after that, too.
 
-    The results of devices are summed.
+    The results of devices are summed. A `gate` multiplies each feature, or all features of each head.
     """
     shape, (rows, _, _, count, _) = tokens.shape, attended.shape
-    attended = attended.transpose(0, 3, 1, 2, 4).reshape(rows, count, shape.heads * shape.value_width)
-    attended = attended if gate is None else attended * gate
+    attended = attended.transpose(0, 3, 1, 2, 4).reshape(rows, count, shape.heads, shape.value_width)
+    attended = attended if gate is None else attended * gate.reshape(rows, count, shape.heads, -1)
+    attended = attended.reshape(rows, count, -1)
     if shape.spread == ALONE:
         return output(attended), cache
     out = dataclasses.replace(output, bias=None)(shape.spread.own_features(attended))

@@ -65,7 +65,7 @@ class ModelConfig:
         norm_scales: True if norms have learned scales (not in nanochat).
         norm_offset: True if norms multiply by 1 + scale (Gemma).
         embedding_norm: True if token embeddings are normalized, without a scale (nanochat).
-        pre_norms: True if the inputs of attention and MLP are normalized (not in OLMo 2). Layers without attention
+        pre_norms: True if the inputs of attention and MLP are normalized (not in OLMo 2). Layers of `delta_rule`
             always normalize inputs, and no outputs.
         post_norms: True if the outputs of attention and MLP are also normalized before they are added (Gemma 2).
         query_key_norms: True if queries and keys are normalized (Qwen3).
@@ -91,8 +91,8 @@ class ModelConfig:
         attention_scale: factor of the products of queries and keys; None for 1 / sqrt(head_width).
         attention_scales: factor of each layer, replacing `attention_scale`; None for the same in all layers.
         query_growth: factor of queries that grows with their positions (Ministral 3); None for 1.
-        output_gate: True if the output of attention is multiplied by the sigmoid of a projection of its input
-            (Qwen3.5).
+        output_gate: what attention's output is multiplied by, the sigmoid of a projection of its input: a number for
+            each `feature` (Qwen3.5) or each `head` (LFM3); None for nothing.
         sinks: True if the softmax of each query head has a learned logit in its denominator (gpt-oss).
         soft_cap: bound on attention logits, cap tanh(x / cap) (Gemma 2: 50); None for no bound.
         logit_soft_cap: the same bound on the final logits (Gemma 2: 30).
@@ -164,7 +164,7 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_scales: tuple[float, ...] | None = None
     query_growth: QueryGrowth | None = None
-    output_gate: bool = False
+    output_gate: Literal["feature", "head"] | None = None
     sinks: bool = False
     soft_cap: float | None = None
     logit_soft_cap: float | None = None

@@ -130,6 +130,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
         output = linear(config.width, features, bias=config.output_bias)
         query_norm = norm(heads * shape.key_width) if scaled else None
         sink_logits = leaf(shape.heads) if config.sinks else None
+        gates = {None: None, "feature": features, "head": shape.heads}[config.output_gate]
         if shape.source is not None:
             return SharedAttention(query, output, query_norm, sink_logits)
         values = linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias)
@@ -141,7 +142,9 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             query_norm=query_norm,
             key_norm=norm(kv_heads * shape.key_width) if scaled else None,
             sink_logits=sink_logits,
-            gate=linear(features, config.width, bias=config.qkv_bias) if config.output_gate else None,
+            gate=None
+            if gates is None
+            else linear(gates, config.width, bias=config.output_gate == "feature" and config.qkv_bias),
         )
 
     def latent_attention(widths: Latent) -> LatentAttention:
@@ -193,7 +196,8 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
 
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
         own_norms = config.mixture is not None and config.mixture.beside_mlp  # of the MLP and of the experts
-        pre_norms, post_norms = config.pre_norms or not shape.attends, config.post_norms and shape.attends
+        of_rule = config.delta_rule is not None and index in config.delta_rule.layers
+        pre_norms, post_norms = config.pre_norms or of_rule, config.post_norms and not of_rule
         return LayerWeights(
             attention_norm=norm() if pre_norms else None,
             mixer=mixer(index, shape),

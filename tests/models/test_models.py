@@ -102,7 +102,7 @@ def test_each_omitted_setting_is_looked_up_in_transformers(name: str) -> None:
 
 
 OTHER_NAMES = {"hidden_size": 1536, "num_attention_heads": 8, "num_hidden_layers": 3, "max_position_embeddings": 99}
-OTHER_NAMES |= {"num_experts": 16, "num_local_experts": 16, "head_dim": 32, "num_mtp_layers": 2}
+OTHER_NAMES |= {"rms_norm_eps": 1e-3, "num_experts": 16, "num_local_experts": 16, "head_dim": 32, "num_mtp_layers": 2}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,7 +1,11 @@
-"""LFM2 and LFM2 MoE: norms of queries and keys, and short convolutions in place of attention in most layers."""
+"""LFM2, LFM2 MoE and LFM3: norms of queries and keys, and short convolutions in place of attention in many layers.
+
+LFM3 also normalizes outputs, multiplies each head's output by a gate, and has a window in half of the other layers.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +21,16 @@ from kvjax.models.families.family import (
     expert_sources,
     module_sources,
 )
-from kvjax.models.families.llama import llama_config
-from kvjax.models.families.settings import flag, integer, layer_numbers, positive_number, read_layer_types, read_mixture
+from kvjax.models.families.llama import QUERY_KEY_NORMS, llama_config
+from kvjax.models.families.settings import (
+    flag,
+    integer,
+    layer_numbers,
+    positive_number,
+    read_layer_types,
+    read_mixture,
+    ropes_of_layers,
+)
 
 _LAYER_TYPES = ("conv", "full_attention")
 
@@ -74,6 +86,25 @@ def _lfm2_moe(settings: Settings) -> ModelConfig:
     return _config(settings, read_layer_types(settings, ["conv"] * layers, _LAYER_TYPES), mixture=mixture)
 
 
+def _lfm3(settings: Settings) -> ModelConfig:
+    layers, kinds = integer(settings, "num_hidden_layers"), ("conv", "sliding_attention", "full_attention")
+    default = ["full_attention" if i % 4 == 2 else kinds[i % 4 == 0 and i > 0] for i in range(layers)]
+    types = read_layer_types(settings, default, kinds)
+    shape = _config(
+        {**settings, "rope_parameters": None},
+        types,
+        post_norms=flag(settings, "use_sandwich_norm"),
+        output_gate="head" if flag(settings, "use_attention_gate") else None,
+        windows=tuple(integer(settings, "sliding_window") if kind == kinds[1] else None for kind in types),
+    )
+    parameters = {**settings, "rope_parameters": settings.get("rope_parameters") or _ROPES}
+    return dataclasses.replace(shape, rope=None, ropes=ropes_of_layers(parameters, shape, 10_000.0))
+
+
+_ROPES: Settings = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},
+}
 _LAYER, _MAPS = "model.layers.{layer}", {"gate": "w1", "up": "w3", "down": "w2"}
 _SOURCES: Mapping[str, Source] = module_sources(
     "model.layers",
@@ -128,6 +159,26 @@ FAMILIES: Mapping[str, Family] = {
         _DEFAULTS,
         aliases={**_ALIASES, "block_ff_dim": "intermediate_size"},
         looked_up=(*_SHARED, "block_auto_adjust_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of"),
+    ),
+    "lfm3": Family(
+        _lfm3,
+        {
+            **_SOURCES,
+            **_MIXERS,
+            **QUERY_KEY_NORMS,
+            **module_sources(
+                "model.layers",
+                {
+                    "layers.attention_post_norm": "post_operator_norm",
+                    "layers.mlp_post_norm": "post_ffn_norm",
+                    "layers.mixer.output": "self_attn.o_proj",
+                    "layers.mixer.gate": "self_attn.gate_proj",
+                },
+            ),
+        },
+        {**_DEFAULTS, "bos_token_id": 124_894, "eos_token_id": 124_900},
+        aliases={"rms_norm_eps": "norm_eps"},
+        looked_up=(*_SHARED, "head_dim", "sliding_window", "use_sandwich_norm", "use_attention_gate", "attention_bias"),
     ),
     "lfm2_moe": Family(
         _lfm2_moe,

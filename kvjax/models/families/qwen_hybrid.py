@@ -31,7 +31,7 @@ def _config(settings: Settings, **fields: Any) -> ModelConfig:
         partial=True,
         norm_offset=True,
         query_key_norms=True,
-        output_gate=True,
+        output_gate="feature",
         delta_rule=read_delta_rule(settings, period, norm_eps=positive_number(settings, "rms_norm_eps")),
         **fields,
     )
