@@ -142,7 +142,7 @@ def add_verifier(options: argparse.ArgumentParser) -> None:
 def lossless_settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of a draft as keywords of `kvjax.generation.generate.begin`."""
     drafts = {name: getattr(options, name) for name in ("draft_tokens", "verifier", "refresh")}
-    drafts = {name: value for name, value in drafts.items() if value}
+    drafts = {name: value for name, value in drafts.items() if value is not None and value is not False}
     for name in () if options.lossless else drafts:
         raise ValueError(f"--{name.replace('_', '-')} is of --lossless; give that, too.")
     if "verifier" in drafts:
