@@ -21,8 +21,8 @@ from kvjax.models.families.family import (
     Source,
     Tensor,
     expert_sources,
+    module_sources,
 )
-from kvjax.models.families.family import module_sources as sources_of
 from kvjax.models.families.llama import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
 from kvjax.models.families.settings import (
     choice,
@@ -157,7 +157,7 @@ def _up_projections(name: str) -> Mapping[str, Source]:
 _LAYERS, _MLP = "model.layers", "model.layers.{layer}.mlp"
 _SOURCES: Mapping[str, Source] = {
     **LLAMA_SOURCES,
-    **sources_of(
+    **module_sources(
         _LAYERS,
         {
             "layers.mixer.query_down": "self_attn.q_a_proj",
@@ -184,7 +184,7 @@ def _variant(config: ModelConfig) -> Mapping[str, Source]:
     """Return the source of queries that have no latent of their own."""
     assert config.latent is not None
     whole = {} if config.latent.query_width else {"layers.mixer.query": "self_attn.q_proj"}
-    return sources_of(_LAYERS, whole)
+    return module_sources(_LAYERS, whole)
 
 
 _WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
