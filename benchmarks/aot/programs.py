@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -39,8 +40,9 @@ def programs() -> Iterator[Workload]:
     yield decode_workload("multi-head, 256 slots, rank 8", multi._replace(scores="sum"), rank=8)
     yield decode_workload("multi-query x 16, 65536 slots, d 256", Setup(1, 1, 16, 65536, 256, half, scores="sum"))
     latents = Setup(32, 1, 16, 4096, 576, half, scores="sum", shared=True)
-    yield decode_workload("latents of 576 x 16, 4096 slots, bfloat16", latents)
-    yield decode_workload("latents of 576 x 16, 4096 slots, 8 bits", latents._replace(bits=8))
+    for label, sizes in (("bfloat16", latents), ("8 bits", latents._replace(bits=8))):
+        workload = decode_workload(f"latents of 576 x 16, 4096 slots, {label}", sizes)
+        yield dataclasses.replace(workload, forms=("tpu",))  # a GPU takes widths up to 256
     yield decode_workload("float32, d 64, ALiBi, window", alibi)
     yield decode_workload("5 tokens of 8 heads x 4, 4096 slots, d 128, bfloat16", large._replace(g=20))
     yield decode_workload("5 tokens of 8 heads x 4, 131072 slots, d 128, bfloat16", Setup(4, 8, 20, 1 << 17, 128, half))

@@ -68,7 +68,7 @@ class SlotResidual(Residual, interface=True):
                 f"residual {type(self).__name__} changes values, but latent attention stores keys and values in one; "
                 "use another residual, such as less."
             )
-        return self
+        return super().bind(model)
 
     def init_slot(self, new: LayerTokens, state: PyTree) -> Float[Array, "b h t"]:
         return nothing(new)

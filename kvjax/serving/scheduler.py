@@ -79,7 +79,7 @@ class Device:
         self.chunk = whole_number("chunk", chunk, *SIZES["chunk"])
         self.steps = whole_number("steps", steps, *SIZES["steps"])
         self.logprobs = min(LOGPROBS, config.vocab_size)
-        self.policy = bind_policy(model, policy, budget, None)
+        self.policy = _check_servable(bind_policy(model, policy, budget, None), model, self.chunk)
         of_policy = model, self.policy, budget if self.policy.bounded else 1.0
         drafts = dict[str, Any](verifier=verifier, draft_tokens=draft_tokens, refresh=refresh)
         bound = speculation(*of_policy, **drafts) if draft_tokens else decoder(*of_policy)

@@ -207,7 +207,7 @@ def test_mean_queries_that_do_not_fit_are_one_sentence(tmp_path: Path) -> None:
         assert "has no numbers of shape [" in refused(owner, str(tmp_path))
     (tmp_path / FILE).write_bytes(b"damaged")
     assert "is damaged" in refused(owner, str(tmp_path))
-    with pytest.raises(ValueError, match="needs RoPE in all layers, which 'random' does not have"):
+    with pytest.raises(ValueError, match="needs attention with RoPE in all layers, which 'random' does not have"):
         kvjax.prefill(random_model(LEARNED), kvjax.policy("triattention"), [[1, 2, 3, 4]], 4)
 
 

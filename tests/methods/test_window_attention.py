@@ -169,8 +169,8 @@ def test_offloaded_scores_lie_in_host_memory_and_change_nothing(window, chunk):
 
 def test_offloading_without_host_memory_is_one_sentence():
     device = SimpleNamespace(platform="abacus", addressable_memories=lambda: [SimpleNamespace(kind="device")])
-    norm = SimpleNamespace(scale=SimpleNamespace(devices=lambda: [device]))
-    model = SimpleNamespace(weights=SimpleNamespace(norm=norm))
+    table = SimpleNamespace(weight=SimpleNamespace(devices=lambda: [device]))
+    model = SimpleNamespace(weights=SimpleNamespace(table=table))
     with pytest.raises(ValueError, match="'pinned_host', which abacus does not have"):
         kvjax.policy("lightkv", offload=True).bind(cast(Any, model))
 

@@ -423,9 +423,9 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ),
         (
             {"model_type": "qwen3_next", "layer_types": ["linear_attention"] * 2},
-            "a model without attention has no slots; give delta_rule fewer layers",
+            "a model without attention has no slots; give delta_rule and short_conv fewer layers",
         ),
-        ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its layers store a latent vector"),
+        ({"model_type": "longcat_flash"}, "'longcat_flash' is not supported: its layers store a latent vector"),
         (
             {"model_type": "gemma4_text", "num_hidden_layers": 4, "num_kv_shared_layers": 3},
             "num_kv_shared_layers 3 of 4 layers leaves no layer of type full_attention with keys and values of its own",
@@ -439,8 +439,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
             "='all' is not supported for gemma4_text",
         ),
         (
-            {"model_type": "mistral3", "text_config": {"model_type": "lfm2"}},
-            "'lfm2' is not supported: most of its layers have a recurrent state",
+            {"model_type": "mistral3", "text_config": {"model_type": "mamba2"}},
+            "'mamba2' is not supported: most of its layers have a recurrent state",
         ),
         (
             {"model_type": "mistral3"},
