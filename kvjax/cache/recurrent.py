@@ -59,7 +59,7 @@ class Columns(LayerCache, kw_only=True):
             out += factor.astype(dtype) * columns[:, tap : tap + x.shape[1]].astype(dtype)
         return out, self.replace(columns=_newest(columns, tokens.counts, self.columns.shape[1]))
 
-    def open(self) -> LayerCache:
+    def open(self) -> OpenColumns:
         return OpenColumns(**values_of(Columns, self))
 
 
@@ -75,7 +75,7 @@ class Recurrent(Columns, kw_only=True):
         """Return the cache with the state after some tokens, to which their writes lead."""
         return self.replace(state=state)
 
-    def open(self) -> LayerCache:
+    def open(self) -> OpenRecurrent:
         return OpenRecurrent(**values_of(Recurrent, self))
 
 
@@ -107,7 +107,7 @@ class OpenColumns(Columns, kw_only=True):
         columns = jnp.concatenate([self.columns, self.trail.inputs], axis=1)
         return self.trail, kept, _newest(columns, kept.sum(1, dtype=jnp.int32), self.columns.shape[1])
 
-    def truncate(self, length: Int[Array, " b"]) -> LayerCache:
+    def truncate(self, length: Int[Array, " b"]) -> Columns:
         """Return the cache after the tokens before `length`."""
         return Columns(columns=self.follow(length)[2])
 
@@ -119,7 +119,7 @@ class OpenRecurrent(OpenColumns, Recurrent, kw_only=True):
         assert self.trail is not None
         return self.replace(trail=self.trail._replace(writes=writes))
 
-    def truncate(self, length: Int[Array, " b"]) -> LayerCache:
+    def truncate(self, length: Int[Array, " b"]) -> Recurrent:
         """Return the cache after the tokens before `length`; others have neither written nor let the state decay."""
         trail, kept, columns = self.follow(length)
         writes, at = trail.writes, kept[:, None, None]
