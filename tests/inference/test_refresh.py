@@ -46,7 +46,8 @@ def texts_of(speculation: Any, count: int) -> tuple[list[list[int]], Any]:
 
 
 CASES = [("mha", "h2o"), ("windows", "snapkv"), *(("gqa", name) for name in ("tova", "keyformer-shared", "h2o-int8"))]
-SLOW = [(model, name) for model in MODELS for name in DRAFTS if (model, name) not in CASES]
+UNFIT = {("windows", "dropkv"), ("windows", "keyformer-shared")}  # a window of 12 holds fewer tokens than they need
+SLOW = [(model, name) for model in MODELS for name in DRAFTS if (model, name) not in {*CASES, *UNFIT}]
 
 
 @pytest.mark.parametrize(("config", "name"), [*CASES, *(slow(*case) for case in SLOW)])
