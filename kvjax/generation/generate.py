@@ -393,8 +393,7 @@ def stream_text(
     Raises:
         ValueError: the prompt is empty or too long, or a setting is out of range; raised before the first piece.
     """
-    samples = dict(settings).get("num_samples", 1)
-    if samples != 1:
+    if (samples := dict(settings).get("num_samples", 1)) != 1:
         raise ValueError(f"num_samples={samples}: one text can be streamed; use model.generate.")
     turn = template_settings(chat) is not None or has_turns(prompt)
     batch = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
