@@ -17,16 +17,16 @@ from kvjax.types import LayerConfig, wide
 def output_weights(model: LanguageModel, change: Callable[[Array], Array] = lambda x: x) -> tuple[Array, ...]:
     """Return the output weights [h g e width] of each layer after a `change`; shapes, if the model has only these.
 
-    A layer without attention has those of no head.
+    A layer without slots of its own has those of no head.
     """
     dtype, matrices = wide(model.weights.dtype), []
     for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
 
         def of_heads(mixer: Any, config: LayerConfig = config) -> Array:
-            if not config.attends:
+            if not config.stores:
                 return change(jnp.zeros((0, config.groups, config.value_width, config.width), dtype))
             return change(mixer.output_by_head(config).astype(dtype))
 
-        mixer = layer.mixer
-        matrices.append(jax.eval_shape(of_heads, mixer) if is_shape(mixer.output.weight) else of_heads(mixer))
+        shapes = is_shape(model.weights.table.weight)
+        matrices.append(jax.eval_shape(of_heads, layer.mixer) if shapes else of_heads(layer.mixer))
     return tuple(matrices)

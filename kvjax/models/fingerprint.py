@@ -97,8 +97,11 @@ def _sampled(names: Iterable[str]) -> list[str]:
     names = list(names)
     last = max(int(match[1]) for match in map(re.compile(r"layers\.(\d+)\.").match, names) if match)
     ups = [name for name in names if name.startswith(f"layers.{last}.mlp.") and name.endswith("up.weight")]
-    keys = [name for name in names if name in ("layers.0.mixer.key.weight", "layers.0.mixer.latent.weight")]
-    return [*keys, f"layers.{last}.mixer.query.weight", *ups]
+    of_mixers = (
+        [f"layers.0.mixer.{leaf}.weight" for leaf in ("key", "latent", "contract")],
+        [f"layers.{last}.mixer.{leaf}.weight" for leaf in ("query", "expand")],
+    )
+    return [*(name for leaves in of_mixers for name in [leaf for leaf in leaves if leaf in names][:1]), *ups]
 
 
 def _hashed(config: ModelConfig, samples: Iterable[np.ndarray]) -> str:

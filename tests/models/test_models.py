@@ -20,11 +20,13 @@ from kvjax.evaluation.perplexity import perplexity
 from kvjax.evaluation.replay import masked_perplexity
 from kvjax.evaluation.trace import trace
 from kvjax.generation.generate import generate_ids
+from kvjax.inference.state import held_positions
 from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import forward
 from kvjax.models.families import FAMILIES, TEXT_HALVES, LoadError, read_model_config
+from kvjax.models.fingerprint import fingerprint
 from kvjax.models.linear import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.serving.scheduler import Device
@@ -32,13 +34,16 @@ from kvjax.training.less.record import collect
 from pallas_kernels.op import platform_of
 from tests.cases import slow
 from tests.small_models import (
+    CONVOLVED,
     GQA,
+    HYBRID,
     LATENT,
     LEARNED,
     LLAMA4,
     MODELS,
     MQA,
     NORMS_AFTER_ROPE,
+    SOURCES,
     random_checkpoint,
     random_model,
     small_config,
@@ -650,6 +655,14 @@ def test_config_refuses(changes: dict, sentence: str) -> None:
 def test_what_needs_keys_and_values_apart_is_refused_for_latents(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate_ids(random_model(LATENT), [[1, 2, 3]], policy=kvjax.policy("h2o", **settings), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("config", [GQA, LATENT, HYBRID, CONVOLVED, SOURCES])
+def test_a_model_of_any_layers_is_told_from_another_one(config: ModelConfig) -> None:
+    model, other = random_model(config), random_model(config, seed=1)
+    assert fingerprint(model) == fingerprint(random_model(config)) != fingerprint(other)
+    state, logits = kvjax.prefill(model, "criticalkv", [list(range(1, 50))], 40, max_new_tokens=4)
+    assert np.isfinite(logits).all() and len(held_positions(state)) == len(config.storing)
 
 
 def test_a_latent_is_stored_once() -> None:
