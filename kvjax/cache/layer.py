@@ -165,8 +165,6 @@ class Step(NamedTuple):
 class SlotCache(Heads, LayerCache):
     """Cache whose slots a policy evicts, in buffers or in pages."""
 
-    kind: ClassVar[str] = "slots"
-
     def waits_after(self, tokens: MixerInput) -> bool:
         score, cache = tokens.policy.score, self
         if score.requires.host_memory:

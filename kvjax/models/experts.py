@@ -106,8 +106,8 @@ def route(
     ranks = logits if mixture.probability == "sigmoid" else probs  # a sigmoid rounds large logits to 1
     if mixture.groups > 1 or selection_bias is not None:
         ranks = in_best_groups(probs if selection_bias is None else probs + selection_bias, mixture)
-    chosen = jax.lax.top_k(ranks, mixture.used)[1]
-    weights = jnp.take_along_axis(probs, chosen, axis=-1)
+    best, chosen = jax.lax.top_k(ranks, mixture.used)
+    weights = best if ranks is probs else jnp.take_along_axis(probs, chosen, axis=-1)
     if mixture.renormalised:
         weights = weights / weights.sum(-1, keepdims=True)
     return weights * mixture.scale, chosen

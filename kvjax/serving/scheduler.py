@@ -79,11 +79,13 @@ class Device:
         self.chunk = whole_number("chunk", chunk, *SIZES["chunk"])
         self.steps = whole_number("steps", steps, *SIZES["steps"])
         self.logprobs = min(LOGPROBS, config.vocab_size)
-        self.policy = _check_servable(bind_policy(model, policy, budget, None), model, self.chunk)
+        if model.mesh is not None and model.mesh.is_multi_process:
+            raise ValueError("requests reach only one of several processes; give the server a mesh of one process.")
+        self.policy = bind_policy(model, policy, budget, None)
         of_policy = model, self.policy, budget if self.policy.bounded else 1.0
         drafts = dict[str, Any](verifier=verifier, draft_tokens=draft_tokens, refresh=refresh)
         bound = speculation(*of_policy, **drafts) if draft_tokens else decoder(*of_policy)
-        self._policies = [_check_servable(_policy_of(each), model, self.chunk) for each in bound.decoders]
+        self._policies = [_check_servable(_policy_of(each), self.chunk) for each in bound.decoders]
         self.decoder = bound.for_steps()
         self.writing: dict[str, Any] = dict(
             buffer_size=self.steps + draft_tokens,
@@ -299,11 +301,9 @@ def _row(value: Any, dtype: Any = None) -> Any:
     return array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, array.dtype))
 
 
-def _check_servable(policy: Policy, model: Model, chunk: int) -> Policy:
+def _check_servable(policy: Policy, chunk: int) -> Policy:
     """Return the policy, after checking that the server can use it."""
     name = name_of(policy)
-    if model.mesh is not None and model.mesh.is_multi_process:
-        raise ValueError("requests reach only one of several processes; give the server a mesh of one process.")
     if policy.plan.sizing.per_head or policy.plan.sizing.mode == "profiled":
         raise ValueError(
             f"{name} gives each head slots of its own once a prompt has been read, so that a row's memory is not known "

@@ -182,6 +182,18 @@ def gates_and_ups(name: str, *, axis: int, alternating: bool = False) -> dict[st
     return {leaf: Source(name, shape, functools.partial(read, half)) for half, leaf in enumerate(("gate", "up"))}
 
 
+def depthwise(name: str, alternatives: tuple[Source, ...] = ()) -> Source:
+    """Return the source of the taps [channels, taps] of a convolution, stored with an axis of one input channel."""
+
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        return (leaf[0], 1, leaf[1])
+
+    def read(tensor: Tensor, config: ModelConfig) -> Tensor:
+        return tensor[:, 0].copy()
+
+    return Source(name, shape, read, alternatives)
+
+
 def transposed(source: Source) -> Source:
     """Return the source of maps stored as [in, out], or [expert, in, out]; biases stay as they are."""
 

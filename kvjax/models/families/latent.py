@@ -33,37 +33,32 @@ from kvjax.models.families.settings import (
     optional_number,
     positive_number,
     read_mixture,
-    read_rope,
+    yarn_growth,
 )
 
 
 def _config(settings: Settings, *, interleaved: bool, **fields: Any) -> ModelConfig:
     rotated, plain = integer(settings, "qk_rope_head_dim"), integer(settings, "qk_nope_head_dim")
-    shape = llama_config({**settings, "head_dim": rotated, "num_key_value_heads": None}, **fields)
+    of_rope = {**settings, "head_dim": rotated, "num_key_value_heads": None}
+    shape = llama_config(of_rope, interleaved=interleaved, **fields)
     values = optional_integer(settings, "v_head_dim") or shape.width // shape.heads
     rank, query_rank = integer(settings, "kv_lora_rank"), optional_integer(settings, "q_lora_rank")
     widths = Latent(rank, plain, values, rotated, query_rank)
-    rope = dataclasses.replace(read_rope(settings, rotated), interleaved=interleaved)
     return dataclasses.replace(
         shape,
         kv_heads=1,
         head_width=widths.slot_width,
         latent=widths,
-        rope=rope,
         attention_scale=(plain + rotated) ** -0.5 * _growth(settings) ** 2,
     )
 
 
 def _growth(settings: Settings) -> float:
-    """Return the factor by which scaled RoPE lengthens queries and keys, those parts that it does not rotate included.
-
-    .. math:: m = 1 + 0.1\\, mscale\\_all\\_dim \\ln factor
-    """
+    """Return the factor by which scaled RoPE lengthens queries and keys, also the parts that it does not rotate."""
     rope = given_rope(settings)
-    share = optional_number(rope, "mscale_all_dim") if rope.get("mscale_all_dim") else None
-    if share is None or rope.get("rope_type", rope.get("type", "default")) == "default":
+    if not rope.get("mscale_all_dim") or rope.get("rope_type", rope.get("type", "default")) == "default":
         return 1.0
-    return 1 + 0.1 * share * math.log(max(positive_number(rope, "factor"), 1))
+    return yarn_growth(rope, "mscale_all_dim")
 
 
 def _interleaving(settings: Settings, **fields: Any) -> ModelConfig:

@@ -15,9 +15,8 @@ from kvjax.models.families.family import (
     Family,
     LoadError,
     Settings,
-    Shape,
     Source,
-    Tensor,
+    depthwise,
     expert_sources,
     module_sources,
 )
@@ -127,16 +126,8 @@ _SOURCES: Mapping[str, Source] = module_sources(
 )
 
 
-def _of_channels(leaf: Shape, config: ModelConfig) -> Shape:
-    return (leaf[0], 1, leaf[1])
-
-
-def _taps(tensor: Tensor, config: ModelConfig) -> Tensor:
-    return tensor[:, 0].copy()
-
-
 _MIXERS: Mapping[str, Source] = {
-    "layers.mixer.taps": Source(f"{_LAYER}.conv.conv.weight", _of_channels, _taps),
+    "layers.mixer.taps": depthwise(f"{_LAYER}.conv.conv.weight"),
     "layers.mixer.bias": Source(f"{_LAYER}.conv.conv.bias"),
 }
 _DEFAULTS: Settings = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.family import SIZES, Family, Settings, Shape, Source, Tensor
+from kvjax.models.families.family import SIZES, Family, Settings, Source, depthwise
 from kvjax.models.families.hybrid import (
     BLOCK,
     DELTA_SIZES,
@@ -60,14 +60,7 @@ def _config(settings: Settings) -> ModelConfig:
 
 
 def _taps(name: str, leaf: str) -> Source:
-    def shape(part: Shape, config: ModelConfig) -> Shape:
-        return (part[0], 1, part[1])
-
-    def read(tensor: Tensor, config: ModelConfig) -> Tensor:
-        return tensor[:, 0].copy()
-
-    fused = delta_sources({})[leaf]
-    return Source(f"{BLOCK}.{name}.weight", shape, read, alternatives=(fused,))
+    return depthwise(f"{BLOCK}.{name}.weight", alternatives=(delta_sources({})[leaf],))
 
 
 _MIXER: Mapping[str, Source] = {

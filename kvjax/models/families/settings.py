@@ -229,10 +229,16 @@ def _extras(kind: str, settings: Settings) -> dict[str, Any]:
         return {}
     extras: dict[str, Any] = {"truncate": flag({"truncate": True, **settings}, "truncate")}
     if settings.get("mscale") and settings.get("mscale_all_dim"):
-        grown = math.log(max(positive_number(settings, "factor"), 1))
-        above, below = (1 + 0.1 * positive_number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
-        extras["attention_factor"] = above / below
+        extras["attention_factor"] = yarn_growth(settings, "mscale") / yarn_growth(settings, "mscale_all_dim")
     return extras
+
+
+def yarn_growth(rope: Settings, key: str) -> float:
+    r"""Return the factor of YaRN for the lengths of queries and keys, where the setting `key` weighs its logarithm.
+
+    .. math:: 1 + 0.1 \, key \ln factor
+    """
+    return 1 + 0.1 * positive_number(rope, key) * math.log(max(positive_number(rope, "factor"), 1))
 
 
 def read_layer_types(settings: Settings, default: Sequence[str], kinds: Sequence[str] = LAYER_TYPES) -> Sequence[str]:
