@@ -95,6 +95,7 @@ def _mlp_widths(settings: Settings, sources: Sequence[int | None]) -> tuple[int,
 
 
 def read_layer_embeddings(settings: Settings) -> LayerEmbeddings | None:
+    """Return the sizes of the embeddings that each layer adds; None for a model without them."""
     width = settings.get("hidden_size_per_layer_input")
     if width in (None, 0):
         return None
